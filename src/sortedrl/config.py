@@ -1,0 +1,190 @@
+"""Every knob of the scheduler and the engine, checked before anything heavy is loaded.
+
+The string under a field is its only documentation, and the text of `--help`.
+Values that follow from others are read-only properties.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sortedrl.errors import ConfigError, unknown_name
+
+StrategyName = Literal["sync", "posthoc", "sorted", "ungrouped", "tail_batching", "april"]
+ModeName = Literal["on_policy", "partial", "coupled"]
+HarvestUnit = Literal["trajectory", "prompt"]
+
+
+def require(holds: bool, message: str) -> None:
+    """Refuse a setting: `message` says what must hold, what was given and what to do."""
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Which work runs when, and what becomes of interrupted work."""
+
+    strategy: StrategyName = "sorted"
+    """The scheduler's rules.
+    sync: one update batch at a time, wait for its longest answer.
+    posthoc: a whole group at a time, then train on it sorted by length.
+    sorted: keep the slots full, train as soon as an update batch is complete (the paper).
+    ungrouped: sorted without groups; new prompts always go first (the paper's ablation).
+    tail_batching: launch too many, train on the first, collect the rest for long rounds.
+    april: launch too many, train on the first, resume the rest first in the next round."""
+    mode: ModeName = "partial"
+    """What becomes of an interrupted answer.
+    on_policy: thrown away and drawn again.
+    partial: kept with its old log-probabilities and continued under the new weights.
+    coupled: kept as far as the new weights write the same tokens from the same noise."""
+    tolerance: float | None = None
+    """Coupled mode only: nats by which a cached token may fall short of the best one and still
+    be kept. 0 (the default there) is exactly on-policy, inf keeps every token."""
+    group_prompts: int = 512
+    """Prompts loaded together; the next group waits until all of them are trained."""
+    samples_per_prompt: int = 1
+    """Answers drawn for each prompt."""
+    update_batch: int = 128
+    """Trajectories per update: harvest as soon as that many are ready."""
+    lookahead: int = 0
+    """Strategy sorted only: groups that may be opened ahead of the oldest unfinished one, to
+    fill the slots its last long answers leave free."""
+    harvest_unit: HarvestUnit = "trajectory"
+    """When an answer may be trained on: as soon as it is complete (trajectory: PPO,
+    REINFORCE++), or when all answers to its prompt are (prompt: GRPO, RLOO, DAPO)."""
+    max_restarts: int | None = None
+    """A trajectory interrupted that often is not interrupted again: the harvest waits for it."""
+    max_staleness: int | None = None
+    """Partial mode only: cached tokens more versions old than this are dropped at resume, and
+    the answer is written anew."""
+    over_launch: float = 1.25
+    """Strategies tail_batching and april: launch this many times the update batch."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for value, kind, names in (
+            (self.strategy, "strategy", get_args(StrategyName)),
+            (self.mode, "mode", get_args(ModeName)),
+            (self.harvest_unit, "harvest unit", get_args(HarvestUnit)),
+        ):
+            require(value in names, unknown_name(kind, value, names))
+        for value, name in (
+            (self.group_prompts, "group_prompts"),
+            (self.samples_per_prompt, "samples_per_prompt"),
+        ):
+            require(value >= 1, f"schedule.{name} must be at least 1, got {value}")
+        require(
+            1 <= self.update_batch <= self.group_trajectories,
+            f"schedule.update_batch must lie in 1..{self.group_trajectories} (all trajectories of "
+            f"a group), got {self.update_batch}; lower update_batch or raise group_prompts",
+        )
+        self._check_strategy()
+        self._check_mode()
+
+    def _check_strategy(self) -> None:
+        require(
+            self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}"
+        )
+        require(
+            self.lookahead == 0 or self.strategy == "sorted",
+            f"schedule.lookahead needs strategy 'sorted', got lookahead {self.lookahead} with "
+            f"strategy {self.strategy!r}; set lookahead to 0 or strategy to 'sorted'",
+        )
+        require(
+            self.over_launch >= 1 and math.isfinite(self.over_launch),
+            f"schedule.over_launch must be a number of at least 1, got {self.over_launch}",
+        )
+        require(
+            self.max_restarts is None or self.max_restarts >= 1,
+            f"schedule.max_restarts must be at least 1, got {self.max_restarts}; "
+            "use strategy 'sync' or 'posthoc' to never interrupt",
+        )
+
+    def _check_mode(self) -> None:
+        require(
+            self.tolerance is None or self.mode == "coupled",
+            f"schedule.tolerance needs mode 'coupled', got tolerance {self.tolerance} with mode "
+            f"{self.mode!r}; leave tolerance out or set mode to 'coupled'",
+        )
+        require(
+            self.tolerance is None or self.tolerance >= 0,
+            f"schedule.tolerance must be 0 or more nats, got {self.tolerance}",
+        )
+        require(
+            self.max_staleness is None or self.mode == "partial",
+            f"schedule.max_staleness needs mode 'partial', got {self.max_staleness} with mode "
+            f"{self.mode!r}, which has no stale tokens; leave it out or set mode to 'partial'",
+        )
+        require(
+            self.max_staleness is None or self.max_staleness >= 0,
+            f"schedule.max_staleness must be at least 0, got {self.max_staleness}",
+        )
+        updates = self.group_trajectories // self.update_batch
+        require(
+            self.max_staleness is None
+            or self.strategy != "posthoc"
+            or self.max_staleness >= updates - 1,
+            f"strategy 'posthoc' trains {updates} update batches on one rollout, so the last is "
+            f"{updates - 1} versions old, got max_staleness {self.max_staleness}; "
+            "raise max_staleness or update_batch",
+        )
+
+    @property
+    def group_trajectories(self) -> int:
+        """Trajectories of a whole group."""
+        return self.group_prompts * self.samples_per_prompt
+
+    @property
+    def unit_size(self) -> int:
+        """Trajectories that become trainable together."""
+        return self.samples_per_prompt if self.harvest_unit == "prompt" else 1
+
+    @property
+    def rounds_bound(self) -> int | None:
+        """Rounds within which every prompt of a group is trained; `None` where no bound holds.
+
+        Proved in docs/how-it-works.md.
+        """
+        if self.strategy in ("sync", "posthoc"):
+            return 1
+        if self.strategy == "sorted":
+            return (2 * self.lookahead + 1) * self.group_trajectories // self.update_batch
+        return None
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """The most versions a token can be old when trained on; `None` where no bound holds.
+
+        Proved in docs/how-it-works.md.
+        """
+        if self.strategy == "posthoc":
+            return self.group_trajectories // self.update_batch - 1
+        if self.strategy == "sync" or self.mode != "partial":
+            return 0
+        bounds = [self.max_staleness]
+        if self.rounds_bound is not None:
+            bounds.append(self.rounds_bound - 1)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The engine that writes the answers."""
+
+    slots: int = 128
+    """Answers written at the same time."""
+    max_tokens: int = 8192
+    """Tokens after which an answer is cut off."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.slots >= 1,
+            f"engine.slots must be at least 1, got {self.slots}; nothing can run without a slot",
+        )
+        require(
+            self.max_tokens >= 1, f"engine.max_tokens must be at least 1, got {self.max_tokens}"
+        )

@@ -1,0 +1,1 @@
+"""Station 4: from decisions to tokens. One module per engine."""

@@ -1,0 +1,239 @@
+"""An engine that writes no text but takes as long, and the trainer and prompts that go with it.
+
+It jumps from one finished answer to the next: between two of them every running answer grows by
+one token per step, so the time is a closed form. Its policy is certain of itself: the token at
+position `i` is `i`, with log-probability 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from sortedrl.clock import VirtualClock
+from sortedrl.randomness import uniform
+from sortedrl.simulate.costs import Costs
+from sortedrl.simulate.lengths import Lengths
+from sortedrl.types import Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
+
+_VERIFY_KEY = 0x766572696679
+
+
+class Zeros(Sequence[float]):
+    """A sequence of zeros that takes no room: the log-probabilities of certain tokens."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int) -> None:
+        """That many zeros."""
+        self._length = length
+
+    def __len__(self) -> int:
+        """How many."""
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Zeros: ...
+    def __getitem__(self, index: int | slice) -> float | Zeros:
+        """Zero, or fewer zeros."""
+        if isinstance(index, slice):
+            return Zeros(len(range(self._length)[index]))
+        range(self._length)[index]
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A trajectory in a slot, with the step at which it came in and its tokens then."""
+
+    trajectory: Trajectory
+    kept: tuple[Segment, ...]
+    kept_tokens: int
+    length: int
+    since: int
+
+
+class SimulatedEngine:
+    """Continuous batching on a virtual clock."""
+
+    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs, clock: VirtualClock) -> None:
+        """An empty engine with the weights of version 0."""
+        self.slots = slots
+        self.version = 0
+        self._lengths = lengths
+        self._costs = costs
+        self._clock = clock
+        self._queue: deque[tuple[Trajectory, float | None]] = deque()
+        self._running: dict[Key, _Running] = {}
+        self._finishes: list[tuple[int, Key]] = []
+        self._steps = 0
+        self._cached = 0
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work; what exceeds the slots queues."""
+        self._queue.extend((trajectory, tolerance) for trajectory in trajectories)
+
+    def step(self) -> Step:
+        """Work until the next answer is complete."""
+        prefilled = self._admit()
+        count = self._finishes[0][0] - self._steps if self._finishes else 0
+        running = len(self._running)
+        self._clock.advance(
+            prefilled * self._costs.prefill_token_seconds + self._decode_seconds(count, running)
+        )
+        self._steps += count
+        self._cached += running * count
+        finished = []
+        while self._finishes and self._finishes[0][0] == self._steps:
+            _, key = heapq.heappop(self._finishes)
+            finished.append(self._leave(key, is_finished=True))
+        return Step(
+            finished=tuple(finished), decoded_tokens=running * count, prefilled_tokens=prefilled
+        )
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back everything that is not complete."""
+        self._clock.advance(self._costs.interrupt_seconds)
+        stopped = [self._leave(key, is_finished=False) for key in sorted(self._running)]
+        stopped += [trajectory for trajectory, _ in self._queue]
+        self._queue.clear()
+        self._finishes.clear()
+        return stopped
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take over the version; the rest is time."""
+        assert not self._running, "weights change only while nothing runs"
+        self._clock.advance(self._costs.hand_over_seconds)
+        self.version = weights.version
+
+    def _admit(self) -> int:
+        prefilled = 0
+        while self._queue and len(self._running) < self.slots:
+            trajectory, tolerance = self._queue.popleft()
+            kept = trajectory.segments
+            kept_tokens = cached = trajectory.num_tokens
+            if tolerance is not None and math.isfinite(tolerance):
+                kept_tokens = self._verified(trajectory)
+            length = self._lengths.length(trajectory, version=self.version)
+            if kept_tokens < cached:
+                length = self._lengths.length_after(
+                    trajectory, version=self.version, kept=kept_tokens
+                )
+            if tolerance is not None and cached:
+                kept = self._segments((), kept_tokens)
+            length = max(length, kept_tokens)
+            running = _Running(trajectory, kept, kept_tokens, length, self._steps)
+            self._running[trajectory.key] = running
+            finish = self._steps + length - kept_tokens
+            heapq.heappush(self._finishes, (finish, trajectory.key))
+            self._cached += len(trajectory.prompt.tokens) + kept_tokens
+            prefilled += len(trajectory.prompt.tokens) + cached
+        return prefilled
+
+    def _verified(self, trajectory: Trajectory) -> int:
+        """How many cached tokens the present weights write too: a geometric prefix.
+
+        An exponential budget is spent at the mismatch rate for each version a token is old.
+        """
+        hazard = -math.log1p(-self._lengths.settings.mismatch_rate)
+        budget = -math.log(uniform(trajectory.seed, trajectory.attempt, _VERIFY_KEY, self.version))
+        kept = 0
+        for segment in trajectory.segments:
+            rate = hazard * (self.version - segment.version)
+            if rate * len(segment.tokens) >= budget:
+                return kept + min(int(budget / rate), len(segment.tokens) - 1)
+            budget -= rate * len(segment.tokens)
+            kept += len(segment.tokens)
+        return kept
+
+    def _decode_seconds(self, count: int, running: int) -> float:
+        cached = count * self._cached + running * count * (count - 1) // 2
+        return (
+            count * (self._costs.step_seconds + running * self._costs.sequence_seconds)
+            + cached * self._costs.cached_token_seconds
+        )
+
+    def _leave(self, key: Key, *, is_finished: bool) -> Trajectory:
+        running = self._running.pop(key)
+        trajectory = running.trajectory
+        decoded = self._steps - running.since
+        total = running.kept_tokens + decoded
+        self._cached -= len(trajectory.prompt.tokens) + total
+        segments = self._segments(running.kept, total)
+        reason = "stop" if running.length < self._lengths.max_tokens else "length"
+        return replace(
+            trajectory,
+            segments=segments,
+            decoded_tokens=trajectory.decoded_tokens + decoded,
+            finish_reason=reason if is_finished else None,
+        )
+
+    def _segments(self, kept: tuple[Segment, ...], total: int) -> tuple[Segment, ...]:
+        """The kept segments, filled up to `total` tokens with ones of the present version."""
+        if kept and kept[-1].version == self.version:
+            kept = kept[:-1]
+        start = sum(len(segment.tokens) for segment in kept)
+        if start == total:
+            return kept
+        return (*kept, Segment(range(start, total), Zeros(total - start), self.version))
+
+
+class SimulatedTrainer:
+    """Counts versions and lets time pass."""
+
+    def __init__(self, *, costs: Costs, clock: VirtualClock) -> None:
+        """At version 0."""
+        self.version = 0
+        self._costs = costs
+        self._clock = clock
+
+    def update(self, batch: TrainBatch) -> None:
+        """One update's worth of seconds."""
+        tokens = batch.num_tokens * self._costs.update_token_seconds
+        self._clock.advance(self._costs.update_seconds + tokens)
+        self.version += 1
+
+    def weights(self) -> Weights:
+        """Nothing but a version."""
+        return Weights(self.version)
+
+
+class SimulatedScorer:
+    """Gives no reward and takes no time."""
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """As they came."""
+        return trajectories
+
+
+class SimulatedPrompts:
+    """Prompts that are only numbers, all of one length."""
+
+    def __init__(self, count: int, *, prompt_tokens: int) -> None:
+        """`count` prompts."""
+        self._count = count
+        self._tokens = range(prompt_tokens)
+        self._next = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return self._next >= self._count
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next prompts."""
+        first = self._next
+        self._next = min(first + count, self._count)
+        return [Prompt(id=number, tokens=self._tokens) for number in range(first, self._next)]

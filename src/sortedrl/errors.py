@@ -1,0 +1,53 @@
+"""The exceptions a user can meet.
+
+    SortedRLError
+    ├── ConfigError        a setting, or a combination of settings, that cannot work
+    ├── DataError          a file whose content cannot be used: names file, line and reason
+    ├── BufferStateError   a trajectory was moved along a path the buffer does not have
+    └── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
+
+Each message says what must hold, what was given and what to do.
+The command line prints the message without a traceback and exits with code 2.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+class SortedRLError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(SortedRLError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class DataError(SortedRLError, ValueError):
+    """A file whose content cannot be used."""
+
+    def __init__(self, path: Path | str, reason: str, *, line: int | None = None) -> None:
+        """Name the place as editors do: `file:line: reason`."""
+        place = f"{path}:{line}" if line is not None else str(path)
+        super().__init__(f"{place}: {reason}")
+
+
+class BufferStateError(SortedRLError):
+    """A trajectory was moved along a path the buffer does not have."""
+
+
+class BufferFileError(SortedRLError):
+    """A saved buffer that is truncated, damaged or not one of ours."""
+
+
+def unknown_name(what: str, given: str, known: Iterable[str]) -> str:
+    """A message for a misspelt name, with the nearest valid one."""
+    names = list(known)
+    nearest = get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"unknown {what} {given!r}; {hint}known: {', '.join(names)}"

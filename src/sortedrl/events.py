@@ -1,0 +1,228 @@
+"""The run's record: one JSON line per thing that happened.
+
+A log opens with `begin`, closes with `end`, and between them repeats, round by round:
+`hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
+goes, `harvest`, `interrupt` for what was still running, and `update`.
+The rollout of a round lasts from its `hand_over` (or `begin`, or the last `update`) to its
+`harvest`. Every number we report is a function of this log (see `metrics`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import IO, ClassVar, NamedTuple, get_args
+
+from sortedrl.errors import DataError, unknown_name
+from sortedrl.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """The run starts. `slots` is what the bubble ratio is measured against."""
+
+    kind: ClassVar = "begin"
+    seconds: float
+    slots: int
+    strategy: str
+    mode: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """The engine has new weights; it took `took_seconds`."""
+
+    kind: ClassVar = "hand_over"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """A complete answer that waited through an update goes back, `kept` of its tokens with it."""
+
+    kind: ClassVar = "renew"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A group of prompts was loaded."""
+
+    kind: ClassVar = "load"
+    seconds: float
+    round: int
+    group: int
+    prompts: int
+    trajectories: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A trajectory went to the engine with `cached` tokens, after `dropped` too old ones."""
+
+    kind: ClassVar = "start"
+    seconds: float
+    round: int
+    prompt: int
+    sample: int
+    group: int
+    attempt: int
+    prompt_tokens: int
+    cached: int
+    dropped: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """An answer is complete. `engine_*` count what the engine did since the run began."""
+
+    kind: ClassVar = "finish"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    reason: FinishReason
+    running: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """The rollout of a round was stopped, with `ready` answers to train on."""
+
+    kind: ClassVar = "harvest"
+    seconds: float
+    round: int
+    ready: int
+    waiting: int
+    running: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """A trajectory was stopped at `tokens` tokens and went back with `kept` of them."""
+
+    kind: ClassVar = "interrupt"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    kept: int
+    running: int
+
+
+class Trained(NamedTuple):
+    """One trajectory of an update, with the staleness of its tokens summed and at its most."""
+
+    prompt: int
+    sample: int
+    group: int
+    tokens: int
+    staleness_sum: int
+    staleness_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The weights of `version` were updated; groups listed in `closed` are done."""
+
+    kind: ClassVar = "update"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+    trained: tuple[Trained, ...]
+    closed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The prompts are used up and everything is trained."""
+
+    kind: ClassVar = "end"
+    seconds: float
+    rounds: int
+    trained: int
+
+
+Event = (
+    Begin | HandOver | Renew | Load | Start | Finish | Harvest | Interrupt | Update | End
+)  # the order of a round
+Record = Callable[[Event], None]
+
+_KINDS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
+_NAMES = {kind: tuple(f.name for f in fields(event)) for kind, event in _KINDS.items()}
+_VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
+
+
+def to_json(event: Event) -> str:
+    """The event as one line, without its newline."""
+    kind = event.kind
+    values = dict(zip(_NAMES[kind], _VALUES[kind](event), strict=True))
+    return json.dumps({"event": kind} | values, separators=(",", ":"))
+
+
+def from_json(line: str) -> Event:
+    """The event a line holds; `ValueError` says why it holds none."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or "event" not in row:
+        raise ValueError("expected a JSON object with a field 'event'")
+    kind = row.pop("event")
+    if kind not in _KINDS:
+        raise ValueError(unknown_name("event", str(kind), _KINDS))
+    if set(row) != set(_NAMES[kind]):
+        raise ValueError(f"event {kind!r} must have the fields {', '.join(_NAMES[kind])}")
+    if kind == "update":
+        row["trained"] = tuple(Trained(*entry) for entry in row["trained"])
+        row["closed"] = tuple(row["closed"])
+    return _KINDS[kind](**row)
+
+
+class EventFile:
+    """Appends events to a JSONL file as they happen."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file; an older one is replaced."""
+        self._file: IO[str] = path.open("w", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        """Append one event; a harvest or an update also reaches the disk."""
+        self._file.write(to_json(event) + "\n")
+        if event.kind in ("update", "end"):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a log.
+
+    A last line without its newline is a run that was killed or is still writing: it is left out.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield from_json(line)
+            except (ValueError, TypeError) as error:
+                raise DataError(path, str(error), line=number) from error

@@ -1,0 +1,187 @@
+"""Writes down what the loop does: each method turns one act into its event.
+
+It keeps the clock, the round and the engine's token counts, so that the loop reads as the
+way of the data and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import Clock
+from sortedrl.config import Schedule
+from sortedrl.events import (
+    Begin,
+    End,
+    Finish,
+    HandOver,
+    Harvest,
+    Interrupt,
+    Load,
+    Record,
+    Renew,
+    Start,
+    Trained,
+    Update,
+)
+from sortedrl.types import Step, TrainBatch, Trajectory
+
+
+class Journal:
+    """Records the events of one run."""
+
+    def __init__(self, record: Record, *, clock: Clock) -> None:
+        """Stamp events with the clock's seconds and hand them to `record`."""
+        self.round = 0
+        self.engine_decoded = 0
+        self.engine_prefilled = 0
+        self._record = record
+        self._seconds = clock.seconds
+        self._since = 0.0
+
+    def mark(self) -> None:
+        """Something that takes time begins: the next hand-over or update is timed from here."""
+        self._since = self._seconds()
+
+    def began(self, schedule: Schedule, *, slots: int, seed: int) -> None:
+        """The run starts."""
+        self._record(
+            Begin(
+                seconds=self._seconds(),
+                slots=slots,
+                strategy=schedule.strategy,
+                mode=schedule.mode,
+                seed=seed,
+            )
+        )
+
+    def handed_over(self, version: int) -> None:
+        """The engine has new weights."""
+        now = self._seconds()
+        took = now - self._since
+        self._record(HandOver(seconds=now, round=self.round, version=version, took_seconds=took))
+
+    def renewed(self, before: Trajectory, after: Trajectory) -> None:
+        """A complete answer went back to waiting."""
+        self._record(
+            Renew(
+                seconds=self._seconds(),
+                prompt=before.prompt.id,
+                sample=before.sample_index,
+                tokens=before.num_tokens,
+                kept=after.num_tokens,
+            )
+        )
+
+    def loaded(self, trajectories: Sequence[Trajectory], *, prompts: int) -> None:
+        """A group was loaded."""
+        self._record(
+            Load(
+                seconds=self._seconds(),
+                round=self.round,
+                group=trajectories[0].group,
+                prompts=prompts,
+                trajectories=len(trajectories),
+            )
+        )
+
+    def started(self, before: Trajectory, after: Trajectory, *, running: int) -> None:
+        """A trajectory went to the engine."""
+        cached = after.num_tokens
+        self._record(
+            Start(
+                seconds=self._seconds(),
+                round=self.round,
+                prompt=after.prompt.id,
+                sample=after.sample_index,
+                group=after.group,
+                attempt=after.attempt,
+                prompt_tokens=len(after.prompt.tokens),
+                cached=cached,
+                dropped=before.num_tokens - cached,
+                running=running,
+            )
+        )
+
+    def stepped(self, step: Step) -> None:
+        """The engine worked; this is counted, and written with the next event."""
+        self.engine_decoded += step.decoded_tokens
+        self.engine_prefilled += step.prefilled_tokens
+
+    def finished(self, before: Trajectory, after: Trajectory, *, running: int) -> None:
+        """An answer is complete."""
+        assert after.finish_reason is not None
+        self._record(
+            Finish(
+                seconds=self._seconds(),
+                prompt=after.prompt.id,
+                sample=after.sample_index,
+                tokens=after.num_tokens,
+                decoded=after.decoded_tokens - before.decoded_tokens,
+                reason=after.finish_reason,
+                running=running,
+                engine_decoded=self.engine_decoded,
+                engine_prefilled=self.engine_prefilled,
+            )
+        )
+
+    def harvested(self, buffer: Buffer) -> None:
+        """The rollout of the round is over."""
+        self._record(
+            Harvest(
+                seconds=self._seconds(),
+                round=self.round,
+                ready=buffer.num_harvestable,
+                waiting=buffer.num_waiting,
+                running=buffer.num_running,
+                engine_decoded=self.engine_decoded,
+                engine_prefilled=self.engine_prefilled,
+            )
+        )
+
+    def interrupted(
+        self, before: Trajectory, stopped: Trajectory, after: Trajectory, *, running: int
+    ) -> None:
+        """A running trajectory went back to waiting."""
+        self._record(
+            Interrupt(
+                seconds=self._seconds(),
+                prompt=after.prompt.id,
+                sample=after.sample_index,
+                tokens=stopped.num_tokens,
+                decoded=stopped.decoded_tokens - before.decoded_tokens,
+                kept=after.num_tokens,
+                running=running,
+            )
+        )
+
+    def updated(self, batch: TrainBatch, *, closed: Sequence[int]) -> None:
+        """The weights were updated."""
+        now = self._seconds()
+        self._record(
+            Update(
+                seconds=now,
+                round=self.round,
+                version=batch.version,
+                took_seconds=now - self._since,
+                trained=tuple(_trained(t, batch.version) for t in batch.trajectories),
+                closed=tuple(closed),
+            )
+        )
+
+    def ended(self, buffer: Buffer) -> None:
+        """Everything is trained."""
+        self._record(End(seconds=self._seconds(), rounds=self.round, trained=buffer.num_trained))
+
+
+def _trained(trajectory: Trajectory, version: int) -> Trained:
+    ages = [(version - segment.version, len(segment.tokens)) for segment in trajectory.segments]
+    return Trained(
+        prompt=trajectory.prompt.id,
+        sample=trajectory.sample_index,
+        group=trajectory.group,
+        tokens=trajectory.num_tokens,
+        staleness_sum=sum(age * tokens for age, tokens in ages),
+        staleness_max=max((age for age, _ in ages), default=0),
+    )

@@ -1,0 +1,119 @@
+"""Stations 1 to 8 in order: one round after another, the same for simulated and real parts.
+
+A round: hand over new weights, renew what they made stale, feed the engine and let it write until
+the controller says harvest, put unfinished work back, train, and yield each update batch.
+Whenever a batch is yielded nothing runs, so the buffer can be saved there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sortedrl.buffer import Buffer
+from sortedrl.controller import Controller
+from sortedrl.errors import BufferStateError
+from sortedrl.journal import Journal
+from sortedrl.prompts import open_group
+from sortedrl.protocols import Engine, PromptSource, Scorer, Trainer
+from sortedrl.strategies import Plan
+from sortedrl.types import Key, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """The parts of a run, joined."""
+
+    prompts: PromptSource
+    buffer: Buffer
+    controller: Controller
+    engine: Engine
+    scorer: Scorer
+    trainer: Trainer
+    journal: Journal
+    seed: int
+
+    def run(self) -> Iterator[TrainBatch]:
+        """Train until the prompts are used up, yielding each batch after its update."""
+        buffer, journal = self.buffer, self.journal
+        journal.began(self.controller.schedule, slots=self.engine.slots, seed=self.seed)
+        while buffer.oldest_open_group is not None or not self.prompts.is_exhausted:
+            before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
+            self._hand_over()
+            self._roll_out()
+            for keys in self.controller.batches(buffer):
+                yield self._train(keys)
+            if before == (buffer.num_trained, buffer.num_waiting, journal.engine_decoded):
+                raise BufferStateError(f"round {journal.round} moved nothing; the run would hang")
+            journal.round += 1
+        journal.ended(buffer)
+
+    def _hand_over(self) -> None:
+        if self.engine.version != self.trainer.version:
+            self.journal.mark()
+            self.engine.load_weights(self.trainer.weights())
+            self.journal.handed_over(self.engine.version)
+        for ready in self.buffer.partnered():
+            renewed = self.controller.mode.renewed(ready, version=self.engine.version)
+            if renewed is not None:
+                self.scorer.cancel(ready)
+                self.buffer.put_back(renewed)
+                self.journal.renewed(ready, renewed)
+
+    def _roll_out(self) -> None:
+        buffer, controller, prompts = self.buffer, self.controller, self.prompts
+        plan = controller.plan(buffer, is_exhausted=prompts.is_exhausted)
+        while not controller.should_harvest(buffer, plan, is_exhausted=prompts.is_exhausted):
+            self._feed(plan)
+            if not buffer.num_running:
+                break
+            step = self.engine.step()
+            self.journal.stepped(step)
+            for after in step.finished:
+                before = buffer.finish(after)
+                self.scorer.submit(after)
+                self.journal.finished(before, after, running=buffer.num_running)
+        self.journal.harvested(buffer)
+        for stopped in self.engine.interrupt() if buffer.num_running else ():
+            after = controller.mode.interrupted(stopped)
+            before = buffer.put_back(after)
+            self.journal.interrupted(before, stopped, after, running=buffer.num_running)
+
+    def _feed(self, plan: Plan) -> None:
+        self._start(plan)
+        while count := self.controller.prompts_to_load(
+            self.buffer, plan, free_slots=self.engine.slots - self.buffer.num_running
+        ):
+            prompts = self.prompts.take(count)
+            if not prompts:
+                return
+            group = open_group(
+                prompts,
+                group=self.buffer.next_group,
+                samples_per_prompt=self.controller.schedule.samples_per_prompt,
+                seed=self.seed,
+            )
+            self.buffer.load(group)
+            self.journal.loaded(group, prompts=len(prompts))
+            self._start(plan)
+
+    def _start(self, plan: Plan) -> None:
+        mode, running = self.controller.mode, self.buffer.num_running
+        count = self.controller.to_start(
+            self.buffer, plan, free_slots=self.engine.slots - running
+        )
+        waited = self.buffer.start(count, feed=plan.feed)
+        started = [mode.resumed(t, version=self.engine.version) for t in waited]
+        self.engine.submit(started, tolerance=mode.tolerance)
+        for before, after in zip(waited, started, strict=True):
+            running += 1
+            self.journal.started(before, after, running=running)
+
+    def _train(self, keys: list[Key]) -> TrainBatch:
+        self.journal.mark()
+        taken = self.buffer.take(keys)
+        batch = TrainBatch(self.trainer.version, tuple(self.scorer.collect(taken)))
+        self.trainer.update(batch)
+        closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
+        self.journal.updated(batch, closed=sorted(closed))
+        return batch

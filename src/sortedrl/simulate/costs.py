@@ -1,0 +1,277 @@
+"""What things cost on some hardware, in seconds.
+
+A decode step of `r` running sequences with `c` cached tokens between them takes
+
+    step_seconds + sequence_seconds * r + cached_token_seconds * c
+
+The presets derive these constants from the arithmetic of a memory-bound decoder: every step reads
+all weights once and all cached keys and values once. Prefill and update are bound by compute:
+2 and 6 floating-point operations per parameter and token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+from sortedrl.config import require
+from sortedrl.errors import unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The constants of one machine running one model."""
+
+    step_seconds: float
+    """A decode step with nothing in it: reading the weights, launching the kernels."""
+    sequence_seconds: float = 0.0
+    """Added to a step for each running sequence: sampling, bookkeeping."""
+    cached_token_seconds: float = 0.0
+    """Added to a step for each cached token: reading its keys and values."""
+    prefill_token_seconds: float = 0.0
+    """Prefill of one token, of a prompt or of a resumed answer."""
+    interrupt_seconds: float = 0.0
+    """Stopping the engine and collecting unfinished work."""
+    hand_over_seconds: float = 0.0
+    """Giving new weights to the engine."""
+    update_seconds: float = 0.0
+    """An update with nothing in it."""
+    update_token_seconds: float = 0.0
+    """Added to an update for each answer token."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for field in fields(self):
+            value: float = object.__getattribute__(self, field.name)
+            require(
+                value >= 0 and math.isfinite(value),
+                f"costs.{field.name} must be 0 or more seconds, got {value}",
+            )
+        require(
+            self.step_seconds + self.sequence_seconds > 0,
+            "a decode step must take time: give costs.step_seconds or costs.sequence_seconds "
+            "a positive value, got 0 for both",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A model on hardware, as a data sheet states it; `costs` does the arithmetic.
+
+    `devices` split the work evenly, as replicas or by tensor parallelism: `weight_reads` is how
+    many of them read the same weights (1 when each holds its own copy in full).
+    """
+
+    parameters: float
+    cache_bytes_per_token: int
+    bandwidth: float
+    flops: float
+    overhead_seconds: float
+    sequence_seconds: float
+    devices: int = 1
+    tensor_parallel: int = 1
+    weight_bytes_per_parameter: int = 2
+
+    def costs(self) -> Costs:
+        """The constants that follow."""
+        weight_bytes = self.parameters * self.weight_bytes_per_parameter / self.tensor_parallel
+        compute = self.flops * self.devices
+        return Costs(
+            step_seconds=weight_bytes / self.bandwidth + self.overhead_seconds,
+            sequence_seconds=self.sequence_seconds / (self.devices / self.tensor_parallel),
+            cached_token_seconds=self.cache_bytes_per_token / (self.bandwidth * self.devices),
+            prefill_token_seconds=2 * self.parameters / compute,
+            interrupt_seconds=0.05,
+            hand_over_seconds=0.1 + weight_bytes * self.tensor_parallel / 50e9,
+            update_seconds=0.5,
+            update_token_seconds=6 * self.parameters / compute,
+        )
+
+
+def h100x8_llama_3_1_8b() -> Costs:
+    """LLaMA-3.1-8B on eight H100, one replica each (arithmetic, not measured).
+
+    - weights: 8.03 G parameters x 2 bytes = 16.1 GB; at 3.35 TB/s 4.8 ms, + 3 ms launches
+    - cache: 32 layers x 8 heads x 128 x 2 (keys, values) x 2 bytes = 131,072 bytes per token;
+      over eight cards 4.9 ns per cached token
+    - compute: 500 TFLOP/s of 989 per card; prefill 4.0 us, update 12 us per token
+
+    >>> costs = h100x8_llama_3_1_8b()
+    >>> f"{costs.step_seconds * 1e3:.1f} ms {costs.cached_token_seconds * 1e9:.1f} ns"
+    '7.8 ms 4.9 ns'
+    >>> f"{costs.prefill_token_seconds * 1e6:.1f} us {costs.update_token_seconds * 1e6:.0f} us"
+    '4.0 us 12 us'
+    """
+    return Machine(
+        parameters=8.03e9,
+        cache_bytes_per_token=32 * 8 * 128 * 2 * 2,
+        bandwidth=3.35e12,
+        flops=500e12,
+        overhead_seconds=3e-3,
+        sequence_seconds=15e-6,
+        devices=8,
+    ).costs()
+
+
+def h100x8_qwen_2_5_32b() -> Costs:
+    """Qwen-2.5-32B on eight H100, tensor-parallel over all of them (arithmetic, not measured).
+
+    - weights: 32.8 G parameters x 2 bytes / 8 cards = 8.2 GB; at 3.35 TB/s 2.4 ms,
+      + 3 ms launches + 64 layers x 2 all-reduces x 20 us = 2.6 ms
+    - cache: 64 layers x 8 heads x 128 x 2 x 2 bytes = 262,144 bytes per token;
+      over eight cards 9.8 ns per cached token
+    - compute: 500 TFLOP/s of 989 per card; prefill 16.4 us, update 49 us per token
+
+    >>> costs = h100x8_qwen_2_5_32b()
+    >>> f"{costs.step_seconds * 1e3:.1f} ms {costs.cached_token_seconds * 1e9:.1f} ns"
+    '8.0 ms 9.8 ns'
+    >>> f"{costs.prefill_token_seconds * 1e6:.1f} us {costs.update_token_seconds * 1e6:.0f} us"
+    '16.4 us 49 us'
+    """
+    return Machine(
+        parameters=32.8e9,
+        cache_bytes_per_token=64 * 8 * 128 * 2 * 2,
+        bandwidth=3.35e12,
+        flops=500e12,
+        overhead_seconds=3e-3 + 64 * 2 * 20e-6,
+        sequence_seconds=15e-6,
+        devices=8,
+        tensor_parallel=8,
+    ).costs()
+
+
+def h200_qwen_2_5_1_5b() -> Costs:
+    """Qwen-2.5-1.5B on one H200 (arithmetic, with the overhead of a measured engine).
+
+    - weights: 1.54 G parameters x 2 bytes = 3.1 GB; at 4.23 TB/s (measured copy) 0.73 ms,
+      + 2 ms launches + 12 us per sequence: 256 slots at 1,088 tokens of context then give
+      33,100 tokens/s, which is what vLLM 0.26 reached there
+    - cache: 28 layers x 2 heads x 128 x 2 x 2 bytes = 28,672 bytes; 6.8 ns per cached token
+    - compute: 500 TFLOP/s of 989; prefill 6.2 us, update 18 us per token
+
+    >>> costs = h200_qwen_2_5_1_5b()
+    >>> f"{costs.step_seconds * 1e3:.2f} ms {costs.cached_token_seconds * 1e9:.1f} ns"
+    '2.73 ms 6.8 ns'
+    >>> f"{costs.prefill_token_seconds * 1e6:.1f} us {costs.update_token_seconds * 1e6:.0f} us"
+    '6.2 us 18 us'
+    """
+    return Machine(
+        parameters=1.54e9,
+        cache_bytes_per_token=28 * 2 * 128 * 2 * 2,
+        bandwidth=4.23e12,
+        flops=500e12,
+        overhead_seconds=2e-3,
+        sequence_seconds=12e-6,
+    ).costs()
+
+
+def h200_smollm2_135m() -> Costs:
+    """SmolLM2-135M on one H200 (arithmetic, with the overhead of a measured engine).
+
+    - weights: 134.5 M parameters x 2 bytes = 0.27 GB; at 4.23 TB/s 0.06 ms, + 2 ms launches
+      + 12 us per sequence
+    - cache: 30 layers x 3 heads x 64 x 2 x 2 bytes = 46,080 bytes; 10.9 ns per cached token
+    - compute: 200 TFLOP/s of 989 (small matrices); prefill 1.3 us, update 4 us per token
+
+    >>> costs = h200_smollm2_135m()
+    >>> f"{costs.step_seconds * 1e3:.2f} ms {costs.cached_token_seconds * 1e9:.1f} ns"
+    '2.06 ms 10.9 ns'
+    >>> f"{costs.prefill_token_seconds * 1e6:.1f} us {costs.update_token_seconds * 1e6:.0f} us"
+    '1.3 us 4 us'
+    """
+    return Machine(
+        parameters=134.5e6,
+        cache_bytes_per_token=30 * 3 * 64 * 2 * 2,
+        bandwidth=4.23e12,
+        flops=200e12,
+        overhead_seconds=2e-3,
+        sequence_seconds=12e-6,
+    ).costs()
+
+
+def laptop_88m() -> Costs:
+    """An 88 M model in fp32 on two CPU cores (arithmetic; bound by compute, not by memory).
+
+    - weights: 88 M parameters x 4 bytes = 0.35 GB; at 20 GB/s 18 ms, + 5 ms Python
+    - each sequence: 2 x 88 M operations at 20 GFLOP/s = 8.8 ms
+    - cache: 12 layers x 12 heads x 64 x 2 x 4 bytes = 73,728 bytes; 3.7 us per cached token
+    - prefill and update at 60 GFLOP/s: 2.9 ms and 8.8 ms per token
+
+    >>> costs = laptop_88m()
+    >>> f"{costs.step_seconds * 1e3:.0f} ms {costs.cached_token_seconds * 1e6:.1f} us"
+    '23 ms 3.7 us'
+    >>> f"{costs.prefill_token_seconds * 1e3:.1f} ms {costs.update_token_seconds * 1e3:.1f} ms"
+    '2.9 ms 8.8 ms'
+    """
+    return Machine(
+        parameters=88e6,
+        weight_bytes_per_parameter=4,
+        cache_bytes_per_token=12 * 12 * 64 * 2 * 4,
+        bandwidth=20e9,
+        flops=60e9,
+        overhead_seconds=5e-3,
+        sequence_seconds=8.8e-3,
+    ).costs()
+
+
+def ticks() -> Costs:
+    """Every decode step takes one second and nothing else takes any: for pictures and proofs.
+
+    >>> ticks().step_seconds
+    1.0
+    """
+    return Costs(step_seconds=1.0)
+
+
+HARDWARE = {
+    "h100x8-llama-3.1-8b": h100x8_llama_3_1_8b,
+    "h100x8-qwen-2.5-32b": h100x8_qwen_2_5_32b,
+    "h200-qwen-2.5-1.5b": h200_qwen_2_5_1_5b,
+    "h200-smollm2-135m": h200_smollm2_135m,
+    "laptop-88m": laptop_88m,
+    "ticks": ticks,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    """What things cost: a hardware preset, and constants that replace some of its own."""
+
+    hardware: str = "h100x8-llama-3.1-8b"
+    """Hardware preset; `sortedrl presets` lists them with their arithmetic."""
+    step_seconds: float | None = None
+    """Seconds of a decode step with nothing in it."""
+    sequence_seconds: float | None = None
+    """Seconds added to a step for each running sequence."""
+    cached_token_seconds: float | None = None
+    """Seconds added to a step for each cached token."""
+    prefill_token_seconds: float | None = None
+    """Seconds of prefill for each token."""
+    interrupt_seconds: float | None = None
+    """Seconds to stop the engine and collect unfinished work."""
+    hand_over_seconds: float | None = None
+    """Seconds to give new weights to the engine."""
+    update_seconds: float | None = None
+    """Seconds of an update with nothing in it."""
+    update_token_seconds: float | None = None
+    """Seconds added to an update for each answer token."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self.hardware in HARDWARE, unknown_name("hardware", self.hardware, HARDWARE))
+        self.costs()
+
+    def costs(self) -> Costs:
+        """The preset's constants, with those given here in their place."""
+        given = {
+            "step_seconds": self.step_seconds,
+            "sequence_seconds": self.sequence_seconds,
+            "cached_token_seconds": self.cached_token_seconds,
+            "prefill_token_seconds": self.prefill_token_seconds,
+            "interrupt_seconds": self.interrupt_seconds,
+            "hand_over_seconds": self.hand_over_seconds,
+            "update_seconds": self.update_seconds,
+            "update_token_seconds": self.update_token_seconds,
+        }
+        replaced = {name: value for name, value in given.items() if value is not None}
+        return replace(HARDWARE[self.hardware](), **replaced)

@@ -1,0 +1,224 @@
+"""How long simulated answers are.
+
+The length of an answer is a quantile of the distribution at a normal number `z`. A share of the
+variance of `z` belongs to the prompt, so siblings and redraws of one prompt resemble each other;
+the rest belongs to the answer's noise stream, keyed by its seed and attempt.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal, Protocol, get_args
+
+from sortedrl.config import require
+from sortedrl.errors import unknown_name
+from sortedrl.randomness import mix, normal
+from sortedrl.simulate.length_files import read_lengths
+from sortedrl.types import Trajectory
+
+Distribution = Literal["lognormal", "mixture", "empirical"]
+AfterMismatch = Literal["same", "fresh"]
+
+_NORMAL = NormalDist()
+_PROMPT_KEY = 0x70726F6D7074
+_FRESH_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSettings:
+    """How long the answers are, and how they change when the weights do."""
+
+    distribution: Distribution = "lognormal"
+    """lognormal: median and sigma. mixture: several lognormals. empirical: observed lengths."""
+    median: float = 1097.0
+    """Median length of the lognormal, in tokens."""
+    sigma: float = 1.0
+    """Standard deviation of the lognormal's logarithm."""
+    components: tuple[tuple[float, float, float], ...] = ()
+    """Mixture: weight, median and sigma of each component."""
+    length_file: Path | None = None
+    """Empirical: a CSV or JSONL file with a field length (or tokens), or a run's events."""
+    values: tuple[int, ...] = ()
+    """Empirical: the observed lengths themselves."""
+    replay: bool = False
+    """Empirical: give the lengths out in order, one for each trajectory, instead of drawing."""
+    prompt_share: float = 0.0
+    """Share of the variance, 0 to 1, that belongs to the prompt; the rest is redrawn with the
+    answer. It decides how much redrawing shortens the answers in on_policy mode."""
+    drift: float = 0.0
+    """Growth of all lengths with each update: 0.001 is one tenth of a per cent."""
+    prompt_tokens: int = 256
+    """Length of a prompt, in tokens."""
+    mismatch_rate: float = 0.00077
+    """Coupled mode: chance that a cached token is not kept, per token and version."""
+    after_mismatch: AfterMismatch = "same"
+    """Coupled mode: length of an answer after a mismatch. same: what it was before (noise and
+    prompt decide). fresh: drawn anew from the mismatch on (worst case: it shortens answers)."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        names = get_args(Distribution)
+        require(
+            self.distribution in names, unknown_name("distribution", self.distribution, names)
+        )
+        names = get_args(AfterMismatch)
+        require(
+            self.after_mismatch in names, unknown_name("after_mismatch", self.after_mismatch, names)
+        )
+        require(
+            self.median > 0 and math.isfinite(self.median),
+            f"lengths.median must be a positive number of tokens, got {self.median}",
+        )
+        require(
+            self.sigma >= 0 and math.isfinite(self.sigma),
+            f"lengths.sigma must be 0 or more, got {self.sigma}",
+        )
+        require(
+            0 <= self.prompt_share <= 1,
+            f"lengths.prompt_share must lie in 0..1, got {self.prompt_share}",
+        )
+        require(-1 < self.drift < 1, f"lengths.drift must lie between -1 and 1, got {self.drift}")
+        require(
+            self.prompt_tokens >= 0,
+            f"lengths.prompt_tokens must be at least 0, got {self.prompt_tokens}",
+        )
+        require(
+            0 <= self.mismatch_rate < 1,
+            f"lengths.mismatch_rate must lie in 0..1, below 1, got {self.mismatch_rate}",
+        )
+        self._check_distribution()
+
+    def _check_distribution(self) -> None:
+        require(
+            bool(self.components) == (self.distribution == "mixture"),
+            "lengths.components and distribution 'mixture' go together, got "
+            f"{len(self.components)} components with distribution {self.distribution!r}",
+        )
+        for weight, median, sigma in self.components:
+            require(
+                weight > 0 and median > 0 and sigma >= 0,
+                "each of lengths.components must be [weight > 0, median > 0, sigma >= 0], got "
+                f"{[weight, median, sigma]}",
+            )
+        sources = bool(self.values) + (self.length_file is not None)
+        require(
+            sources == (self.distribution == "empirical"),
+            "distribution 'empirical' needs lengths.values or lengths.length_file, one of them, "
+            f"and no other distribution takes them; got {sources} with {self.distribution!r}",
+        )
+        for value in self.values:
+            require(value >= 1, f"lengths.values must be at least 1 token each, got {value}")
+        require(
+            not self.replay or self.distribution == "empirical",
+            f"lengths.replay needs distribution 'empirical', got {self.distribution!r}",
+        )
+
+
+class Quantile(Protocol):
+    """A length distribution, read at a standard normal number."""
+
+    def __call__(self, z: float, /) -> float:
+        """The length whose share of shorter answers is that of `z`."""
+
+
+class Lengths:
+    """Draws the length of every answer of a run; the same key gives the same length."""
+
+    def __init__(
+        self, settings: LengthSettings, *, seed: int, max_tokens: int, samples_per_prompt: int
+    ) -> None:
+        """Read the length file, if there is one."""
+        self.settings = settings
+        self._seed = seed
+        self.max_tokens = max_tokens
+        self._samples_per_prompt = samples_per_prompt
+        self._observed: tuple[int, ...] = settings.values
+        if settings.length_file is not None:
+            self._observed = tuple(read_lengths(settings.length_file))
+        self._quantile = _quantile(settings, self._observed)
+        self._prompt_weight = math.sqrt(settings.prompt_share)
+        self._answer_weight = math.sqrt(1 - settings.prompt_share)
+
+    def length(self, trajectory: Trajectory, *, version: int) -> int:
+        """Tokens of the answer if these weights write it to its end."""
+        if self.settings.replay and trajectory.attempt == 0:
+            place = trajectory.prompt.id * self._samples_per_prompt + trajectory.sample_index
+            return self._limited(self._observed[place % len(self._observed)], version)
+        return self._drawn(trajectory, version, trajectory.attempt)
+
+    def length_after(self, trajectory: Trajectory, *, version: int, kept: int) -> int:
+        """Tokens of the answer if these weights part from it after `kept` tokens."""
+        if self.settings.after_mismatch == "same":
+            return max(kept + 1, self.length(trajectory, version=version))
+        for number in range(_FRESH_TRIES):
+            key = mix(trajectory.attempt, version, number + 1)
+            drawn = self._drawn(trajectory, version, key)
+            if drawn > kept:
+                return drawn
+        return kept + 1
+
+    def _drawn(self, trajectory: Trajectory, version: int, attempt: int) -> int:
+        z = self._answer_weight * normal(trajectory.seed, attempt)
+        if self._prompt_weight:
+            z += self._prompt_weight * normal(self._seed, _PROMPT_KEY, trajectory.prompt.id)
+        return self._limited(self._quantile(z), version)
+
+    def _limited(self, length: float, version: int) -> int:
+        if self.settings.drift:
+            length *= (1 + self.settings.drift) ** version
+        return max(1, min(self.max_tokens, round(length)))
+
+
+def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
+    if settings.distribution == "lognormal":
+        log_median, sigma = math.log(settings.median), settings.sigma
+        return lambda z: math.exp(min(log_median + sigma * z, 700.0))
+    if settings.distribution == "mixture":
+        return _Mixture(settings.components)
+    return _Empirical(observed)
+
+
+class _Empirical:
+    """Observed lengths, each as likely as it was seen."""
+
+    def __init__(self, observed: tuple[int, ...]) -> None:
+        self._sorted = sorted(observed)
+
+    def __call__(self, z: float, /) -> float:
+        place = int(_NORMAL.cdf(z) * len(self._sorted))
+        return self._sorted[min(place, len(self._sorted) - 1)]
+
+
+class _Mixture:
+    """Several lognormals, tabulated once: the logarithm of the length over `z`."""
+
+    _LIMIT = 6.0
+    _POINTS = 1201
+
+    def __init__(self, components: tuple[tuple[float, float, float], ...]) -> None:
+        total = sum(weight for weight, _, _ in components)
+        self._parts = [(w / total, math.log(m), max(s, 1e-9)) for w, m, s in components]
+        step = 2 * self._LIMIT / (self._POINTS - 1)
+        self._z = [-self._LIMIT + step * i for i in range(self._POINTS)]
+        self._log_length = [self._solve(_NORMAL.cdf(z)) for z in self._z]
+
+    def __call__(self, z: float, /) -> float:
+        right = min(max(bisect_right(self._z, z), 1), self._POINTS - 1)
+        left = right - 1
+        share = (z - self._z[left]) / (self._z[right] - self._z[left])
+        share = min(max(share, 0.0), 1.0)
+        low, high = self._log_length[left], self._log_length[right]
+        return math.exp(low + share * (high - low))
+
+    def _solve(self, share: float) -> float:
+        low = min(log_median - 8 * sigma for _, log_median, sigma in self._parts)
+        high = max(log_median + 8 * sigma for _, log_median, sigma in self._parts)
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = sum(w * _NORMAL.cdf((middle - m) / s) for w, m, s in self._parts)
+            low, high = (middle, high) if below < share else (low, middle)
+        return (low + high) / 2

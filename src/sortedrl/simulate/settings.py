@@ -1,0 +1,32 @@
+"""The settings of a simulated run: the real schedule and engine settings, and a made-up world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.simulate.costs import CostSettings
+from sortedrl.simulate.lengths import LengthSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A simulated run."""
+
+    groups: int = 10
+    """How many groups of prompts the run has."""
+    seed: int = 0
+    """Decides every length; the same seed gives the same run."""
+    schedule: Schedule = field(default_factory=Schedule)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    lengths: LengthSettings = field(default_factory=LengthSettings)
+    costs: CostSettings = field(default_factory=CostSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self.groups >= 1, f"groups must be at least 1, got {self.groups}")
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the whole run."""
+        return self.groups * self.schedule.group_prompts

@@ -1,0 +1,132 @@
+"""What travels between the stations: prompts, segments, trajectories, batches, weights.
+
+Everything here is frozen.
+A station that changes a trajectory hands on a new one, so a value seen once stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Key = tuple[int, int]
+"""`(prompt_id, sample_index)`: the name of a trajectory for the whole run."""
+
+FinishReason = Literal["stop", "length"]
+"""Why an answer is complete: the model ended it, or it reached the token limit."""
+
+_NO_FIELDS: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the data set, at its place in the stream of prompts.
+
+    `id` counts up over the whole run: the same row met in a second epoch has a new id.
+    """
+
+    id: int
+    tokens: Sequence[int] = ()
+    fields: Mapping[str, object] = field(default_factory=lambda: _NO_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens sampled under one policy version, with their log-probabilities."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+
+    def __eq__(self, other: object) -> bool:
+        """Equal content is equal, whatever sequence type holds it."""
+        return (
+            isinstance(other, Segment)
+            and self.version == other.version
+            and list(self.tokens) == list(other.tokens)
+            and list(self.logprobs) == list(other.logprobs)
+        )
+
+    def __hash__(self) -> int:
+        """Consistent with equality, and cheap."""
+        return hash((self.version, len(self.tokens)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One answer to one prompt, complete or not.
+
+    `attempt` numbers the noise stream: it counts up only where the answer is redrawn.
+    `decoded_tokens` counts every token ever decoded for it, also those thrown away since.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    group: int
+    seed: int
+    attempt: int = 0
+    interruptions: int = 0
+    segments: tuple[Segment, ...] = ()
+    decoded_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
+
+    @property
+    def key(self) -> Key:
+        """Its name for the whole run."""
+        return (self.prompt.id, self.sample_index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer so far."""
+        return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """For each token, its log-probability under the policy that sampled it."""
+        return [logprob for segment in self.segments for logprob in segment.logprobs]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version its oldest token was sampled under; `None` without tokens."""
+        return min((segment.version for segment in self.segments), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The trajectories of one update, and the version of the weights they update."""
+
+    version: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Answer tokens in the batch."""
+        return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights on their way to an engine.
+
+    `tensors` is `None` where engine and trainer share the parameters: nothing is copied.
+    """
+
+    version: int
+    tensors: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one engine step did: the answers it completed and the tokens it worked on."""
+
+    finished: tuple[Trajectory, ...]
+    decoded_tokens: int
+    prefilled_tokens: int
