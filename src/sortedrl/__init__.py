@@ -1,0 +1,36 @@
+"""SortedRL: reinforcement learning of language models, made fast by scheduling rollouts by length.
+
+    1 prompts      data set -> Prompt
+    2 buffer       Prompt -> waiting, running, ready
+    3 controller   buffer -> decisions: start which? stop now? train on which?
+    4 engines      decisions -> tokens
+    5 rewards      tokens -> reward
+    6 batches      trajectories -> TrainBatch
+    7 training     TrainBatch -> new weights
+    8 weights      weights -> engine, with a version
+      loop         1 to 8 in order, on one page
+
+Stations 1 to 4 and the loop are here, with simulated parts in the place of the others.
+"""
+
+from sortedrl.buffer import Buffer
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.controller import Controller
+from sortedrl.loop import Loop
+from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Prompt",
+    "Segment",
+    "Trajectory",
+    "TrainBatch",
+    "Step",
+    "Weights",
+    "Schedule",
+    "EngineSettings",
+    "Buffer",
+    "Controller",
+    "Loop",
+]

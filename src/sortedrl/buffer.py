@@ -150,7 +150,7 @@ class Buffer:
 
     def start(self, count: int, *, feed: Feed) -> list[Trajectory]:
         """Waiting to running: at most `count` trajectories, first in order."""
-        started = []
+        started: list[Trajectory] = []
         while len(started) < count:
             trajectory = self._pop_waiting(feed)
             if trajectory is None:

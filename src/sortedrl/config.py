@@ -65,17 +65,20 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for value, kind, names in (
+        for name, kind, names in (
             (self.strategy, "strategy", get_args(StrategyName)),
             (self.mode, "mode", get_args(ModeName)),
             (self.harvest_unit, "harvest unit", get_args(HarvestUnit)),
         ):
-            require(value in names, unknown_name(kind, value, names))
-        for value, name in (
-            (self.group_prompts, "group_prompts"),
-            (self.samples_per_prompt, "samples_per_prompt"),
-        ):
-            require(value >= 1, f"schedule.{name} must be at least 1, got {value}")
+            require(name in names, unknown_name(kind, name, names))
+        require(
+            self.group_prompts >= 1,
+            f"schedule.group_prompts must be at least 1, got {self.group_prompts}",
+        )
+        require(
+            self.samples_per_prompt >= 1,
+            f"schedule.samples_per_prompt must be at least 1, got {self.samples_per_prompt}",
+        )
         require(
             1 <= self.update_batch <= self.group_trajectories,
             f"schedule.update_batch must lie in 1..{self.group_trajectories} (all trajectories of "
@@ -85,9 +88,7 @@ class Schedule:
         self._check_mode()
 
     def _check_strategy(self) -> None:
-        require(
-            self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}"
-        )
+        require(self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}")
         require(
             self.lookahead == 0 or self.strategy == "sorted",
             f"schedule.lookahead needs strategy 'sorted', got lookahead {self.lookahead} with "

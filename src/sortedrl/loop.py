@@ -99,9 +99,7 @@ class Loop:
 
     def _start(self, plan: Plan) -> None:
         mode, running = self.controller.mode, self.buffer.num_running
-        count = self.controller.to_start(
-            self.buffer, plan, free_slots=self.engine.slots - running
-        )
+        count = self.controller.to_start(self.buffer, plan, free_slots=self.engine.slots - running)
         waited = self.buffer.start(count, feed=plan.feed)
         started = [mode.resumed(t, version=self.engine.version) for t in waited]
         self.engine.submit(started, tolerance=mode.tolerance)

@@ -51,7 +51,7 @@ class OnPolicy:
             return None
         return replace(_emptied(trajectory), attempt=trajectory.attempt + 1)
 
-    def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:  # noqa: ARG002
+    def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
         """As it waited."""
         return trajectory
 
@@ -99,7 +99,7 @@ class Coupled:
             return None
         return replace(trajectory, finish_reason=None, reward=None)
 
-    def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:  # noqa: ARG002
+    def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
         """As it waited."""
         return trajectory
 

@@ -49,11 +49,11 @@ class Sync:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:  # noqa: ARG002
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Run everything loaded to its end."""
         return Plan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:  # noqa: ARG002
+    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """One update batch, when the last one is trained."""
         if buffer.oldest_open_group is not None:
             return 0
@@ -74,11 +74,11 @@ class PostHoc:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:  # noqa: ARG002
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Run everything loaded to its end."""
         return Plan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:  # noqa: ARG002
+    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """A group, when the last one is trained."""
         return 0 if buffer.oldest_open_group is not None else self.schedule.group_prompts
 
@@ -114,11 +114,11 @@ class Sorted:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:  # noqa: ARG002
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Harvest as soon as an update batch is complete."""
         return Plan(target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:  # noqa: ARG002
+    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """The next group, when nothing waits and it is near enough to the oldest open one."""
         if buffer.num_waiting or not self._is_near(buffer, buffer.oldest_open_group):
             return 0
@@ -142,15 +142,15 @@ class Ungrouped:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:  # noqa: ARG002
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Harvest as soon as an update batch is complete."""
         return Plan(feed=Feed.FRESH_FIRST, target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:  # noqa: ARG002
+    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """More prompts whenever no fresh one waits."""
         return 0 if buffer.num_fresh else self.schedule.group_prompts
 
-    def loads_after_update(self, buffer: Buffer) -> bool:  # noqa: ARG002
+    def loads_after_update(self, buffer: Buffer) -> bool:
         """Always."""
         return True
 
@@ -188,7 +188,7 @@ class TailBatching:
             return 0
         return _missing_prompts(self.schedule, buffer, plan, waiting=buffer.num_fresh)
 
-    def loads_after_update(self, buffer: Buffer) -> bool:  # noqa: ARG002
+    def loads_after_update(self, buffer: Buffer) -> bool:
         """Always."""
         return True
 
@@ -203,7 +203,7 @@ class April:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:  # noqa: ARG002
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Harvest as soon as an update batch is complete."""
         return Plan(
             feed=Feed.RETURNED_FIRST,
@@ -215,7 +215,7 @@ class April:
         """What is missing to the launch of a round."""
         return _missing_prompts(self.schedule, buffer, plan, waiting=buffer.num_waiting)
 
-    def loads_after_update(self, buffer: Buffer) -> bool:  # noqa: ARG002
+    def loads_after_update(self, buffer: Buffer) -> bool:
         """Always."""
         return True
 

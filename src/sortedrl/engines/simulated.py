@@ -18,7 +18,7 @@ from sortedrl.clock import VirtualClock
 from sortedrl.randomness import uniform
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.lengths import Lengths
-from sortedrl.types import Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
+from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 _VERIFY_KEY = 0x766572696679
 
@@ -166,7 +166,7 @@ class SimulatedEngine:
         total = running.kept_tokens + decoded
         self._cached -= len(trajectory.prompt.tokens) + total
         segments = self._segments(running.kept, total)
-        reason = "stop" if running.length < self._lengths.max_tokens else "length"
+        reason: FinishReason = "stop" if running.length < self._lengths.max_tokens else "length"
         return replace(
             trajectory,
             segments=segments,

@@ -12,7 +12,7 @@ all weights once and all cached keys and values once. Prefill and update are bou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from sortedrl.config import require
 from sortedrl.errors import unknown_name
@@ -41,11 +41,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for field in fields(self):
-            value: float = object.__getattribute__(self, field.name)
+        for name, value in asdict(self).items():
             require(
                 value >= 0 and math.isfinite(value),
-                f"costs.{field.name} must be 0 or more seconds, got {value}",
+                f"costs.{name} must be 0 or more seconds, got {value}",
             )
         require(
             self.step_seconds + self.sequence_seconds > 0,
@@ -58,8 +57,7 @@ class Costs:
 class Machine:
     """A model on hardware, as a data sheet states it; `costs` does the arithmetic.
 
-    `devices` split the work evenly, as replicas or by tensor parallelism: `weight_reads` is how
-    many of them read the same weights (1 when each holds its own copy in full).
+    `devices` share the work evenly; each `tensor_parallel` of them hold one copy of the weights.
     """
 
     parameters: float

@@ -62,9 +62,7 @@ class LengthSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         names = get_args(Distribution)
-        require(
-            self.distribution in names, unknown_name("distribution", self.distribution, names)
-        )
+        require(self.distribution in names, unknown_name("distribution", self.distribution, names))
         names = get_args(AfterMismatch)
         require(
             self.after_mismatch in names, unknown_name("after_mismatch", self.after_mismatch, names)

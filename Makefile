@@ -1,0 +1,37 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/.ready ## make .venv with everything the other verbs need
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "pip>=25.1"
+	$(PIP) install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+demo: setup ## compare the strategies on the paper's workload, in seconds and without a GPU
+	$(BIN)/sortedrl compare paper
+
+check: setup ## lint, format check, types, import order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check ## everything CI runs: check, then the tests
+	$(BIN)/python -m pytest
+
+bench: setup ## time the scheduler itself (a few minutes)
+	$(BIN)/python benchmarks/scheduler.py
+
+format: setup ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: help setup demo check test bench format

@@ -1,0 +1,152 @@
+"""Strategies and modes side by side, on the same prompts and the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from sortedrl.build import simulated_lengths, simulated_loop
+from sortedrl.config import ModeName, Schedule, StrategyName
+from sortedrl.events import Event, Record
+from sortedrl.meter import Meter
+from sortedrl.metrics import LengthBias, Metrics, length_bias
+from sortedrl.prompts import open_group
+from sortedrl.simulate.lengths import Lengths
+from sortedrl.simulate.settings import Simulation
+from sortedrl.types import Key, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulated run gave."""
+
+    simulation: Simulation
+    metrics: Metrics
+    bias: LengthBias
+
+    @property
+    def name(self) -> str:
+        """Strategy, mode and lookahead in a few letters."""
+        schedule = self.simulation.schedule
+        if schedule.strategy in ("sync", "posthoc"):
+            return schedule.strategy
+        ahead = f" +{schedule.lookahead}" if schedule.lookahead else ""
+        return f"{schedule.strategy}/{schedule.mode}{ahead}"
+
+
+def simulate(
+    simulation: Simulation,
+    *,
+    record: Record | None = None,
+    on_update: Callable[[int, Meter], None] | None = None,
+) -> Outcome:
+    """Run one simulation to its end.
+
+    `record` sees every event; `on_update` is told after each update how many trajectories were
+    trained so far.
+    """
+    lengths = simulated_lengths(simulation)
+    meter = Meter()
+
+    def both(event: Event) -> None:
+        meter(event)
+        if record is not None:
+            record(event)
+
+    loop = simulated_loop(simulation, lengths=lengths, record=both)
+    for _ in loop.run():
+        if on_update is not None:
+            on_update(loop.buffer.num_trained, meter)
+    metrics = meter.metrics()
+    trained = [tokens for _, _, tokens in metrics.trained_lengths]
+    reference = list(_reference(simulation, lengths, metrics))
+    return Outcome(simulation=simulation, metrics=metrics, bias=length_bias(trained, reference))
+
+
+def variants(
+    schedule: Schedule,
+    *,
+    strategies: Sequence[StrategyName] = get_args(StrategyName),
+    modes: Sequence[ModeName] = get_args(ModeName),
+    lookaheads: Sequence[int] = (0, 1, 2),
+) -> Iterator[Schedule]:
+    """The schedules worth comparing: each strategy with the modes and lookaheads it knows.
+
+    sync and posthoc never interrupt, so they appear once; settings a variant does not take are
+    left out of it.
+    """
+    for strategy in strategies:
+        never_interrupts = strategy in ("sync", "posthoc")
+        for mode in ("on_policy",) if never_interrupts else modes:
+            for lookahead in lookaheads if strategy == "sorted" else (0,):
+                yield replace(
+                    schedule,
+                    strategy=strategy,
+                    mode=mode,
+                    lookahead=lookahead,
+                    tolerance=schedule.tolerance if mode == "coupled" else None,
+                    max_staleness=schedule.max_staleness if mode == "partial" else None,
+                )
+
+
+def compare(
+    simulation: Simulation,
+    schedules: Iterable[Schedule],
+    *,
+    on_update: Callable[[int, Meter], None] | None = None,
+) -> Iterator[Outcome]:
+    """One outcome per schedule, all on the same prompts and the same seed."""
+    for schedule in schedules:
+        yield simulate(replace(simulation, schedule=schedule), on_update=on_update)
+
+
+def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
+    """An outcome as one flat row, for tables and scripts."""
+    schedule, run, steady = (
+        outcome.simulation.schedule,
+        outcome.metrics.run,
+        outcome.metrics.steady,
+    )
+    versus = run.goodput / sync.metrics.run.goodput if sync is not None else None
+    return {
+        "strategy": schedule.strategy,
+        "mode": schedule.mode,
+        "lookahead": schedule.lookahead,
+        "bubble": run.bubble,
+        "steady_bubble": None if steady is None else steady.bubble,
+        "idle_share": run.idle_share,
+        "goodput": run.goodput,
+        "goodput_vs_sync": versus,
+        "throughput": run.throughput,
+        "trained_per_second": run.trained_per_second,
+        "length_bias": outcome.bias.ratio,
+        "length_ks": outcome.bias.ks_distance,
+        "decoded_tokens": run.ledger.decoded,
+        "trained_tokens": run.ledger.trained,
+        "discarded_tokens": run.ledger.discarded,
+        "kept_tokens": run.ledger.kept,
+        "prefilled_again_tokens": run.ledger.prefilled_again,
+        "mean_staleness": run.mean_staleness,
+        "max_staleness": run.staleness_max,
+        "mean_trajectory_staleness": run.mean_trajectory_staleness,
+        "updates": run.updates,
+        "trajectories": run.trajectories,
+        "rounds": len(outcome.metrics.rounds),
+        "rollout_seconds": run.rollout_seconds,
+        "seconds": run.seconds,
+    }
+
+
+def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> Iterator[int]:
+    """For each answer trained on, its length had nothing interrupted it at that version."""
+    versions: dict[Key, int] = {key: version for key, version, _ in metrics.trained_lengths}
+    for prompt_id in sorted({prompt_id for prompt_id, _ in versions}):
+        fresh = open_group(
+            [Prompt(id=prompt_id)],
+            group=0,
+            samples_per_prompt=simulation.schedule.samples_per_prompt,
+            seed=simulation.seed,
+        )
+        for trajectory in fresh:
+            yield lengths.length(trajectory, version=versions[trajectory.key])

@@ -1,0 +1,1 @@
+"""From a run's events and numbers to pictures."""
