@@ -61,7 +61,7 @@ class Buffer:
         self.num_trained = 0
         self._next_prompt = 0
         self._fresh: deque[Trajectory] = deque()
-        self._returned: list[tuple[int, int, Key, Trajectory]] = []
+        self._returned: list[tuple[int, int, int, int, Trajectory]] = []
         self._running: dict[Key, Trajectory] = {}
         self._partnered: dict[Key, Trajectory] = {}
         self._harvestable: dict[Key, Trajectory] = {}
@@ -256,8 +256,8 @@ class Buffer:
         return self._fresh.popleft() if fresh_allowed else None
 
     def _push_returned(self, trajectory: Trajectory) -> None:
-        entry = (trajectory.group, -trajectory.interruptions, trajectory.key, trajectory)
-        heapq.heappush(self._returned, entry)
+        order = (trajectory.group, -trajectory.interruptions, *trajectory.key)
+        heapq.heappush(self._returned, (*order, trajectory))
 
     def _leave_running(self, key: Key, arrow: str) -> Trajectory:
         self._expect(key in self._running, key, arrow, "running")

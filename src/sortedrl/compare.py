@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -10,7 +10,7 @@ from sortedrl.build import simulated_lengths, simulated_loop
 from sortedrl.config import ModeName, Schedule, StrategyName
 from sortedrl.events import Event, Record
 from sortedrl.meter import Meter
-from sortedrl.metrics import LengthBias, Metrics, length_bias
+from sortedrl.metrics import LengthBias, Metrics, length_bias, numbers
 from sortedrl.prompts import open_group
 from sortedrl.simulate.lengths import Lengths
 from sortedrl.simulate.settings import Simulation
@@ -39,7 +39,7 @@ def simulate(
     simulation: Simulation,
     *,
     record: Record | None = None,
-    on_update: Callable[[int, Meter], None] | None = None,
+    on_update: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Run one simulation to its end.
 
@@ -57,7 +57,7 @@ def simulate(
     loop = simulated_loop(simulation, lengths=lengths, record=both)
     for _ in loop.run():
         if on_update is not None:
-            on_update(loop.buffer.num_trained, meter)
+            on_update(loop.buffer.num_trained)
     metrics = meter.metrics()
     trained = [tokens for _, _, tokens in metrics.trained_lengths]
     reference = list(_reference(simulation, lengths, metrics))
@@ -69,7 +69,7 @@ def variants(
     *,
     strategies: Sequence[StrategyName] = get_args(StrategyName),
     modes: Sequence[ModeName] = get_args(ModeName),
-    lookaheads: Sequence[int] = (0, 1, 2),
+    lookaheads: Sequence[int] = (0, 2),
 ) -> Iterator[Schedule]:
     """The schedules worth comparing: each strategy with the modes and lookaheads it knows.
 
@@ -90,51 +90,20 @@ def variants(
                 )
 
 
-def compare(
-    simulation: Simulation,
-    schedules: Iterable[Schedule],
-    *,
-    on_update: Callable[[int, Meter], None] | None = None,
-) -> Iterator[Outcome]:
-    """One outcome per schedule, all on the same prompts and the same seed."""
-    for schedule in schedules:
-        yield simulate(replace(simulation, schedule=schedule), on_update=on_update)
-
-
 def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
     """An outcome as one flat row, for tables and scripts."""
-    schedule, run, steady = (
-        outcome.simulation.schedule,
-        outcome.metrics.run,
-        outcome.metrics.steady,
-    )
-    versus = run.goodput / sync.metrics.run.goodput if sync is not None else None
+    schedule, run, steady = outcome.simulation.schedule, outcome.metrics.run, outcome.metrics.steady
     return {
         "strategy": schedule.strategy,
         "mode": schedule.mode,
         "lookahead": schedule.lookahead,
-        "bubble": run.bubble,
+        **numbers(run),
         "steady_bubble": None if steady is None else steady.bubble,
-        "idle_share": run.idle_share,
-        "goodput": run.goodput,
-        "goodput_vs_sync": versus,
-        "throughput": run.throughput,
-        "trained_per_second": run.trained_per_second,
+        "steady_goodput": None if steady is None else steady.goodput,
+        "goodput_vs_sync": None if sync is None else run.goodput / sync.metrics.run.goodput,
         "length_bias": outcome.bias.ratio,
         "length_ks": outcome.bias.ks_distance,
-        "decoded_tokens": run.ledger.decoded,
-        "trained_tokens": run.ledger.trained,
-        "discarded_tokens": run.ledger.discarded,
-        "kept_tokens": run.ledger.kept,
-        "prefilled_again_tokens": run.ledger.prefilled_again,
-        "mean_staleness": run.mean_staleness,
-        "max_staleness": run.staleness_max,
-        "mean_trajectory_staleness": run.mean_trajectory_staleness,
-        "updates": run.updates,
-        "trajectories": run.trajectories,
         "rounds": len(outcome.metrics.rounds),
-        "rollout_seconds": run.rollout_seconds,
-        "seconds": run.seconds,
     }
 
 

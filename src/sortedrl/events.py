@@ -200,10 +200,13 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         """Create the file; an older one is replaced."""
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+        try:
+            self._file: IO[str] = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise DataError(path, f"cannot be written ({error.strerror})") from error
 
     def __call__(self, event: Event) -> None:
-        """Append one event; a harvest or an update also reaches the disk."""
+        """Append one event; an update also pushes everything so far to the disk."""
         self._file.write(to_json(event) + "\n")
         if event.kind in ("update", "end"):
             self._file.flush()

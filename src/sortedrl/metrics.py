@@ -130,6 +130,32 @@ class Metrics:
     """For each answer trained on: its key, the version it was trained at, its length."""
 
 
+def numbers(figures: Figures) -> dict[str, float]:
+    """The numbers of a window as one flat row, for tables and scripts."""
+    ledger = figures.ledger
+    return {
+        "bubble": figures.bubble,
+        "idle_share": figures.idle_share,
+        "goodput": figures.goodput,
+        "throughput": figures.throughput,
+        "trained_per_second": figures.trained_per_second,
+        "mean_length": figures.mean_length,
+        "decoded_tokens": ledger.decoded,
+        "trained_tokens": ledger.trained,
+        "discarded_tokens": ledger.discarded,
+        "cached_tokens": ledger.cached,
+        "kept_tokens": ledger.kept,
+        "prefilled_again_tokens": ledger.prefilled_again,
+        "mean_staleness": figures.mean_staleness,
+        "max_staleness": figures.staleness_max,
+        "mean_trajectory_staleness": figures.mean_trajectory_staleness,
+        "updates": figures.updates,
+        "trajectories": figures.trajectories,
+        "rollout_seconds": figures.rollout_seconds,
+        "seconds": figures.seconds,
+    }
+
+
 def length_bias(trained: Sequence[int], reference: Sequence[int]) -> LengthBias:
     """Compare two samples of lengths."""
     return LengthBias(

@@ -20,7 +20,6 @@ from sortedrl.randomness import mix, normal
 from sortedrl.simulate.length_files import read_lengths
 from sortedrl.types import Trajectory
 
-Distribution = Literal["lognormal", "mixture", "empirical"]
 AfterMismatch = Literal["same", "fresh"]
 
 _NORMAL = NormalDist()
@@ -30,22 +29,21 @@ _FRESH_TRIES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSettings:
-    """How long the answers are, and how they change when the weights do."""
+    """How long the answers are: lognormal, unless a mixture or observed lengths are given."""
 
-    distribution: Distribution = "lognormal"
-    """lognormal: median and sigma. mixture: several lognormals. empirical: observed lengths."""
     median: float = 1097.0
     """Median length of the lognormal, in tokens."""
     sigma: float = 1.0
     """Standard deviation of the lognormal's logarithm."""
     components: tuple[tuple[float, float, float], ...] = ()
-    """Mixture: weight, median and sigma of each component."""
+    """A mixture of lognormals instead: weight, median and sigma of each."""
     length_file: Path | None = None
-    """Empirical: a CSV or JSONL file with a field length (or tokens), or a run's events."""
+    """Observed lengths instead: a CSV or JSONL file with a field length or tokens, or the
+    events of a run."""
     values: tuple[int, ...] = ()
-    """Empirical: the observed lengths themselves."""
+    """Observed lengths instead, given here."""
     replay: bool = False
-    """Empirical: give the lengths out in order, one for each trajectory, instead of drawing."""
+    """Give observed lengths out in order, one for each trajectory, instead of drawing."""
     prompt_share: float = 0.0
     """Share of the variance, 0 to 1, that belongs to the prompt; the rest is redrawn with the
     answer. It decides how much redrawing shortens the answers in on_policy mode."""
@@ -61,8 +59,6 @@ class LengthSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        names = get_args(Distribution)
-        require(self.distribution in names, unknown_name("distribution", self.distribution, names))
         names = get_args(AfterMismatch)
         require(
             self.after_mismatch in names, unknown_name("after_mismatch", self.after_mismatch, names)
@@ -91,10 +87,11 @@ class LengthSettings:
         self._check_distribution()
 
     def _check_distribution(self) -> None:
+        given = [bool(self.components), bool(self.values), self.length_file is not None]
         require(
-            bool(self.components) == (self.distribution == "mixture"),
-            "lengths.components and distribution 'mixture' go together, got "
-            f"{len(self.components)} components with distribution {self.distribution!r}",
+            sum(given) <= 1,
+            "lengths come from one place: give lengths.components, lengths.values or "
+            f"lengths.length_file, got {sum(given)} of them",
         )
         for weight, median, sigma in self.components:
             require(
@@ -102,17 +99,11 @@ class LengthSettings:
                 "each of lengths.components must be [weight > 0, median > 0, sigma >= 0], got "
                 f"{[weight, median, sigma]}",
             )
-        sources = bool(self.values) + (self.length_file is not None)
-        require(
-            sources == (self.distribution == "empirical"),
-            "distribution 'empirical' needs lengths.values or lengths.length_file, one of them, "
-            f"and no other distribution takes them; got {sources} with {self.distribution!r}",
-        )
         for value in self.values:
             require(value >= 1, f"lengths.values must be at least 1 token each, got {value}")
         require(
-            not self.replay or self.distribution == "empirical",
-            f"lengths.replay needs distribution 'empirical', got {self.distribution!r}",
+            not self.replay or bool(self.values) or self.length_file is not None,
+            "lengths.replay needs observed lengths; give lengths.values or lengths.length_file",
         )
 
 
@@ -172,12 +163,12 @@ class Lengths:
 
 
 def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
-    if settings.distribution == "lognormal":
-        log_median, sigma = math.log(settings.median), settings.sigma
-        return lambda z: math.exp(min(log_median + sigma * z, 700.0))
-    if settings.distribution == "mixture":
+    if observed:
+        return _Empirical(observed)
+    if settings.components:
         return _Mixture(settings.components)
-    return _Empirical(observed)
+    log_median, sigma = math.log(settings.median), settings.sigma
+    return lambda z: math.exp(min(log_median + sigma * z, 700.0))
 
 
 class _Empirical:

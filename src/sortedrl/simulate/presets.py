@@ -42,7 +42,6 @@ def six() -> Simulation:
         schedule=Schedule(group_prompts=6, update_batch=3),
         engine=EngineSettings(slots=4, max_tokens=16),
         lengths=LengthSettings(
-            distribution="empirical",
             values=(2, 7, 3, 5, 4, 9),
             replay=True,
             prompt_tokens=0,

@@ -15,6 +15,8 @@ class Simulation:
 
     groups: int = 10
     """How many groups of prompts the run has."""
+    prompts: int | None = None
+    """Prompts of the whole run, in place of whole groups; the last group may be smaller."""
     seed: int = 0
     """Decides every length; the same seed gives the same run."""
     schedule: Schedule = field(default_factory=Schedule)
@@ -25,8 +27,14 @@ class Simulation:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         require(self.groups >= 1, f"groups must be at least 1, got {self.groups}")
+        require(
+            self.prompts is None or self.prompts >= 1,
+            f"prompts must be at least 1, got {self.prompts}",
+        )
 
     @property
     def num_prompts(self) -> int:
         """Prompts of the whole run."""
+        if self.prompts is not None:
+            return self.prompts
         return self.groups * self.schedule.group_prompts

@@ -1,0 +1,58 @@
+"""Words for humans: finds the command that was asked for, and says plainly what went wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from sortedrl import __version__
+from sortedrl.errors import SortedRLError, unknown_name
+
+COMMANDS = ("simulate", "compare", "tune", "fit", "presets")
+
+HELP = """\
+SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
+
+Know before you rent: these commands run the real scheduler on a simulated engine, in seconds.
+
+  sortedrl compare paper                all strategies side by side, on the paper's workload
+  sortedrl compare paper --plot c.svg   the same, as a picture
+  sortedrl simulate paper --lookahead 2 one strategy, round by round
+  sortedrl tune paper                   the best settings for these lengths and this hardware
+  sortedrl fit events.jsonl             the constants of your machine, from a run's events
+  sortedrl presets                      the named workloads and hardware, with their arithmetic
+
+Every command explains itself: sortedrl compare --help
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it went well, 2 if the input cannot be used, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"sortedrl {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        return _refuse(unknown_name("command", name, COMMANDS) + "; see sortedrl --help")
+    try:
+        run = import_module(f"sortedrl.commands.{name}").run
+        run(rest)
+    except SortedRLError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"sortedrl: {message}", file=sys.stderr)
+    return 2

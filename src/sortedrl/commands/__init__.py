@@ -1,0 +1,1 @@
+"""One module per command: its flags, its words, what it prints. Each has a `run(arguments)`."""

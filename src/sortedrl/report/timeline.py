@@ -1,0 +1,233 @@
+"""Runs above each other on one time axis: what every slot does in every second.
+
+Blue is writing, the darker the longer the answer; the warm tint is a slot that stands empty while
+others still write; grey is an update. A shorter run is a shorter picture.
+Runs too big for single bars are drawn as shares of the slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from sortedrl.report.axis import round_steps, short
+from sortedrl.report.density import DISCARDED, density
+from sortedrl.report.lanes import Bar, Lanes
+from sortedrl.report.svg import SHADES, Canvas, text_width
+
+Panel = tuple[str, str, Lanes]
+"""Title, subtitle, lanes."""
+
+MAX_SLOTS = 64
+"""Slots up to which each gets a lane of its own."""
+MAX_BARS = 6000
+"""Bars up to which each is drawn, all panels together."""
+
+_WIDTH = 860
+_LEFT, _RIGHT = 34, 24
+_HEAD, _GAP, _FOOT = 30, 18, 74
+_SHARES_HEIGHT = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """Seconds to pixels, and lengths to shades.
+
+    One answer in twenty may be shorter than `shortest`, one longer than `longest`: a few odd ones
+    shall not use up the shades.
+    """
+
+    end: float
+    shortest: int
+    longest: int
+
+    def x(self, seconds: float) -> float:
+        """The place of a second after the run's start."""
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / self.end
+
+    def shade(self, bar: Bar) -> str:
+        """The class of a bar: even steps of the logarithm of the answer's length."""
+        span = math.log(self.longest / self.shortest) or 1.0
+        share = math.log(max(_length(bar), 1) / self.shortest) / span
+        return f"shade{min(SHADES - 1, max(0, int(share * SHADES)))}"
+
+
+def timelines(panels: Sequence[Panel]) -> str:
+    """The panels as one SVG, 860 pixels wide."""
+    if not panels:
+        raise ValueError("a timeline needs at least one panel, got none")
+    bars = [bar for _, _, lanes in panels for bar in lanes.bars]
+    lengths = sorted(max(_length(bar), 1) for bar in bars) or [1]
+    scale = _Scale(
+        end=max(lanes.end - lanes.start for _, _, lanes in panels) or 1.0,
+        shortest=lengths[len(lengths) // 20],
+        longest=lengths[-1 - len(lengths) // 20],
+    )
+    as_shares = len(bars) > MAX_BARS or any(lanes.slots > MAX_SLOTS for _, _, lanes in panels)
+    heights = [_SHARES_HEIGHT if as_shares else _pitch(lanes) * lanes.slots for *_, lanes in panels]
+    total = 8 + sum(heights) + len(panels) * (_HEAD + _GAP) - _GAP + _FOOT
+    label = "Slot timelines: " + "; ".join(f"{title}, {subtitle}" for title, subtitle, _ in panels)
+    canvas = Canvas(_WIDTH, total, label=label)
+    top = 8.0
+    for panel, height in zip(panels, heights, strict=True):
+        top += _HEAD
+        _draw_panel(canvas, panel, top=top, height=height, scale=scale, as_shares=as_shares)
+        top += height + _GAP
+    _draw_axis(canvas, top - _GAP, scale=scale)
+    _draw_legend(
+        canvas,
+        top - _GAP + 54,
+        scale=scale,
+        has_discarded=any(bar.discarded for bar in bars),
+        has_hand_over=any(band.kind == "hand_over" for *_, lanes in panels for band in lanes.bands),
+    )
+    return canvas.svg()
+
+
+def _draw_panel(
+    canvas: Canvas, panel: Panel, *, top: float, height: float, scale: _Scale, as_shares: bool
+) -> None:
+    title, subtitle, lanes = panel
+    canvas.text(_LEFT, top - 9, content=title, css="title", tail=subtitle)
+    side = f"{lanes.slots} slots" if lanes.slots > 1 else "1 slot"
+    middle = top + height / 2
+    canvas.text(_LEFT - 8, middle, content=side, css="small", anchor="middle", is_upright=True)
+    for band in lanes.bands:
+        if band.kind == "rollout":
+            x, width = _span(lanes, band.start, band.end, scale=scale)
+            canvas.rect(x, top, width=width, height=height, css="idle")
+    if as_shares:
+        _draw_shares(canvas, lanes, top=top, height=height, scale=scale)
+    else:
+        _draw_lanes(canvas, lanes, top=top, scale=scale)
+    for band in lanes.bands:
+        if band.kind != "rollout":
+            x, width = _span(lanes, band.start, band.end, scale=scale)
+            seconds = f"{band.kind.replace('_', '-')}, {short(band.end - band.start)} s"
+            canvas.rect(x, top, width=width, height=height, css="update", title=seconds)
+    _draw_saving(canvas, lanes, middle=middle, scale=scale)
+
+
+def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> None:
+    pitch = _pitch(lanes)
+    gap = 1.0 if pitch >= 6 else 0.4
+    for slot, lane in enumerate(lanes.lanes):
+        y, height = top + slot * pitch + gap / 2, pitch - gap
+        for bar in lane:
+            x, width = _span(lanes, bar.start, bar.end, scale=scale)
+            # the thin gap that tells an answer from the next one
+            width = max(width - 0.7, 0.4 * width)
+            trained = width * (1 - bar.discarded / bar.decoded) if bar.discarded else width
+            with canvas.group(title=_story(bar)):
+                if trained > 0:
+                    css = scale.shade(bar)
+                    canvas.rect(x, y, width=trained, height=height, css=css)
+                if trained < width:
+                    canvas.rect(x + trained, y, width=width - trained, height=height, css="hatched")
+
+
+def _draw_shares(
+    canvas: Canvas, lanes: Lanes, *, top: float, height: float, scale: _Scale
+) -> None:
+    """Layers on each other, the longest answers at the bottom."""
+    columns = max(1, int(2 * (scale.x(lanes.end - lanes.start) - _LEFT)))
+    names = [f"shade{step}" for step in reversed(range(SHADES))]
+    shares = density(lanes, columns=columns, names=names, layer=scale.shade)
+    xs = [scale.x(edge - lanes.start) for edge in shares.edges]
+    heights = [0.0] * columns
+    ceilings: list[tuple[str, list[float]]] = []
+    for name in (*names, DISCARDED):
+        heights = [low + share for low, share in zip(heights, shares.layers[name], strict=True)]
+        ceilings.append((name, heights))
+    # from the top layer down, each to the floor: so no hairline shows between two of them
+    for name, ceiling in reversed(ceilings):
+        if not any(shares.layers[name]):
+            continue
+        outline = _outline(xs, ceiling, top=top, height=height)
+        outline += [(xs[-1], top + height), (xs[0], top + height)]
+        canvas.path(outline, css="hatch" if name == DISCARDED else name, is_closed=True)
+
+
+def _outline(
+    xs: Sequence[float], shares: Sequence[float], *, top: float, height: float
+) -> list[tuple[float, float]]:
+    """The steps of one edge of a layer, left to right, equal neighbours joined."""
+    points: list[tuple[float, float]] = []
+    for (left, right), share in zip(pairwise(xs), shares, strict=True):
+        y = round(top + height * (1 - share), 1)
+        if points and points[-1][1] == y:
+            points[-1] = (right, y)
+        else:
+            points += [(left, y), (right, y)]
+    return points
+
+
+def _draw_saving(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> None:
+    """Where a run ends early, say when, and how much sooner than the longest."""
+    seconds = lanes.end - lanes.start
+    start, end = scale.x(seconds), scale.x(scale.end)
+    words = f"done after {short(seconds)} s, {1 - seconds / scale.end:.0%} less time"
+    if end - start < text_width(words) + 20:
+        return
+    canvas.line(start + 8, middle, x2=end, y2=middle, css="guide")
+    canvas.line(end, middle - 5, x2=end, y2=middle + 5, css="rule")
+    canvas.text((start + end) / 2, middle - 8, content=words, anchor="middle")
+
+
+def _draw_axis(canvas: Canvas, y: float, *, scale: _Scale) -> None:
+    canvas.line(_LEFT, y + 5, x2=_WIDTH - _RIGHT, y2=y + 5, css="rule")
+    for seconds in round_steps(scale.end, count=8):
+        x = scale.x(seconds)
+        canvas.line(x, y + 5, x2=x, y2=y + 9, css="rule")
+        unit = " s" if seconds == 0 else ""
+        canvas.text(x, y + 22, content=short(seconds) + unit, css="small", anchor="middle")
+
+
+def _draw_legend(
+    canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_hand_over: bool
+) -> None:
+    x = float(_LEFT)
+    words = f"writing an answer of {scale.shortest:,}"
+    canvas.text(x, y, content=words, css="muted")
+    x += text_width(words) + 8
+    for step in range(SHADES):
+        canvas.rect(x + 16 * step, y - 9, width=15, height=10, css=f"shade{step}")
+    x += 16 * SHADES + 6
+    words = f"{scale.longest:,} tokens"
+    canvas.text(x, y, content=words, css="muted")
+    x += text_width(words) + 18
+    entries = [("idle", "idle slot")]
+    if has_discarded:
+        entries.append(("hatched", "written, then thrown away"))
+    entries.append(("update", "update and hand-over" if has_hand_over else "update"))
+    for css, words in entries:
+        canvas.rect(x, y - 9, width=15, height=10, css=css)
+        canvas.text(x + 21, y, content=words, css="muted")
+        x += 21 + text_width(words) + 18
+
+
+def _pitch(lanes: Lanes) -> float:
+    """The height of a lane: tall for few slots, never more than 256 pixels together."""
+    return min(13.0, 256 / lanes.slots)
+
+
+def _span(lanes: Lanes, start: float, end: float, *, scale: _Scale) -> tuple[float, float]:
+    x = scale.x(start - lanes.start)
+    return x, scale.x(end - lanes.start) - x
+
+
+def _length(bar: Bar) -> int:
+    return bar.kept + bar.decoded if bar.length is None else bar.length
+
+
+def _story(bar: Bar) -> str:
+    """What a bar's tooltip says."""
+    name = f"prompt {bar.prompt}" + (f", answer {bar.sample}" if bar.sample else "")
+    words = f"{name}, group {bar.group}: {bar.decoded} tokens"
+    if bar.kept:
+        words += f" after {bar.kept} kept ones"
+    if bar.discarded:
+        words += f", {bar.discarded} thrown away later"
+    return f"{words}, {'complete' if bar.is_finished else 'interrupted'}"

@@ -1,0 +1,91 @@
+"""Words, tables and progress on the terminal.
+
+Results go to standard output; progress goes to standard error, live on a terminal and as an
+occasional plain line elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sortedrl.errors import DataError
+
+Advance = Callable[[str, float], None]
+"""Tell what is being done, and how much of the total is done by now."""
+
+_PLAIN_SECONDS = 5.0
+
+
+@contextmanager
+def progress(total: float) -> Iterator[Advance]:
+    """Show how far long work has come."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain(total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as live:
+        task = live.add_task("", total=total)
+
+        def advance(what: str, done: float) -> None:
+            live.update(task, description=what, completed=done)
+
+        yield advance
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under headings, the first column to the left and the others to the right."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        grid.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    console.print(grid)
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal."""
+    return f"{100 * share:.1f} %"
+
+
+def thousands(value: float) -> str:
+    """A large number with separators."""
+    return f"{value:,.0f}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and say where it is."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _plain(total: float) -> Advance:
+    last = time.monotonic()
+
+    def advance(what: str, done: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PLAIN_SECONDS:
+            last = now
+            print(f"{100 * done / total:.0f} % {what}", file=sys.stderr, flush=True)
+
+    return advance

@@ -1,0 +1,13 @@
+"""How hard the laws are tried: `pytest --hypothesis-profile=hunt` looks for bugs for longer."""
+
+from hypothesis import HealthCheck, settings
+
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+settings.register_profile(
+    "modest", max_examples=80, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile(
+    "hunt", max_examples=4000, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.load_profile("modest")
