@@ -82,9 +82,7 @@ def event_microseconds(count: int) -> float:
     while events < EVENTS:
         plan = controller.plan(buffer, is_exhausted=True)
         free = SLOTS - buffer.num_running
-        started = buffer.start(
-            controller.to_start(buffer, plan, free_slots=free), feed=plan.feed
-        )
+        started = buffer.start(controller.to_start(buffer, plan, free_slots=free), feed=plan.feed)
         for place, trajectory in enumerate(started):
             if place % 4:
                 done = replace(trajectory, segments=(tokens,), finish_reason="stop")

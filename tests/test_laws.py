@@ -33,7 +33,6 @@ def feeding_order(feed, *, fresh, returned):
     fresh, returned = sorted(fresh, **by_age), sorted(returned, **by_age)
     return {
         Feed.OLDEST_FIRST: sorted(fresh + returned, **by_age),
-        Feed.FRESH_FIRST: fresh + returned,
         Feed.RETURNED_FIRST: returned + fresh,
         Feed.FRESH_ONLY: fresh,
         Feed.RETURNED_ONLY: returned,

@@ -32,7 +32,6 @@ class Feed(Enum):
     """
 
     OLDEST_FIRST = "fresh and returned work in one order"
-    FRESH_FIRST = "returned work only when no fresh work waits"
     RETURNED_FIRST = "fresh work only when no returned work waits"
     FRESH_ONLY = "only fresh work"
     RETURNED_ONLY = "only returned work"

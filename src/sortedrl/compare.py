@@ -24,6 +24,8 @@ class Outcome:
     simulation: Simulation
     metrics: Metrics
     bias: LengthBias
+    early_bias: LengthBias
+    """Of the first half of the answers trained on: below 1 where long answers starve."""
 
     @property
     def name(self) -> str:
@@ -61,7 +63,12 @@ def simulate(
     metrics = meter.metrics()
     trained = [tokens for _, _, tokens in metrics.trained_lengths]
     reference = list(_reference(simulation, lengths, metrics))
-    return Outcome(simulation=simulation, metrics=metrics, bias=length_bias(trained, reference))
+    return Outcome(
+        simulation=simulation,
+        metrics=metrics,
+        bias=length_bias(trained, reference),
+        early_bias=length_bias(trained[: len(trained) // 2], reference),
+    )
 
 
 def variants(
@@ -103,6 +110,7 @@ def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
         "goodput_vs_sync": None if sync is None else run.goodput / sync.metrics.run.goodput,
         "length_bias": outcome.bias.ratio,
         "length_ks": outcome.bias.ks_distance,
+        "early_length_bias": outcome.early_bias.ratio,
         "rounds": len(outcome.metrics.rounds),
     }
 

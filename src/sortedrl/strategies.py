@@ -143,8 +143,9 @@ class Ungrouped:
     schedule: Schedule
 
     def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """Harvest as soon as an update batch is complete."""
-        return Plan(feed=Feed.FRESH_FIRST, target=self.schedule.update_batch)
+        """Only fresh prompts while there are any; harvest as soon as a batch is complete."""
+        feed = Feed.OLDEST_FIRST if is_exhausted else Feed.FRESH_ONLY
+        return Plan(feed=feed, target=self.schedule.update_batch)
 
     def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """More prompts whenever no fresh one waits."""

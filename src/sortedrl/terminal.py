@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
 from pathlib import Path
 
 from rich.console import Console
@@ -61,8 +60,8 @@ def percent(share: float) -> str:
 
 
 def thousands(value: float) -> str:
-    """A large number with separators."""
-    return f"{value:,.0f}"
+    """A number with separators; a small one with a decimal."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
 def write_text(path: Path, text: str) -> None:

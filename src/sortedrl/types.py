@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 _NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
     """One row of the data set, at its place in the stream of prompts.
 
@@ -30,6 +30,19 @@ class Prompt:
     id: int
     tokens: Sequence[int] = ()
     fields: Mapping[str, object] = field(default_factory=lambda: _NO_FIELDS)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal content is equal, whatever sequence type holds the tokens."""
+        return (
+            isinstance(other, Prompt)
+            and self.id == other.id
+            and list(self.tokens) == list(other.tokens)
+            and self.fields == other.fields
+        )
+
+    def __hash__(self) -> int:
+        """Consistent with equality, and cheap."""
+        return hash(self.id)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +54,7 @@ class Segment:
     version: int
 
     def __eq__(self, other: object) -> bool:
-        """Equal content is equal, whatever sequence type holds it."""
+        """Equal content is equal, whatever sequence types hold it."""
         return (
             isinstance(other, Segment)
             and self.version == other.version

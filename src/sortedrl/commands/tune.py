@@ -12,7 +12,7 @@ from sortedrl.arguments import parse, split_source, to_toml
 from sortedrl.compare import Outcome, row
 from sortedrl.report.pareto import Point, pareto
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.terminal import percent, progress, thousands, write_text
 from sortedrl.tune import Search, Tuned, tune
 
 HELP = """Search update batch, group size, lookahead and mode by simulation.
@@ -23,7 +23,7 @@ HELP = """Search update batch, group size, lookahead and mode by simulation.
   sortedrl tune paper --length-file my.csv --hardware h200-qwen-2.5-1.5b --plot front.svg
   sortedrl tune paper > best.toml                    ready for simulate, compare and tune
 
-Prints the best settings as TOML on standard output, and what they gain on standard error.
+Prints the best settings as a TOML file that opens with what they gain, as comments.
 """
 
 
@@ -88,6 +88,30 @@ def _describe(outcome: Outcome) -> str:
         f"bubble {percent(figures.bubble)}, staleness {figures.mean_staleness:.2f}, "
         f"length bias {outcome.bias.ratio:.2f}"
     )
+
+
+def _picture(tuned: Tuned) -> str:
+    points = [
+        Point(
+            x=outcome.metrics.run.mean_staleness,
+            y=outcome.metrics.run.trained_per_second,
+            label=_label(outcome),
+            is_best=outcome is tuned.best,
+            on_front=outcome in tuned.front,
+        )
+        for outcome in tuned.allowed
+    ]
+    return pareto(
+        points,
+        x_label="mean staleness of trained tokens, versions",
+        y_label="trained tokens per second of the whole run",
+        title=f"{len(tuned.allowed)} settings, the best {tuned.gain:.2f} x the present one",
+    )
+
+
+def _label(outcome: Outcome) -> str:
+    schedule = outcome.simulation.schedule
+    return f"{outcome.name}, {schedule.group_prompts} in batches of {schedule.update_batch}"
 
 
 def _as_json(tuned: Tuned) -> dict[str, object]:

@@ -10,7 +10,7 @@ def round_steps(end: float, *, count: int) -> list[float]:
 
     >>> round_steps(2475, count=6)
     [0.0, 500.0, 1000.0, 1500.0, 2000.0]
-    >>> round_steps(0.9, count=4)
+    >>> round_steps(0.9, count=5)
     [0.0, 0.2, 0.4, 0.6, 0.8]
     """
     if end <= 0:

@@ -13,7 +13,7 @@ Row = Mapping[str, object]
 
 _WIDTH = 860
 _NAMES = 176
-_COLUMN, _BETWEEN, _LABEL = 196, 24, 50
+_COLUMN, _BETWEEN, _LABEL = 208, 22, 50
 _TOP, _PITCH, _GAP, _BOTTOM = 62, 20, 8, 14
 _FAIR = 0.05
 """A length bias within this of 1 counts as none."""
@@ -65,7 +65,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
             hint="idle slots during rollout",
             values=_values(rows, "bubble"),
             origin=0.0,
-            format=lambda value: f"{value:.1%}",
+            format=lambda value: f"{100 * value:.1f} %",
             colour=lambda _: "waiting",
         ),
         _Column(
@@ -79,9 +79,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     ]
 
 
-def _draw_column(
-    canvas: Canvas, column: _Column, *, left: float, tops: Sequence[float]
-) -> None:
+def _draw_column(canvas: Canvas, column: _Column, *, left: float, tops: Sequence[float]) -> None:
     canvas.text(left, 26, content=column.head, css="head")
     canvas.text(left, 43, content=column.hint, css="small")
     low = min(column.origin, *column.values)

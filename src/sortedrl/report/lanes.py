@@ -140,8 +140,9 @@ class _Tracer:
         elif isinstance(event, Harvest):
             self._end_rollout()
         if isinstance(event, Update | HandOver) and event.took_seconds > 0:
+            kind: BandKind = "update" if isinstance(event, Update) else "hand_over"
             start = event.seconds - event.took_seconds
-            self._bands.append(Band(start=start, end=event.seconds, kind=event.kind))
+            self._bands.append(Band(start=start, end=event.seconds, kind=kind))
         if isinstance(event, Update):
             for trained in event.trained:
                 self._train((trained.prompt, trained.sample), trained.tokens)
@@ -149,7 +150,7 @@ class _Tracer:
     def lanes(self) -> Lanes:
         """The lanes so far; what still runs ends now."""
         bars = [bar for bars in self._written.values() for bar in bars]
-        bars += [replace(bar, end=self._now) for bar in self._running.values()]
+        bars += [replace(bar, end=self._writing_until) for bar in self._running.values()]
         by_slot: list[list[Bar]] = [[] for _ in range(self._begin.slots)]
         for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
             by_slot[bar.slot].append(bar)
@@ -161,6 +162,11 @@ class _Tracer:
             lanes=tuple(tuple(lane) for lane in by_slot),
             bands=tuple(sorted(self._bands, key=lambda band: band.start)),
         )
+
+    @property
+    def _writing_until(self) -> float:
+        """Nothing is written after the harvest, though interrupts take time."""
+        return self._now if self._rollout_since is not None else self._rollout_end
 
     def _fill(self) -> None:
         while self._queue and self._free:
@@ -190,7 +196,7 @@ class _Tracer:
         else:
             stopped = replace(
                 bar,
-                end=event.seconds if self._rollout_since is not None else self._rollout_end,
+                end=self._writing_until,
                 kept=kept,
                 decoded=event.decoded,
                 is_finished=isinstance(event, Finish),
@@ -212,7 +218,7 @@ class _Tracer:
             tokens -= min(live, tokens)
 
     def _train(self, key: Key, tokens: int) -> None:
-        self._written[key] = [replace(bar, length=tokens) for bar in self._written[key]]
+        self._written[key] = [replace(bar, length=tokens) for bar in self._written.get(key, [])]
 
     def _end_rollout(self) -> None:
         if self._rollout_since is not None:

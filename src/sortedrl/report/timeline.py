@@ -40,6 +40,8 @@ class _Scale:
     """
 
     end: float
+    first_title: str
+    first_end: float
     shortest: int
     longest: int
 
@@ -62,6 +64,8 @@ def timelines(panels: Sequence[Panel]) -> str:
     lengths = sorted(max(_length(bar), 1) for bar in bars) or [1]
     scale = _Scale(
         end=max(lanes.end - lanes.start for _, _, lanes in panels) or 1.0,
+        first_title=panels[0][0],
+        first_end=panels[0][2].end - panels[0][2].start or 1.0,
         shortest=lengths[len(lengths) // 20],
         longest=lengths[-1 - len(lengths) // 20],
     )
@@ -107,7 +111,7 @@ def _draw_panel(
             x, width = _span(lanes, band.start, band.end, scale=scale)
             seconds = f"{band.kind.replace('_', '-')}, {short(band.end - band.start)} s"
             canvas.rect(x, top, width=width, height=height, css="update", title=seconds)
-    _draw_saving(canvas, lanes, middle=middle, scale=scale)
+    _draw_end(canvas, lanes, middle=middle, scale=scale)
 
 
 def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> None:
@@ -128,9 +132,7 @@ def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> N
                     canvas.rect(x + trained, y, width=width - trained, height=height, css="hatched")
 
 
-def _draw_shares(
-    canvas: Canvas, lanes: Lanes, *, top: float, height: float, scale: _Scale
-) -> None:
+def _draw_shares(canvas: Canvas, lanes: Lanes, *, top: float, height: float, scale: _Scale) -> None:
     """Layers on each other, the longest answers at the bottom."""
     columns = max(1, int(2 * (scale.x(lanes.end - lanes.start) - _LEFT)))
     names = [f"shade{step}" for step in reversed(range(SHADES))]
@@ -164,12 +166,18 @@ def _outline(
     return points
 
 
-def _draw_saving(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> None:
-    """Where a run ends early, say when, and how much sooner than the longest."""
+def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> None:
+    """Where a run ends early, say when, and how it compares with the first one."""
     seconds = lanes.end - lanes.start
     start, end = scale.x(seconds), scale.x(scale.end)
-    words = f"done after {short(seconds)} s, {1 - seconds / scale.end:.0%} less time"
-    if end - start < text_width(words) + 20:
+    done = f"done after {short(seconds)} s"
+    told = [done]
+    if seconds != scale.first_end:
+        change = seconds / scale.first_end - 1
+        compared = f"{100 * abs(change):.0f} % {'less' if change < 0 else 'more'} time"
+        told = [f"{done}, {compared} than {scale.first_title}", f"{done}, {compared}", compared]
+    words = next((words for words in told if text_width(words) + 20 <= end - start), None)
+    if words is None:
         return
     canvas.line(start + 8, middle, x2=end, y2=middle, css="guide")
     canvas.line(end, middle - 5, x2=end, y2=middle + 5, css="rule")
@@ -200,7 +208,7 @@ def _draw_legend(
     x += text_width(words) + 18
     entries = [("idle", "idle slot")]
     if has_discarded:
-        entries.append(("hatched", "written, then thrown away"))
+        entries.append(("hatched", "thrown away later"))
     entries.append(("update", "update and hand-over" if has_hand_over else "update"))
     for css, words in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)

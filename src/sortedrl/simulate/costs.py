@@ -168,12 +168,12 @@ def h200_smollm2_135m() -> Costs:
 
     - weights: 134.5 M parameters x 2 bytes = 0.27 GB; at 4.23 TB/s 0.06 ms, + 2 ms launches
       + 12 us per sequence
-    - cache: 30 layers x 3 heads x 64 x 2 x 2 bytes = 46,080 bytes; 10.9 ns per cached token
+    - cache: 30 layers x 3 heads x 64 x 2 x 2 bytes = 23,040 bytes; 5.4 ns per cached token
     - compute: 200 TFLOP/s of 989 (small matrices); prefill 1.3 us, update 4 us per token
 
     >>> costs = h200_smollm2_135m()
     >>> f"{costs.step_seconds * 1e3:.2f} ms {costs.cached_token_seconds * 1e9:.1f} ns"
-    '2.06 ms 10.9 ns'
+    '2.06 ms 5.4 ns'
     >>> f"{costs.prefill_token_seconds * 1e6:.1f} us {costs.update_token_seconds * 1e6:.0f} us"
     '1.3 us 4 us'
     """

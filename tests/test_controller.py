@@ -1,0 +1,121 @@
+"""What the controller answers, by hand, with numbers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sortedrl.buffer import Buffer, Feed
+from sortedrl.config import Schedule
+from sortedrl.controller import Controller
+from sortedrl.strategies import Plan
+from worlds import done, fresh, schedules
+
+
+def buffer_with(*, ready, running, waiting=0, interruptions=0):
+    """One group: the ready have the lowest ids; the running were interrupted that often."""
+    buffer = Buffer()
+    total = ready + running + waiting
+    buffer.load([replace(fresh(n), interruptions=interruptions) for n in range(total)])
+    begun = buffer.start(ready + running, feed=Feed.OLDEST_FIRST)
+    for trajectory in begun[:ready]:
+        buffer.finish(done(trajectory))
+    return buffer
+
+
+def harvests(schedule, buffer, *, is_exhausted=False):
+    controller = Controller(schedule)
+    plan = controller.plan(buffer, is_exhausted=is_exhausted)
+    return controller.should_harvest(buffer, plan, is_exhausted=is_exhausted)
+
+
+def test_sorted_harvests_when_a_batch_is_ready_and_another_one_is_left():
+    schedule = Schedule(group_prompts=8, update_batch=3)
+    assert not harvests(schedule, buffer_with(ready=2, running=6))
+    assert harvests(schedule, buffer_with(ready=3, running=5))
+    assert harvests(schedule, buffer_with(ready=3, running=1, waiting=2))
+
+
+def test_sorted_waits_for_a_remainder_smaller_than_a_batch():
+    schedule = Schedule(group_prompts=8, update_batch=3)
+    assert harvests(schedule, buffer_with(ready=5, running=3))
+    assert not harvests(schedule, buffer_with(ready=6, running=2))
+    assert not harvests(schedule, buffer_with(ready=7, running=1))
+    assert harvests(schedule, buffer_with(ready=8, running=0))
+
+
+def test_with_lookahead_a_remainder_joins_the_next_group_unless_there_is_none():
+    schedule = Schedule(group_prompts=8, update_batch=3, lookahead=1)
+    assert harvests(schedule, buffer_with(ready=6, running=2))
+    assert not harvests(schedule, buffer_with(ready=6, running=2), is_exhausted=True)
+
+
+def test_without_groups_a_remainder_is_waited_for_only_at_the_end():
+    schedule = Schedule(strategy="ungrouped", group_prompts=8, update_batch=3)
+    assert harvests(schedule, buffer_with(ready=6, running=2))
+    assert not harvests(schedule, buffer_with(ready=6, running=2), is_exhausted=True)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "posthoc"])
+def test_sync_and_posthoc_never_stop_running_work(strategy):
+    schedule = Schedule(strategy=strategy, group_prompts=8, update_batch=3)
+    assert not harvests(schedule, buffer_with(ready=7, running=1))
+
+
+def test_a_harvest_waits_for_running_work_that_was_interrupted_often_enough():
+    schedule = Schedule(group_prompts=8, update_batch=3, max_restarts=2)
+    assert harvests(schedule, buffer_with(ready=3, running=5, interruptions=1))
+    assert not harvests(schedule, buffer_with(ready=3, running=5, interruptions=2))
+    assert not harvests(schedule, buffer_with(ready=3, running=5, interruptions=3))
+
+
+def test_waiting_work_that_was_interrupted_often_does_not_hold_up_a_harvest():
+    buffer = Buffer()
+    buffer.load([fresh(0), fresh(1), replace(fresh(2), interruptions=9)])
+    first, _ = buffer.start(2, feed=Feed.OLDEST_FIRST)
+    buffer.finish(done(first))
+    assert harvests(Schedule(group_prompts=3, update_batch=1, max_restarts=2), buffer)
+
+
+def test_work_is_started_up_to_the_free_slots_and_the_limit_of_the_plan():
+    controller = Controller(Schedule(group_prompts=8, update_batch=3))
+    buffer = buffer_with(ready=2, running=3, waiting=3)
+    assert controller.to_start(buffer, Plan(), free_slots=5) == 5
+    assert controller.to_start(buffer, Plan(limit=6), free_slots=5) == 1
+    assert controller.to_start(buffer, Plan(limit=4), free_slots=5) == 0
+    assert controller.to_start(buffer, Plan(limit=20), free_slots=5) == 5
+
+
+def test_prompts_are_loaded_only_for_a_free_slot():
+    controller = Controller(Schedule(group_prompts=8, update_batch=3))
+    assert controller.prompts_to_load(Buffer(), Plan(), free_slots=0) == 0
+    assert controller.prompts_to_load(Buffer(), Plan(), free_slots=1) == 8
+
+
+def test_nothing_ready_is_no_batch_at_all():
+    controller = Controller(Schedule(group_prompts=8, update_batch=3))
+    assert controller.batches(Buffer()) == []
+
+
+@given(schedules(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
+def test_the_controller_changes_nothing_and_answers_the_same_again(
+    schedule, ready, running, waiting
+):
+    buffer = Buffer()
+    if ready + running + waiting:
+        buffer = buffer_with(ready=ready, running=running, waiting=waiting)
+
+    def answers():
+        controller = Controller(schedule)
+        plan = controller.plan(buffer, is_exhausted=False)
+        return (
+            plan,
+            controller.should_harvest(buffer, plan, is_exhausted=False),
+            controller.to_start(buffer, plan, free_slots=3),
+            controller.prompts_to_load(buffer, plan, free_slots=3),
+            controller.batches(buffer),
+            (buffer.num_waiting, buffer.num_running, buffer.num_harvestable),
+        )
+
+    assert answers() == answers()
