@@ -24,7 +24,17 @@ from sortedrl.meter import measure
 from sortedrl.prompts import open_group
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import six
-from worlds import MODES, make_loop, rescheduled, run, schedules, simulations, verified, written
+from worlds import (
+    MODES,
+    STRATEGIES,
+    make_loop,
+    rescheduled,
+    run,
+    schedules,
+    simulations,
+    verified,
+    written,
+)
 
 
 def feeding_order(feed, *, fresh, returned):
@@ -369,16 +379,10 @@ def test_the_engine_prefills_prompts_and_cached_tokens_and_nothing_else(simulati
     assert prefilled == prompts + ledger.prefilled_again
 
 
-@given(simulations(schedules(strategies=("sync", "posthoc", "sorted"))))
-def test_an_update_holds_at_least_a_batch_or_all_that_is_left(simulation):
-    left = len(all_keys(simulation))
-    for batch in run(simulation).batches:
-        assert len(batch.trajectories) >= min(left, simulation.schedule.update_batch)
-        left -= len(batch.trajectories)
-
-
-@given(simulations(schedules(strategies=("ungrouped", "tail_batching", "april"))))
-def test_an_update_of_the_other_strategies_holds_at_least_a_batch_too(simulation):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@given(data=st.data())
+def test_an_update_holds_at_least_a_batch_or_all_that_is_left(strategy, data):
+    simulation = data.draw(simulations(schedules(strategies=(strategy,))))
     left = len(all_keys(simulation))
     for batch in run(simulation).batches:
         assert len(batch.trajectories) >= min(left, simulation.schedule.update_batch)

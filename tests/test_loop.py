@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sortedrl.buffer import Buffer
 from sortedrl.build import simulated_lengths
 from sortedrl.clock import VirtualClock
-from sortedrl.config import Schedule
 from sortedrl.controller import Controller
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.errors import BufferStateError
@@ -161,7 +160,3 @@ def test_a_prompt_source_of_nothing_ends_at_once():
     loop.prompts.take(6)
     assert list(loop.run()) == []
     assert [event.kind for event in events] == ["begin", "end"]
-
-
-def test_the_empty_schedule_is_the_paper():
-    assert (Schedule().strategy, Schedule().lookahead) == ("sorted", 0)

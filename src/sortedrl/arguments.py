@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -39,14 +40,10 @@ def parse(
 ) -> _Command:
     """The command that the flags describe; a mistake ends the program with code 2."""
     _check_choices(command, arguments)
-    return tyro.cli(
-        command,
-        args=list(arguments),
-        default=tyro.MISSING if default is None else default,
-        prog=prog,
-        description=description,
-        config=_CONFIG,
-    )
+    parser = partial(tyro.cli, prog=prog, description=description, config=_CONFIG)
+    if default is None:
+        return parser(command, args=list(arguments))
+    return parser(command, args=list(arguments), default=default)
 
 
 def split_source(arguments: Sequence[str]) -> tuple[Simulation, Sequence[str]]:

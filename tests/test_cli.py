@@ -1,0 +1,230 @@
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from sortedrl.arguments import settings_from, to_toml
+from sortedrl.cli import COMMANDS, main
+from sortedrl.events import read_events
+from sortedrl.meter import measure
+from sortedrl.simulate.presets import PRESETS
+
+
+def sortedrl(*words):
+    """The command in a process of its own, as a person runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", "sortedrl", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused with code 2, and gives what it said."""
+
+    def run(*words):
+        try:
+            code = main(words)
+        except SystemExit as error:
+            code = error.code
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert out == ""
+        return " ".join(err.replace("│", " ").split())
+
+    return run
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_teaches_by_example_without_torch_or_numpy(words):
+    program = (
+        "import sys; from sortedrl.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"sortedrl {words[0] if len(words) > 1 else 'compare'}" in done.stdout
+
+
+def test_a_simulation_runs_without_torch_or_numpy():
+    program = (
+        "import sys; from sortedrl.cli import main\n"
+        "assert main(['simulate', 'six']) == 0\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("sortedrl ")
+
+
+def test_compare_prints_one_json_object_with_the_promised_columns(capsys):
+    assert main(["compare", "six", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    promised = (
+        "strategy mode lookahead bubble steady_bubble goodput goodput_vs_sync throughput "
+        "length_bias decoded_tokens trained_tokens discarded_tokens mean_staleness max_staleness"
+    )
+    for row in rows:
+        assert set(promised.split()) <= set(row)
+    assert rows[0]["strategy"] == "sync"
+    assert rows[0]["goodput_vs_sync"] == 1.0
+
+
+def test_compare_includes_the_schedule_that_was_asked_for(capsys):
+    words = "compare six --strategies sorted --lookaheads 0 --lookahead 1 --mode coupled --json"
+    assert main(words.split()) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert ("sorted", "coupled", 1) in [(r["strategy"], r["mode"], r["lookahead"]) for r in rows]
+
+
+def test_simulate_says_the_same_in_json_in_events_and_in_words(capsys, tmp_path):
+    path = tmp_path / "events.jsonl"
+    assert main(["simulate", "picture", "--json", "--events", str(path)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    figures = measure(read_events(path)).run
+    assert said["bubble"] == figures.bubble
+    assert said["trained_tokens"] == figures.ledger.trained
+    assert len(said["per_group"]) == 4
+    assert sum(row["trajectories"] for row in said["per_round"]) == 128
+    assert main(["simulate", "picture"]) == 0
+    words = capsys.readouterr().out
+    assert f"bubble     {100 * figures.bubble:.1f} %" in words
+
+
+def test_tune_prints_a_toml_file_that_the_other_commands_take(capsys, tmp_path):
+    words = "tune picture --workers 1 --modes partial --lookaheads 0 1 --group-sizes 32 64"
+    assert main(words.split()) == 0
+    text = capsys.readouterr().out
+    assert "# gain:" in text
+    assert tomllib.loads(text)["schedule"]["group_prompts"] in (32, 64)
+    path = tmp_path / "best.toml"
+    path.write_text(text)
+    assert main(["simulate", str(path)]) == 0
+
+
+def test_tune_keeps_to_its_constraints(capsys):
+    words = "tune picture --workers 1 --on-policy-only --max-length-bias 0.02 --json"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["max_staleness"] == 0
+    assert abs(found["best"]["length_bias"] - 1) <= 0.02
+    assert {row["mode"] for row in found["tried"]} == {"on_policy", "coupled"}
+
+
+def test_tune_says_when_nothing_meets_the_constraints(refused):
+    words = "tune picture --workers 1 --modes on_policy --lookaheads 0 --max-length-bias 0.001"
+    assert "meets the constraints" in refused(*words.split())
+
+
+def test_fit_prints_settings_that_predict_the_run(capsys, tmp_path):
+    events, fitted = tmp_path / "events.jsonl", tmp_path / "fitted.toml"
+    assert main(["simulate", "paper", "--groups", "1", "--events", str(events)]) == 0
+    capsys.readouterr()
+    assert main(["fit", str(events)]) == 0
+    fitted.write_text(capsys.readouterr().out)
+    costs = settings_from(str(fitted)).costs.costs()
+    true = PRESETS["paper"]().costs.costs()
+    assert costs.step_seconds == pytest.approx(true.step_seconds, rel=1e-4)
+    assert main(["simulate", str(fitted), "--groups", "1"]) == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_survive_the_way_through_a_toml_file(name, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text(to_toml(PRESETS[name]()))
+    assert settings_from(str(path)) == PRESETS[name]()
+
+
+def test_a_flag_beats_the_file_and_the_file_beats_the_preset(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "six"\n[schedule]\nmode = "coupled"\nupdate_batch = 2\n')
+    assert main(["simulate", str(path), "--update-batch", "6", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["mode"], row["updates"], row["trajectories"]) == ("coupled", 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["simulat"], "did you mean 'simulate'"),
+        (["simulate", "papr"], "did you mean 'paper'"),
+        (["simulate", "paper", "--strategy", "sorte"], "did you mean 'sorted'"),
+        (["simulate", "paper", "--mode=partail"], "did you mean 'partial'"),
+        (["simulate", "paper", "--hardware", "h100x8-lama-3.1-8b"], "h100x8-llama-3.1-8b"),
+        (["simulate", "paper", "--update-bach", "3"], "--update-batch"),
+        (["simulate", "paper", "--update-batch", "1024"], "must lie in 1..512"),
+        (["simulate", "paper", "--slots", "0"], "nothing can run without a slot"),
+        (["simulate", "paper", "--median", "-3"], "must be a positive number of tokens, got -3"),
+        (["simulate", "paper", "--values", "4", "-1"], "at least 1 token each, got -1"),
+        (["simulate", "paper", "--tolerance", "0.1"], "needs mode 'coupled'"),
+        (["simulate", "paper", "--groups", "0"], "groups must be at least 1, got 0"),
+        (["simulate", "paper", "--length-file", "absent.csv"], "absent.csv: cannot be read"),
+        (["simulate", "absent.toml"], "absent.toml: cannot be read"),
+        (["simulate", "six", "--plot", "absent/x.svg"], "absent/x.svg: cannot be written"),
+        (["simulate", "six", "--events", "absent/x.jsonl"], "absent/x.jsonl: cannot be written"),
+        (["compare", "six", "--modes", "coupld"], "did you mean 'coupled'"),
+        (["fit", "absent.jsonl"], "absent.jsonl: cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_given_and_what_to_do(words, said, refused):
+    assert said in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[schedule]\nupdate_bach = 3\n", "did you mean 'schedule.update_batch'"),
+        ("[shedule]\nupdate_batch = 3\n", "did you mean 'schedule'"),
+        ("schedule = 3\n", "[schedule] must be a section, got 3"),
+        ('preset = "papr"\n', "did you mean 'paper'"),
+        ('[schedule]\nstrategy = "sorte"\n', "did you mean 'sorted'"),
+        ('[schedule]\nupdate_batch = "many"\n', "'many'"),
+        ("[schedule]\nupdate_batch = 4096\n", "must lie in 1..512"),
+        ("[schedule\n", "not TOML"),
+    ],
+)
+def test_a_bad_settings_file_is_refused_by_name(content, said, refused, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(content)
+    message = refused("simulate", str(path))
+    assert said in message
+    assert "mine.toml" in message
+
+
+def test_a_refused_run_leaves_no_file(refused, tmp_path):
+    events = tmp_path / "events.jsonl"
+    refused("simulate", "paper", "--slots", "0", "--events", str(events))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_not_an_error():
+    done = subprocess.run(
+        f"{sys.executable} -m sortedrl presets | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == ""
+
+
+def test_the_exit_code_reaches_the_shell():
+    assert sortedrl("simulate", "six").returncode == 0
+    assert sortedrl("simulate", "six", "--slots", "0").returncode == 2
