@@ -18,14 +18,15 @@ def outcomes():
     ]
 
 
-def test_every_row_has_its_name_and_its_three_values(outcomes):
+def test_every_row_has_its_name_and_its_four_values(outcomes):
     rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
     texts = [text.text for text in ElementTree.fromstring(bar_chart(rows)).iter(TEXT)]
     for outcome, values in zip(outcomes, rows, strict=True):
         assert outcome.name in texts
         assert f"{100 * values['bubble']:.1f} %" in texts
         assert f"{values['length_bias']:.2f}" in texts
-    assert len(texts) == 4 * len(rows) + 6
+        assert f"{values['early_length_bias']:.2f}" in texts
+    assert len(texts) == 5 * len(rows) + 8
 
 
 def test_without_a_baseline_goodput_is_in_tokens_per_second(outcomes):

@@ -16,7 +16,6 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -40,10 +39,12 @@ def parse(
 ) -> _Command:
     """The command that the flags describe; a mistake ends the program with code 2."""
     _check_choices(command, arguments)
-    parser = partial(tyro.cli, prog=prog, description=description, config=_CONFIG)
+    args = list(arguments)
     if default is None:
-        return parser(command, args=list(arguments))
-    return parser(command, args=list(arguments), default=default)
+        return tyro.cli(command, args=args, prog=prog, description=description, config=_CONFIG)
+    return tyro.cli(
+        command, args=args, default=default, prog=prog, description=description, config=_CONFIG
+    )
 
 
 def split_source(arguments: Sequence[str]) -> tuple[Simulation, Sequence[str]]:

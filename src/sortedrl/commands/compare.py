@@ -27,7 +27,7 @@ HELP = """Compare strategies and modes on the same prompts and the same seed.
                                                       chart beside it, timelines-bars.svg
 
 The first word is a preset (sortedrl presets) or a TOML file; flags change single settings.
-The schedule that file and flags describe is in the table too, if it is not one of the usual.
+A strategy, mode or lookahead that file or flags ask for is always in the table.
 """
 
 _HEADINGS = (
@@ -92,7 +92,7 @@ def _outcomes(given: Arguments) -> list[Outcome]:
             lookaheads=given.lookaheads,
         )
     )
-    if simulation.schedule not in schedules and not _never_interrupts(simulation.schedule):
+    if _is_chosen(simulation.schedule) and simulation.schedule not in schedules:
         schedules.append(simulation.schedule)
     outcomes = []
     with progress(len(schedules)) as advance:
@@ -102,8 +102,11 @@ def _outcomes(given: Arguments) -> list[Outcome]:
     return outcomes
 
 
-def _never_interrupts(schedule: Schedule) -> bool:
-    return schedule.strategy in ("sync", "posthoc")
+def _is_chosen(schedule: Schedule) -> bool:
+    """Whether file or flags ask for a strategy, mode or lookahead of their own."""
+    usual = Schedule()
+    same = (schedule.strategy, schedule.mode) == (usual.strategy, usual.mode)
+    return schedule.strategy not in ("sync", "posthoc") and not (same and schedule.lookahead == 0)
 
 
 def _best(outcomes: Sequence[Outcome]) -> Outcome:

@@ -1,4 +1,4 @@
-"""Strategies and modes side by side: goodput, bubble and length bias as labelled bars."""
+"""Strategies and modes side by side: goodput, bubble and length biases as labelled bars."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Row = Mapping[str, object]
 
 _WIDTH = 860
 _NAMES = 176
-_COLUMN, _BETWEEN, _LABEL = 208, 22, 50
+_COLUMN, _BETWEEN, _LABEL = 150, 21, 48
 _TOP, _PITCH, _GAP, _BOTTOM = 62, 20, 8, 14
-_FAIR = 0.05
+_FAIR = 0.1
 """A length bias within this of 1 counts as none."""
 
 
@@ -54,7 +54,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     return [
         _Column(
             head="goodput, times sync" if versus else "goodput, tokens/s",
-            hint="trained tokens per rollout second",
+            hint="trained tokens per second",
             values=_values(rows, goodput),
             origin=0.0,
             format=(lambda value: f"{value:.2f} ×") if versus else short,  # noqa: RUF001
@@ -68,15 +68,20 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
             format=lambda value: f"{100 * value:.1f} %",
             colour=lambda _: "waiting",
         ),
-        _Column(
-            head="length bias",
-            hint="length trained on / written",
-            values=_values(rows, "length_bias"),
-            origin=1.0,
-            format=lambda value: f"{value:.2f}",
-            colour=lambda value: "good" if abs(value - 1) <= _FAIR else "discarded",
-        ),
+        _bias_column(rows, "length_bias", head="length bias", hint="trained on / written"),
+        _bias_column(rows, "early_length_bias", head="early bias", hint="first half of the run"),
     ]
+
+
+def _bias_column(rows: Sequence[Row], name: str, *, head: str, hint: str) -> _Column:
+    return _Column(
+        head=head,
+        hint=hint,
+        values=_values(rows, name),
+        origin=1.0,
+        format=lambda value: f"{value:.2f}",
+        colour=lambda value: "good" if abs(value - 1) <= _FAIR else "discarded",
+    )
 
 
 def _draw_column(canvas: Canvas, column: _Column, *, left: float, tops: Sequence[float]) -> None:

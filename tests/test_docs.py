@@ -1,0 +1,119 @@
+"""README and docs tell the truth: their commands are run and their outputs compared."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ELSEWHERE = ("make test", "make bench", "git clone", "cd ")
+"""Commands that cannot run inside a test: they run this test, take minutes, or need a network."""
+
+
+def blocks(language):
+    for page in PAGES:
+        for found, body in BLOCK.findall(page.read_text()):
+            if found == language:
+                yield page.name, body
+
+
+def commands():
+    """(page, command, expected output) of every `console` block, a `$` before each command."""
+    for page, body in blocks("console"):
+        for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            if not command.startswith(ELSEWHERE):
+                yield pytest.param(command, output, id=f"{page}: {command}")
+
+
+def run(command, folder):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("command", "output"), commands())
+def test_a_shown_command_prints_what_is_shown(command, output, tmp_path):
+    in_project = command.startswith("make")
+    done = run(command, ROOT if in_project else tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = output.rstrip("\n").split("\n...\n")
+    if len(shown) == 1:
+        assert done.stdout.rstrip("\n") == shown[0]
+    else:
+        assert done.stdout.startswith(shown[0])
+        assert done.stdout.rstrip("\n").endswith(shown[1])
+
+
+def drawings():
+    """Every command in the text that draws a picture of ours."""
+    for page in PAGES:
+        for command, name in re.findall(
+            r"`(sortedrl [^`]*--plot docs/img/(\S+))`", page.read_text()
+        ):
+            yield pytest.param(command, name, id=name)
+
+
+@pytest.mark.parametrize(("command", "name"), drawings())
+def test_a_picture_is_what_its_command_draws(command, name, tmp_path):
+    (tmp_path / "docs" / "img").mkdir(parents=True)
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in (tmp_path / "docs" / "img").iterdir()}
+    assert name in drawn
+    kept = ROOT / "docs" / "img"
+    for picture in drawn & {path.name for path in kept.iterdir()}:
+        assert (tmp_path / "docs" / "img" / picture).read_text() == (kept / picture).read_text()
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=page) for page, body in blocks("python")])
+def test_a_shown_program_runs(body, tmp_path):
+    done = run(f"{shlex.quote(sys.executable)} -c {shlex.quote(body)}", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_picture_is_shown_and_every_shown_picture_exists():
+    shown = set()
+    for page in PAGES:
+        for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            assert path.exists(), f"{page.name} shows {target}"
+            shown.add(path.name)
+    drawn = {path.name for path in (ROOT / "docs" / "img").iterdir()}
+    assert drawn == shown
+
+
+def test_every_link_inside_the_project_leads_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"(?<!!)\[[^]]*\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_path_and_test_named_in_the_paper_to_code_table_exists():
+    text = (ROOT / "docs" / "from-paper-to-code.md").read_text()
+    named = set(re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+?)(?:::(\w+))?`", text))
+    assert len(named) > 10
+    for path, function in named:
+        assert (ROOT / path).exists(), path
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), function
+
+
+def test_every_make_verb_in_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for verb in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
+        assert f"\n{verb}:" in makefile
