@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing import get_context
 
 from sortedrl.compare import Outcome, simulate
-from sortedrl.config import ModeName, Schedule
+from sortedrl.config import ModeName, Schedule, require
 from sortedrl.errors import ConfigError
 from sortedrl.simulate.settings import Simulation
 
@@ -68,6 +69,7 @@ def tune(
     `simulation.schedule.max_staleness` is a constraint: partial candidates are held to it.
     `on_done` is told how many of how many runs are done.
     """
+    require(workers >= 1, f"workers must be at least 1, got {workers}")
     candidates = list(_candidates(simulation, search))
     if not candidates:
         raise ConfigError(
@@ -137,14 +139,23 @@ def _simulate_all(
     workers: int,
     on_done: Callable[[int, int], None] | None,
 ) -> list[Outcome]:
-    outcomes: list[Outcome | None] = [None] * len(simulations)
-    with ProcessPoolExecutor(max_workers=workers) as pool:
-        futures = {pool.submit(_brief, each): i for i, each in enumerate(simulations)}
-        for done, future in enumerate(as_completed(futures), start=1):
-            outcomes[futures[future]] = future.result()
-            if on_done is not None:
-                on_done(done, len(simulations))
-    return [outcome for outcome in outcomes if outcome is not None]
+    outcomes: dict[int, Outcome] = {}
+    for place, outcome in _finished(simulations, workers):
+        outcomes[place] = outcome
+        if on_done is not None:
+            on_done(len(outcomes), len(simulations))
+    return [outcomes[place] for place in range(len(simulations))]
+
+
+def _finished(simulations: Sequence[Simulation], workers: int) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes as they come, each with the place of its simulation."""
+    if workers == 1:
+        yield from ((place, _brief(each)) for place, each in enumerate(simulations))
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        places = {pool.submit(_brief, each): place for place, each in enumerate(simulations)}
+        for future in as_completed(places):
+            yield places[future], future.result()
 
 
 def _brief(simulation: Simulation) -> Outcome:

@@ -103,8 +103,8 @@ def _picture(tuned: Tuned) -> str:
     ]
     return pareto(
         points,
-        x_label="mean staleness of trained tokens, versions",
-        y_label="trained tokens per second of the whole run",
+        x_label="mean staleness, versions",
+        y_label="trained tokens per second",
         title=f"{len(tuned.allowed)} settings, the best {tuned.gain:.2f} x the present one",
     )
 
