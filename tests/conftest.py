@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 settings.register_profile(
-    "modest", max_examples=80, deadline=None, suppress_health_check=_SLOW_IS_FINE
+    "modest", max_examples=200, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
     "hunt", max_examples=4000, deadline=None, suppress_health_check=_SLOW_IS_FINE

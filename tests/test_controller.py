@@ -78,6 +78,19 @@ def test_waiting_work_that_was_interrupted_often_does_not_hold_up_a_harvest():
     assert harvests(Schedule(group_prompts=3, update_batch=1, max_restarts=2), buffer)
 
 
+def test_answers_that_wait_for_their_siblings_count_as_left():
+    schedule = Schedule(
+        group_prompts=2, samples_per_prompt=2, update_batch=2, harvest_unit="prompt"
+    )
+    buffer = Buffer(unit_size=2)
+    buffer.load([fresh(0, 0), fresh(0, 1), fresh(1, 0), fresh(1, 1)])
+    buffer.start(4, feed=Feed.OLDEST_FIRST)
+    for key in ((1, 0), (0, 0), (0, 1)):
+        assert not harvests(schedule, buffer)
+        buffer.finish(done(fresh(*key)))
+    assert harvests(schedule, buffer), "one runs and one waits for it: a batch is left"
+
+
 def test_work_is_started_up_to_the_free_slots_and_the_limit_of_the_plan():
     controller = Controller(Schedule(group_prompts=8, update_batch=3))
     buffer = buffer_with(ready=2, running=3, waiting=3)

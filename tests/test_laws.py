@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from sortedrl.buffer import Buffer, Feed
 from sortedrl.compare import simulate
+from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller
 from sortedrl.engines.simulated import SimulatedPrompts
 from sortedrl.events import from_json, to_json
@@ -389,12 +390,30 @@ def test_an_update_holds_at_least_a_batch_or_all_that_is_left(strategy, data):
         left -= len(batch.trajectories)
 
 
+@given(simulations(schedules(strategies=("sorted", "posthoc"))))
+def test_with_whole_groups_every_update_holds_at_least_a_batch(simulation):
+    for batch in run(replace(simulation, prompts=None)).batches:
+        assert len(batch.trajectories) >= simulation.schedule.update_batch
+
+
 @given(simulations(schedules(strategies=("sync", "posthoc", "sorted"))))
 def test_a_group_is_trained_within_its_bound_of_rounds(simulation):
     bound = simulation.schedule.rounds_bound
     assert bound is not None
     groups = measure(run(simulation).events).groups
     assert all(1 <= group.rounds <= bound for group in groups)
+
+
+def test_the_bounds_of_rounds_and_staleness_are_reached():
+    """A long answer of group 1, loaded with group 0, outlasts all of groups 0, 1 and 2."""
+    schedule = Schedule(group_prompts=2, update_batch=1, lookahead=1)
+    lengths = LengthSettings(values=(2, 4, 50, 6, 5, 7), replay=True)
+    simulation = replace(six(), groups=3, schedule=schedule, lengths=lengths)
+    simulation = replace(simulation, engine=EngineSettings(slots=4, max_tokens=100))
+    metrics = measure(run(simulation).events)
+    rounds = {group.group: group.rounds for group in metrics.groups}
+    assert rounds[1] == schedule.rounds_bound == 6
+    assert metrics.run.staleness_max == schedule.staleness_bound == 5
 
 
 @given(simulations())

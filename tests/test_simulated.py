@@ -191,6 +191,15 @@ def test_a_complete_answer_that_verifies_costs_one_prefill_and_no_token():
     assert [t.num_tokens for t in step.finished] == [6]
 
 
+def test_tokens_that_do_not_verify_were_prefilled_all_the_same():
+    engine = engine_of(replayed(6, mismatch_rate=0.99))
+    half = replace(group_of(1)[0], segments=(Segment(range(5), Zeros(5), 0),), decoded_tokens=5)
+    engine.load_weights(Weights(9))
+    engine.submit([half], tolerance=0.0)
+    step = engine.step()
+    assert (step.prefilled_tokens, step.decoded_tokens) == (5, 6)
+
+
 def kept_tokens(*, rate, age, cached, count, tolerance=0.0):
     """How many cached tokens of each answer survive a resume."""
     settings = LengthSettings(values=(10**5,), mismatch_rate=rate)

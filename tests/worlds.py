@@ -1,4 +1,8 @@
-"""Small random worlds for the laws: schedules, simulations, and an engine without any order."""
+"""Small random worlds for the laws: schedules, simulations, and an engine without any order.
+
+Hypothesis draws the first of several values most often, so the first is one with much to see
+(full slots, interruptions, several updates) and the degenerate ones come last.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -15,17 +19,20 @@ from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
-STRATEGIES = ("sync", "posthoc", "sorted", "ungrouped", "tail_batching", "april")
+STRATEGIES = ("sorted", "april", "tail_batching", "ungrouped", "posthoc", "sync")
 MODES = ("on_policy", "partial", "coupled")
 
 
 @st.composite
 def schedules(draw, strategies=STRATEGIES, modes=MODES):
-    strategy, mode = draw(st.sampled_from(strategies)), draw(st.sampled_from(modes))
-    samples_per_prompt = draw(st.integers(1, 3))
-    group_prompts = draw(st.integers(1, 6))
+    interrupting = [name for name in strategies if name not in ("sync", "posthoc")]
+    strategy = draw(st.sampled_from([*interrupting, *strategies]))
+    mode = draw(st.sampled_from(modes))
+    samples_per_prompt = draw(st.sampled_from((2, 1, 3)))
+    group_prompts = draw(st.sampled_from((5, 4, 3, 6, 8, 2, 1)))
     trajectories = group_prompts * samples_per_prompt
-    update_batch = draw(st.integers(1, trajectories))
+    batches = [size for size in (2, 3, 4, 1, trajectories // 2) if 1 <= size <= trajectories]
+    update_batch = draw(st.sampled_from([*batches, trajectories]))
     youngest = trajectories // update_batch - 1 if strategy == "posthoc" else 0
     return Schedule(
         strategy=strategy,
@@ -34,14 +41,12 @@ def schedules(draw, strategies=STRATEGIES, modes=MODES):
         samples_per_prompt=samples_per_prompt,
         update_batch=update_batch,
         harvest_unit=draw(st.sampled_from(("trajectory", "prompt"))),
-        lookahead=draw(st.integers(0, 3)) if strategy == "sorted" else 0,
+        lookahead=draw(st.sampled_from((1, 0, 2, 3))) if strategy == "sorted" else 0,
         max_restarts=draw(st.none() | st.integers(1, 3)),
         max_staleness=(
             draw(st.none() | st.integers(youngest, youngest + 4)) if mode == "partial" else None
         ),
-        tolerance=(
-            draw(st.sampled_from((None, 0.0, 0.1, float("inf")))) if mode == "coupled" else None
-        ),
+        tolerance=(draw(st.sampled_from((None, 0.1, float("inf")))) if mode == "coupled" else None),
         over_launch=draw(st.sampled_from((1.0, 1.25, 1.5, 2.0, 3.0))),
     )
 
@@ -51,26 +56,29 @@ def length_settings(draw, is_frozen=False):
     """Short answers; frozen ones do not change with the weights."""
     common = {
         "prompt_tokens": draw(st.integers(0, 5)),
-        "prompt_share": draw(st.sampled_from((0.0, 0.5, 1.0))),
-        "drift": 0.0 if is_frozen else draw(st.sampled_from((0.0, 0.0, 0.2, -0.2))),
-        "mismatch_rate": 0.0 if is_frozen else draw(st.sampled_from((0.0, 0.01, 0.1, 0.5))),
+        "prompt_share": draw(st.sampled_from((0.0, 0.3, 0.6, 1.0))),
+        "drift": 0.0 if is_frozen else draw(st.sampled_from((0.0, 0.2, -0.2))),
+        "mismatch_rate": 0.0 if is_frozen else draw(st.sampled_from((0.1, 0.02, 0.5, 0.0))),
         "after_mismatch": draw(st.sampled_from(("same", "fresh"))),
     }
     if draw(st.booleans()):
-        values = draw(st.lists(st.integers(1, 12), min_size=1, max_size=12))
+        values = draw(st.lists(st.sampled_from((5, 2, 8, 40, 3, 20, 1)), min_size=4, max_size=12))
         return LengthSettings(values=tuple(values), replay=draw(st.booleans()), **common)
-    median, sigma = draw(st.floats(1, 20)), draw(st.sampled_from((0.0, 0.5, 1.0, 2.0)))
+    median, sigma = draw(st.sampled_from((10, 20, 2))), draw(st.sampled_from((1.0, 1.5, 0.7, 0.0)))
     return LengthSettings(median=median, sigma=sigma, **common)
 
 
 @st.composite
 def simulations(draw, schedule=None, is_frozen=False):
     return Simulation(
-        groups=draw(st.integers(1, 5)),
-        prompts=draw(st.none() | st.integers(1, 25)),
+        groups=draw(st.sampled_from((3, 2, 4, 5, 1))),
+        prompts=draw(st.sampled_from((None, 23, 31, 40, 7, 1))),
         seed=draw(st.integers(0, 2**32)),
         schedule=draw(schedules() if schedule is None else schedule),
-        engine=EngineSettings(slots=draw(st.integers(1, 10)), max_tokens=draw(st.integers(1, 60))),
+        engine=EngineSettings(
+            slots=draw(st.sampled_from((4, 3, 2, 6, 8, 10, 1))),
+            max_tokens=draw(st.sampled_from((60, 30, 40, 50, 15, 1))),
+        ),
         lengths=draw(length_settings(is_frozen=is_frozen)),
         costs=CostSettings(hardware=draw(st.sampled_from(("ticks", "h100x8-llama-3.1-8b")))),
     )

@@ -43,8 +43,8 @@ class Controller:
     def should_harvest(self, buffer: Buffer, plan: Plan, *, is_exhausted: bool) -> bool:
         """Whether enough is complete to stop the engine and train.
 
-        The loop also harvests when nothing is left to run. A remainder that could not fill an
-        update batch of its own is waited for, so that every update holds at least one batch.
+        A round also ends when nothing is left to run. A remainder that could not fill an update
+        batch of its own is waited for, so that every update holds at least one batch.
         """
         if plan.target is None or buffer.num_harvestable < plan.target:
             return False
@@ -54,6 +54,16 @@ class Controller:
         left = buffer.num_unfinished
         refills = not is_exhausted and self._strategy.loads_after_update(buffer)
         return left == 0 or left >= self.schedule.update_batch or refills
+
+    def widened(self, buffer: Buffer, plan: Plan) -> Plan | None:
+        """The plan for the rest of the round, now that nothing runs; `None` ends the round.
+
+        A plan that admits only some of the waiting work, and has used it up before an update
+        batch is complete, gives way to one that admits all of it. This is the end of the data.
+        """
+        any_work = Plan(target=self.schedule.update_batch)
+        has_batch = buffer.num_harvestable >= self.schedule.update_batch
+        return None if has_batch or not buffer.num_waiting or plan == any_work else any_work
 
     def batches(self, buffer: Buffer) -> list[list[Key]]:
         """The harvestable trajectories as update batches, in training order."""

@@ -62,11 +62,14 @@ class Loop:
 
     def _roll_out(self) -> None:
         buffer, controller, prompts = self.buffer, self.controller, self.prompts
-        plan = controller.plan(buffer, is_exhausted=prompts.is_exhausted)
-        while not controller.should_harvest(buffer, plan, is_exhausted=prompts.is_exhausted):
+        plan: Plan | None = controller.plan(buffer, is_exhausted=prompts.is_exhausted)
+        while plan and not controller.should_harvest(
+            buffer, plan, is_exhausted=prompts.is_exhausted
+        ):
             self._feed(plan)
             if not buffer.num_running:
-                break
+                plan = controller.widened(buffer, plan)
+                continue
             step = self.engine.step()
             self.journal.stepped(step)
             for after in step.finished:

@@ -171,12 +171,10 @@ class TailBatching:
     schedule: Schedule
 
     def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
-        """A long round when it is due, a short one otherwise; at the end, whatever is left."""
+        """A long round when it is due, a short one otherwise."""
         batch = _whole_units(self.schedule, self.schedule.update_batch)
         if buffer.num_returned >= batch:
             return Plan(feed=Feed.RETURNED_ONLY, limit=batch)
-        if is_exhausted and not buffer.num_fresh:
-            return Plan(target=self.schedule.update_batch)
         return Plan(
             feed=Feed.FRESH_ONLY,
             target=self.schedule.update_batch,
@@ -255,6 +253,7 @@ def _launched(schedule: Schedule) -> int:
 
 
 def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: Plan, *, waiting: int) -> int:
-    assert plan.limit is not None
+    if plan.limit is None:
+        return 0
     missing = plan.limit - buffer.num_running - buffer.num_harvestable - waiting
     return max(0, math.ceil(missing / schedule.samples_per_prompt))
