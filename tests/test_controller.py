@@ -106,6 +106,16 @@ def test_prompts_are_loaded_only_for_a_free_slot():
     assert controller.prompts_to_load(Buffer(), Plan(), free_slots=1) == 8
 
 
+def test_a_plan_that_ran_dry_before_a_batch_is_complete_gives_way_to_any_work():
+    controller = Controller(Schedule(strategy="tail_batching", group_prompts=8, update_batch=3))
+    plan = controller.plan(Buffer(), is_exhausted=False)
+    anything = Plan(feed=Feed.OLDEST_FIRST, target=3)
+    assert controller.widened(buffer_with(ready=2, running=0, waiting=2), plan) == anything
+    assert controller.widened(buffer_with(ready=2, running=0, waiting=2), anything) is None
+    assert controller.widened(buffer_with(ready=3, running=0, waiting=2), plan) is None
+    assert controller.widened(buffer_with(ready=2, running=0, waiting=0), plan) is None
+
+
 def test_nothing_ready_is_no_batch_at_all():
     controller = Controller(Schedule(group_prompts=8, update_batch=3))
     assert controller.batches(Buffer()) == []

@@ -139,7 +139,9 @@ class Scheduling(RuleBasedStateMachine):
             return
         self.feed(number)
         if not self.running:
-            self.harvest(number)
+            self.plan = self.controller.widened(self.buffer, self.plan)
+            if self.plan is None:
+                self.harvest(number)
             return
         for key in choose(sorted(self.running)):
             before, begun = self.running.pop(key)
@@ -203,11 +205,10 @@ class Scheduling(RuleBasedStateMachine):
         assert sorted(keys) == sorted(t.key for t in self.buffer.harvestable())
         if not self.batches:
             self.round += 1
-        if self.schedule.strategy in ("sync", "posthoc", "sorted"):
-            left = self.num_prompts * self.schedule.samples_per_prompt - sum(self.trained.values())
-            for batch in self.batches:
-                assert len(batch) >= min(left, self.schedule.update_batch)
-                left -= len(batch)
+        left = self.num_prompts * self.schedule.samples_per_prompt - sum(self.trained.values())
+        for batch in self.batches:
+            assert len(batch) >= min(left, self.schedule.update_batch)
+            left -= len(batch)
 
     def check_staleness(self, trajectory):
         oldest = self.version - trajectory.oldest_version

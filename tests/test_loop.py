@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sortedrl.buffer import Buffer
 from sortedrl.build import simulated_lengths
 from sortedrl.clock import VirtualClock
+from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.errors import BufferStateError
@@ -17,6 +18,7 @@ from sortedrl.journal import Journal
 from sortedrl.loop import Loop
 from sortedrl.meter import measure
 from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import six
 from worlds import (
     CountingScorer,
@@ -160,3 +162,27 @@ def test_a_prompt_source_of_nothing_ends_at_once():
     loop.prompts.take(6)
     assert list(loop.run()) == []
     assert [event.kind for event in events] == ["begin", "end"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group_prompts", "slots", "lengths", "batches"),
+    [
+        ("tail_batching", 4, 4, (1, 1, 9, 1), [[0, 1], [3, 2]]),
+        ("ungrouped", 3, 2, (1, 3, 1, 1), [[0, 2], [3, 1]]),
+    ],
+)
+def test_the_last_fresh_prompt_is_not_trained_alone_while_returned_work_waits(
+    strategy, group_prompts, slots, lengths, batches
+):
+    schedule = Schedule(
+        strategy=strategy, group_prompts=group_prompts, update_batch=2, over_launch=1.5
+    )
+    simulation = replace(
+        six(),
+        prompts=4,
+        schedule=schedule,
+        engine=EngineSettings(slots=slots, max_tokens=16),
+        lengths=LengthSettings(values=lengths, replay=True, prompt_tokens=0),
+    )
+    trained = [[t.prompt.id for t in batch.trajectories] for batch in run(simulation).batches]
+    assert trained == batches

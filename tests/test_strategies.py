@@ -152,12 +152,6 @@ def test_tail_batching_runs_a_long_round_when_the_returned_ones_fill_a_batch():
     assert strategy.prompts_to_load(buffer, plan) == 0
 
 
-def test_tail_batching_ends_with_whatever_is_left():
-    strategy = TailBatching(Schedule(strategy="tail_batching", group_prompts=8, update_batch=4))
-    plan = strategy.plan(holding(returned=3), is_exhausted=True)
-    assert plan == Plan(feed=Feed.OLDEST_FIRST, target=4)
-
-
 def test_april_resumes_first_and_tops_up_with_new_prompts():
     schedule = Schedule(strategy="april", group_prompts=8, update_batch=4, over_launch=2)
     strategy = April(schedule)

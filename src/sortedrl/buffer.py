@@ -131,14 +131,15 @@ class Buffer:
         return list(self._partnered.values())
 
     def load(self, trajectories: Sequence[Trajectory]) -> int:
-        """Take in the next group, in order of prompt id, and give its number."""
-        group, next_prompt = self.next_group, self._next_prompt
+        """Take in the next group, in order of prompt and sample, and give its number."""
+        group, after = self.next_group, (self._next_prompt, -1)
         for trajectory in trajectories:
-            if trajectory.group != group or trajectory.prompt.id < next_prompt:
+            if trajectory.group != group or trajectory.key <= after:
                 raise BufferStateError(
-                    f"group {group} must hold prompts from id {next_prompt} on, got trajectory "
+                    f"group {group} must go on after {after} in order of prompt and sample, got "
                     f"{trajectory.key} of group {trajectory.group}; was it loaded before?"
                 )
+            after = trajectory.key
         if not trajectories:
             raise BufferStateError(f"group {group} must hold at least one trajectory, got none")
         self.next_group += 1
@@ -188,16 +189,16 @@ class Buffer:
         self._push_returned(trajectory)
         return before
 
-    def take(self, keys: Iterable[Key]) -> list[Trajectory]:
+    def take(self, keys: Sequence[Key]) -> list[Trajectory]:
         """Ready to trained: the buffer forgets these trajectories."""
-        taken = []
-        for key in keys:
-            self._expect(key in self._harvestable, key, "take", "harvestable")
-            trajectory = self._harvestable.pop(key)
+        for key, times in Counter(keys).items():
+            is_once = key in self._harvestable and times == 1
+            self._expect(is_once, key, "take", "harvestable and named once")
+        taken = [self._harvestable.pop(key) for key in keys]
+        for trajectory in taken:
             self._untrained_in_group[trajectory.group] -= 1
             if not self._untrained_in_group[trajectory.group]:
                 del self._untrained_in_group[trajectory.group]
-            taken.append(trajectory)
         self.num_trained += len(taken)
         return taken
 

@@ -245,7 +245,7 @@ def _mean_length(unit: list[Trajectory]) -> float:
 
 
 def _whole_units(schedule: Schedule, trajectories: float) -> int:
-    return math.ceil(trajectories / schedule.unit_size) * schedule.unit_size
+    return math.ceil(round(trajectories / schedule.unit_size, 9)) * schedule.unit_size
 
 
 def _launched(schedule: Schedule) -> int:
