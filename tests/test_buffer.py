@@ -112,7 +112,6 @@ def test_older_groups_go_first_then_the_most_interrupted_then_by_id():
     ("feed", "order"),
     [
         (Feed.OLDEST_FIRST, [0, 1, 2, 3]),
-        (Feed.RETURNED_FIRST, [0, 1, 2, 3]),
         (Feed.FRESH_ONLY, [2, 3]),
         (Feed.RETURNED_ONLY, [0, 1]),
     ],

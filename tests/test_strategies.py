@@ -157,7 +157,7 @@ def test_april_resumes_first_and_tops_up_with_new_prompts():
     strategy = April(schedule)
     buffer = holding(returned=3, fresh_work=1)
     plan = strategy.plan(buffer, is_exhausted=False)
-    assert plan == Plan(feed=Feed.RETURNED_FIRST, target=4, limit=8)
+    assert plan == Plan(target=4, limit=8)
     assert strategy.prompts_to_load(buffer, plan) == 4
     assert [t.key for t in buffer.start(4, feed=plan.feed)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 

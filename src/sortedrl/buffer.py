@@ -28,11 +28,11 @@ from sortedrl.types import Key, Trajectory
 class Feed(Enum):
     """Which waiting work is started, and in which order.
 
-    Inside each kind: older group first, then the most interrupted, then by id.
+    Always: older group first, then the most interrupted, then by id. Fresh work is started in
+    the order of loading, so what was put back comes before what never started.
     """
 
     OLDEST_FIRST = "fresh and returned work in one order"
-    RETURNED_FIRST = "fresh work only when no returned work waits"
     FRESH_ONLY = "only fresh work"
     RETURNED_ONLY = "only returned work"
 
@@ -247,10 +247,7 @@ class Buffer:
         fresh_allowed = feed is not Feed.RETURNED_ONLY and bool(self._fresh)
         returned_allowed = feed is not Feed.FRESH_ONLY and bool(self._returned)
         if fresh_allowed and returned_allowed:
-            if feed is Feed.OLDEST_FIRST:
-                returned_allowed = self._returned[0][0] <= self._fresh[0].group
-            else:
-                returned_allowed = feed is Feed.RETURNED_FIRST
+            returned_allowed = self._returned[0][0] <= self._fresh[0].group
         if returned_allowed:
             return heapq.heappop(self._returned)[-1]
         return self._fresh.popleft() if fresh_allowed else None

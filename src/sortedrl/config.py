@@ -42,7 +42,7 @@ class Schedule:
     coupled: kept as far as the new weights write the same tokens from the same noise."""
     tolerance: float | None = None
     """Coupled mode only: nats by which a cached token may fall short of the best one and still
-    be kept. 0 (the default there) is exactly on-policy, inf keeps every token."""
+    be kept. 0 (the default there) is exactly on-policy, inf is partial mode."""
     group_prompts: int = 512
     """Prompts loaded together; the next group waits until all of them are trained."""
     samples_per_prompt: int = 1
@@ -144,6 +144,11 @@ class Schedule:
         return self.samples_per_prompt if self.harvest_unit == "prompt" else 1
 
     @property
+    def keeps_stale_tokens(self) -> bool:
+        """Whether tokens of older weights are trained on: an infinite tolerance is partial mode."""
+        return self.mode == "partial" or self.tolerance == math.inf
+
+    @property
     def rounds_bound(self) -> int | None:
         """Rounds within which every prompt of a group is trained; `None` where no bound holds.
 
@@ -163,7 +168,7 @@ class Schedule:
         """
         if self.strategy == "posthoc":
             return self.group_trajectories // self.update_batch - 1
-        if self.strategy == "sync" or self.mode != "partial":
+        if self.strategy == "sync" or not self.keeps_stale_tokens:
             return 0
         bounds = [self.max_staleness]
         if self.rounds_bound is not None:

@@ -44,7 +44,7 @@ class Controller:
         """Whether enough is complete to stop the engine and train.
 
         A round also ends when nothing is left to run. A remainder that could not fill an update
-        batch of its own is waited for, so that every update holds at least one batch.
+        batch of its own is waited for, so an update holds a batch or all that is left of the data.
         """
         if plan.target is None or buffer.num_harvestable < plan.target:
             return False

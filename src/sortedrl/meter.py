@@ -105,7 +105,7 @@ class Meter:
         self._now = 0.0
         self._running = 0
         self._is_rollout = True
-        self._round = 0
+        self._round: int | None = None
         self._sums = _Sums()
         self._round_start = _Sums()
         self._first_close: _Sums | None = None
@@ -120,6 +120,8 @@ class Meter:
 
     def __call__(self, event: Event) -> None:
         """Take in the next event."""
+        if isinstance(event, HandOver):
+            self._enter_round(event.round)
         self._pass_time(event)
         if isinstance(event, HandOver | Load | Start | Harvest):
             self._enter_round(event.round)
@@ -140,7 +142,9 @@ class Meter:
         """The numbers so far."""
         if self._begin is None:
             raise ValueError("the log is empty; a run writes 'begin' first")
-        steady = None
+        steady, rounds = None, self._rounds
+        if self._round is not None:
+            rounds = [*rounds, self._figures(self._round_start, self._sums)]
         if self._first_close is not None and self._last_load is not None:
             window = self._figures(self._first_close, self._last_load)
             steady = window if window.rollout_seconds > 0 else None
@@ -150,7 +154,7 @@ class Meter:
             mode=self._begin.mode,
             run=self._figures(_Sums(), self._sums),
             steady=steady,
-            rounds=(*self._rounds, self._figures(self._round_start, self._sums)),
+            rounds=tuple(rounds),
             groups=tuple(self._groups),
             trained_lengths=tuple(self._lengths),
         )
@@ -169,10 +173,10 @@ class Meter:
             self._sums.busy_slot_seconds += passed * min(self._running, self._begin.slots)
 
     def _enter_round(self, number: int) -> None:
-        if number != self._round:
+        if self._round is not None and number != self._round:
             self._rounds.append(self._figures(self._round_start, self._sums))
             self._round_start = replace(self._sums)
-            self._round = number
+        self._round = number
 
     def _start(self, event: Start) -> None:
         key = (event.prompt, event.sample)

@@ -108,7 +108,7 @@ def mode_for(schedule: Schedule) -> Mode:
     """The mode a schedule names."""
     if schedule.mode == "on_policy":
         return OnPolicy()
-    if schedule.mode == "partial":
+    if schedule.keeps_stale_tokens:
         return Partial(max_staleness=schedule.max_staleness)
     return Coupled(tolerance=schedule.tolerance or 0.0)
 

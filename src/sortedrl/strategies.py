@@ -204,11 +204,7 @@ class April:
 
     def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Harvest as soon as an update batch is complete."""
-        return Plan(
-            feed=Feed.RETURNED_FIRST,
-            target=self.schedule.update_batch,
-            limit=_launched(self.schedule),
-        )
+        return Plan(target=self.schedule.update_batch, limit=_launched(self.schedule))
 
     def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
         """What is missing to the launch of a round."""
