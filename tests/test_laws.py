@@ -425,7 +425,7 @@ def test_no_token_is_staler_than_its_bound(simulation):
             assert bound is None or trained.staleness_max <= bound
             if schedule.max_staleness is not None:
                 assert trained.staleness_max <= schedule.max_staleness
-            if schedule.strategy != "posthoc" and schedule.mode != "partial":
+            if schedule.strategy != "posthoc" and not schedule.keeps_stale_tokens:
                 assert trained.staleness_max == 0
             assert 0 <= trained.staleness_sum <= trained.staleness_max * trained.tokens
 
