@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -47,14 +47,26 @@ def parse(
     )
 
 
-def split_source(arguments: Sequence[str]) -> tuple[Simulation, Sequence[str]]:
-    """The settings that the first word stands for, and the flags after it.
+def parse_over_settings(
+    command: Callable[[Simulation], _Command],
+    arguments: Sequence[str],
+    *,
+    name: str,
+    description: str,
+) -> _Command:
+    """The command that the flags make of the settings the first word stands for.
 
-    Without a first word, the preset `paper`.
+    `command` makes its default from settings; without a first word these are the preset `paper`.
     """
-    if arguments and not arguments[0].startswith("-"):
-        return settings_from(arguments[0]), arguments[1:]
-    return settings_from("paper"), arguments
+    has_source = bool(arguments) and not arguments[0].startswith("-")
+    default = command(settings_from(arguments[0] if has_source else "paper"))
+    return parse(
+        type(default),
+        arguments[1:] if has_source else arguments,
+        prog=f"sortedrl {name} [PRESET|TOML]",
+        description=description,
+        default=default,
+    )
 
 
 def settings_from(source: str) -> Simulation:

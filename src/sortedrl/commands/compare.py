@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from sortedrl.arguments import parse, split_source
+from sortedrl.arguments import parse_over_settings
 from sortedrl.compare import Outcome, row, simulate, variants
 from sortedrl.config import ModeName, Schedule, StrategyName
 from sortedrl.events import Event
@@ -62,13 +62,8 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    base, flags = split_source(arguments)
-    given = parse(
-        Arguments,
-        flags,
-        prog="sortedrl compare [PRESET|TOML]",
-        description=HELP,
-        default=Arguments(simulation=base),
+    given = parse_over_settings(
+        lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
     )
     outcomes = _outcomes(given)
     rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sortedrl.arguments import parse, split_source
+from sortedrl.arguments import parse_over_settings
 from sortedrl.compare import Outcome, row, simulate
 from sortedrl.events import Event, EventFile, Record
 from sortedrl.metrics import numbers
@@ -47,13 +47,8 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    base, flags = split_source(arguments)
-    given = parse(
-        Arguments,
-        flags,
-        prog="sortedrl simulate [PRESET|TOML]",
-        description=HELP,
-        default=Arguments(simulation=base),
+    given = parse_over_settings(
+        lambda base: Arguments(simulation=base), arguments, name="simulate", description=HELP
     )
     events: list[Event] = []
     sinks: list[Record] = [events.append] if given.ticks or given.plot is not None else []

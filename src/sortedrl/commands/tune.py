@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sortedrl.arguments import parse, split_source, to_toml
+from sortedrl.arguments import parse_over_settings, to_toml
 from sortedrl.compare import Outcome, row
 from sortedrl.report.pareto import Point, pareto
 from sortedrl.simulate.settings import Simulation
@@ -43,13 +43,8 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    base, flags = split_source(arguments)
-    given = parse(
-        Arguments,
-        flags,
-        prog="sortedrl tune [PRESET|TOML]",
-        description=HELP,
-        default=Arguments(simulation=base),
+    given = parse_over_settings(
+        lambda base: Arguments(simulation=base), arguments, name="tune", description=HELP
     )
     with progress(1.0) as advance:
         tuned = tune(
