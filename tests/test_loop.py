@@ -186,3 +186,21 @@ def test_the_last_fresh_prompt_is_not_trained_alone_while_returned_work_waits(
     )
     trained = [[t.prompt.id for t in batch.trajectories] for batch in run(simulation).batches]
     assert trained == batches
+
+
+class FailingTrainer(SimulatedTrainer):
+    def update(self, batch):
+        if self.version == 1:
+            raise RuntimeError("out of memory")
+        super().update(batch)
+
+
+def test_an_update_that_fails_leaves_its_answers_ready():
+    schedule = replace(six().schedule, mode="partial")
+    events = []
+    loop = random_loop(schedule, slots=4, prompts=6, seed=0, record=events.append)
+    loop = replace(loop, trainer=FailingTrainer(costs=ticks(), clock=VirtualClock()))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(loop.run())
+    state = loop.buffer.state()
+    assert len(state.ready) == 6 - state.num_trained > 0

@@ -126,6 +126,10 @@ class Buffer:
         """Ready trajectories that may be trained on, in the order they became so."""
         return list(self._harvestable.values())
 
+    def ready(self, keys: Sequence[Key]) -> list[Trajectory]:
+        """These harvestable trajectories, which stay ready until they are taken."""
+        return [self._harvestable[key] for key in keys]
+
     def partnered(self) -> list[Trajectory]:
         """Ready trajectories that wait for their siblings."""
         return list(self._partnered.values())

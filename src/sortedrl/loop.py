@@ -112,9 +112,10 @@ class Loop:
 
     def _train(self, keys: list[Key]) -> TrainBatch:
         self.journal.mark()
-        taken = self.buffer.take(keys)
-        batch = TrainBatch(self.trainer.version, tuple(self.scorer.collect(taken)))
+        scored = self.scorer.collect(self.buffer.ready(keys))
+        batch = TrainBatch(self.trainer.version, tuple(scored))
         self.trainer.update(batch)
+        taken = self.buffer.take(keys)
         closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
         self.journal.updated(batch, closed=sorted(closed))
         return batch
