@@ -159,6 +159,13 @@ def test_a_flag_beats_the_file_and_the_file_beats_the_preset(capsys, tmp_path):
     assert (row["mode"], row["updates"], row["trajectories"]) == ("coupled", 1, 6)
 
 
+def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "six"\n[lengths]\nreplay = false\n')
+    assert PRESETS["six"]().lengths.replay
+    assert not settings_from(str(path)).lengths.replay
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

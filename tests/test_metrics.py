@@ -23,7 +23,7 @@ from worlds import rescheduled, run
 
 
 def begin(*, slots=2):
-    return Begin(seconds=0.0, slots=slots, strategy="sorted", mode="partial", seed=0)
+    return Begin(seconds=0.0, schedule="sorted/partial", slots=slots, seed=0)
 
 
 def load(seconds, group=0, *, round=0):

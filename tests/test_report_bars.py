@@ -42,8 +42,8 @@ def test_one_row_is_enough_and_none_is_refused(outcomes):
 
 
 def test_names_are_escaped(outcomes):
-    svg = bar_chart([row(outcomes[0], sync=outcomes[0]) | {"strategy": "a<b&c", "mode": "m"}])
-    assert "a&lt;b&amp;c/m" in svg
+    svg = bar_chart([row(outcomes[0], sync=outcomes[0]) | {"name": "a<b&c"}])
+    assert "a&lt;b&amp;c" in svg
 
 
 def test_a_value_that_is_no_number_is_refused(outcomes):

@@ -129,7 +129,7 @@ def finish(seconds: float, *, prompt: int, tokens: int, running: int) -> Finish:
     )
 
 
-BEGIN = Begin(seconds=0, slots=2, strategy="sorted", mode="on_policy", seed=0)
+BEGIN = Begin(seconds=0, schedule="sorted/on_policy", slots=2, seed=0)
 
 
 def test_work_beyond_the_slots_queues_and_takes_the_next_slot_freed():

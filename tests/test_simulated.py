@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.clock import VirtualClock
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer, Zeros
+from sortedrl.engines.simulated import (
+    BRANCH,
+    SimulatedEngine,
+    SimulatedPrompts,
+    SimulatedTrainer,
+    Zeros,
+)
 from sortedrl.metrics import ks_distance
 from sortedrl.prompts import open_group
 from sortedrl.simulate.costs import Costs, ticks
-from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.simulate.lengths import Lengths, LengthSettings, Parting
 from sortedrl.types import Prompt, Segment, TrainBatch, Weights
 from worlds import done, fresh
 
@@ -241,10 +247,32 @@ def test_tokens_of_the_present_version_and_infinite_tolerance_are_always_kept():
 def test_after_a_mismatch_the_answer_is_longer_than_what_was_kept(seed, kept, after):
     lengths = lengths_of(LengthSettings(median=10, after_mismatch=after), max_tokens=60)
     (trajectory,) = group_of(1, seed=seed)
-    length = lengths.length_after(trajectory, version=1, kept=kept)
+    length = lengths.length(trajectory, version=1, parting=Parting(1, kept))
     assert kept < length <= 60
     if after == "same":
         assert length == max(kept + 1, lengths.length(trajectory, version=1))
+
+
+@pytest.mark.parametrize("after", ["same", "fresh"])
+def test_an_answer_that_parted_keeps_its_tokens_and_its_length_when_it_is_resumed(after):
+    settings = LengthSettings(median=400, mismatch_rate=0.05, after_mismatch=after)
+    engine = engine_of(settings, slots=200)
+    segment = Segment(range(100), Zeros(100), 0)
+    cached = [
+        replace(t, segments=(segment,), decoded_tokens=100)
+        for t in group_of(200)
+        if lengths_of(settings).length(t, version=0) > 100
+    ]
+    engine.load_weights(Weights(1))
+    engine.submit(cached, tolerance=0.0)
+    whole = {t.key: t for t in drained(engine, len(cached))}
+    engine.submit(cached, tolerance=0.0)
+    engine.step()
+    halves = engine.interrupt()
+    assert sum(t.tokens[-1] > BRANCH for t in halves) > 50
+    engine.submit(halves, tolerance=0.0)
+    for answer in drained(engine, len(halves)):
+        assert answer.tokens == whole[answer.key].tokens
 
 
 def siblings(prompt_share, *, count=4000):

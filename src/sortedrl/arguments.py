@@ -89,7 +89,11 @@ def settings_from(source: str) -> Simulation:
         raise DataError(path, str(error)) from error
     try:
         return tyro.cli(
-            Simulation, args=flags, default=PRESETS[preset](), prog=str(path), config=_CONFIG
+            Simulation,
+            args=flags,
+            default=PRESETS[preset](),
+            prog=str(path),
+            config=(tyro.conf.OmitArgPrefixes,),
         )
     except SystemExit:
         print(f"The mistake is in {path}.", file=sys.stderr)
@@ -126,7 +130,7 @@ def _flags(table: Mapping[str, Any], settings: type, path: Path, *, section: str
             continue
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
-            yield from [flag] if value else []
+            yield flag if value else flag.replace("--", "--no-", 1)
         elif isinstance(value, list):
             yield flag
             yield from (str(part) for part in _flat(value))

@@ -30,11 +30,7 @@ class Outcome:
     @property
     def name(self) -> str:
         """Strategy, mode and lookahead in a few letters."""
-        schedule = self.simulation.schedule
-        if schedule.strategy in ("sync", "posthoc"):
-            return schedule.strategy
-        ahead = f" +{schedule.lookahead}" if schedule.lookahead else ""
-        return f"{schedule.strategy}/{schedule.mode}{ahead}"
+        return self.simulation.schedule.name
 
 
 def simulate(
@@ -101,6 +97,7 @@ def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
     """An outcome as one flat row, for tables and scripts."""
     schedule, run, steady = outcome.simulation.schedule, outcome.metrics.run, outcome.metrics.steady
     return {
+        "name": outcome.name,
         "strategy": schedule.strategy,
         "mode": schedule.mode,
         "lookahead": schedule.lookahead,

@@ -144,6 +144,18 @@ class Schedule:
         return self.samples_per_prompt if self.harvest_unit == "prompt" else 1
 
     @property
+    def name(self) -> str:
+        """Strategy, mode and lookahead in a few letters."""
+        if self.never_interrupts:
+            return self.strategy
+        return f"{self.strategy}/{self.mode}" + (f" +{self.lookahead}" if self.lookahead else "")
+
+    @property
+    def never_interrupts(self) -> bool:
+        """Whether every answer runs to its end, so that the mode does not matter."""
+        return self.strategy in ("sync", "posthoc")
+
+    @property
     def keeps_stale_tokens(self) -> bool:
         """Whether tokens of older weights are trained on: an infinite tolerance is partial mode."""
         return self.mode == "partial" or self.tolerance == math.inf
@@ -154,7 +166,7 @@ class Schedule:
 
         Proved in docs/how-it-works.md.
         """
-        if self.strategy in ("sync", "posthoc"):
+        if self.never_interrupts:
             return 1
         if self.strategy == "sorted":
             return (2 * self.lookahead + 1) * self.group_trajectories // self.update_batch

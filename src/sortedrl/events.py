@@ -22,13 +22,12 @@ from sortedrl.types import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The run starts. `slots` is what the bubble ratio is measured against."""
+    """The run of a schedule starts. `slots` is what the bubble ratio is measured against."""
 
     kind: ClassVar = "begin"
     seconds: float
+    schedule: str
     slots: int
-    strategy: str
-    mode: str
     seed: int
 
 

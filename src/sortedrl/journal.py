@@ -49,9 +49,8 @@ class Journal:
         self._record(
             Begin(
                 seconds=self._seconds(),
+                schedule=schedule.name,
                 slots=slots,
-                strategy=schedule.strategy,
-                mode=schedule.mode,
                 seed=seed,
             )
         )

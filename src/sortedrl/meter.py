@@ -149,9 +149,8 @@ class Meter:
             window = self._figures(self._first_close, self._last_load)
             steady = window if window.rollout_seconds > 0 else None
         return Metrics(
+            schedule=self._begin.schedule,
             slots=self._begin.slots,
-            strategy=self._begin.strategy,
-            mode=self._begin.mode,
             run=self._figures(_Sums(), self._sums),
             steady=steady,
             rounds=tuple(rounds),

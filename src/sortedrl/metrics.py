@@ -119,9 +119,9 @@ class GroupFigures:
 class Metrics:
     """Everything measured in a run."""
 
+    schedule: str
+    """The name of the schedule."""
     slots: int
-    strategy: str
-    mode: str
     run: Figures
     steady: Figures | None
     rounds: tuple[Figures, ...]

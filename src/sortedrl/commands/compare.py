@@ -92,16 +92,14 @@ def _outcomes(given: Arguments) -> list[Outcome]:
     outcomes = []
     with progress(len(schedules)) as advance:
         for number, schedule in enumerate(schedules):
-            advance(f"{schedule.strategy}/{schedule.mode}", number)
+            advance(schedule.name, number)
             outcomes.append(simulate(replace(simulation, schedule=schedule)))
     return outcomes
 
 
 def _is_chosen(schedule: Schedule) -> bool:
     """Whether file or flags ask for a strategy, mode or lookahead of their own."""
-    usual = Schedule()
-    same = (schedule.strategy, schedule.mode) == (usual.strategy, usual.mode)
-    return schedule.strategy not in ("sync", "posthoc") and not (same and schedule.lookahead == 0)
+    return not schedule.never_interrupts and schedule.name != Schedule().name
 
 
 def _best(outcomes: Sequence[Outcome]) -> Outcome:

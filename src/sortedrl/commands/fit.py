@@ -9,10 +9,13 @@ from pathlib import Path
 
 import tyro
 
-from sortedrl.arguments import parse
+from sortedrl.arguments import parse, to_toml
 from sortedrl.errors import DataError
 from sortedrl.events import read_events
+from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
+from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.settings import Simulation
 
 HELP = """Estimate what things cost on your machine from a run's events.
 
@@ -47,9 +50,9 @@ def run(arguments: Sequence[str]) -> None:
         return
     print(
         f"# fitted to {fitted.intervals} intervals of {given.events}, "
-        f"mean error {100 * fitted.relative_error:.1f} %\n"
-        'preset = "paper"\n\n[costs]'
+        f"mean error {100 * fitted.relative_error:.1f} %"
     )
-    for name, value in costs.items():
-        print(f"{name} = {value!r}")
-    print(f'\n[lengths]\nlength_file = "{given.events}"')
+    simulation = Simulation(
+        costs=CostSettings(**costs), lengths=LengthSettings(length_file=given.events)
+    )
+    print(to_toml(simulation), end="")

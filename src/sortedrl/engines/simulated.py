@@ -2,7 +2,8 @@
 
 It jumps from one finished answer to the next: between two of them every running answer grows by
 one token per step, so the time is a closed form. Its policy is certain of itself: the token at
-position `i` is `i`, with log-probability 0.
+position `i` is `i`, with log-probability 0. An answer that parted from its cached tokens under
+version `v` goes on with other tokens, `v * BRANCH + i`, so its tokens say where it parted.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
 from sortedrl.clock import VirtualClock
 from sortedrl.randomness import uniform
 from sortedrl.simulate.costs import Costs
-from sortedrl.simulate.lengths import Lengths
+from sortedrl.simulate.lengths import Lengths, Parting
 from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
+BRANCH = 1 << 32
 _VERIFY_KEY = 0x766572696679
 
 
@@ -55,6 +57,7 @@ class _Running:
     trajectory: Trajectory
     kept: tuple[Segment, ...]
     kept_tokens: int
+    parting: Parting | None
     length: int
     since: int
 
@@ -116,20 +119,19 @@ class SimulatedEngine:
         prefilled = 0
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
-            kept = trajectory.segments
+            kept, parting = trajectory.segments, _parting(trajectory)
             kept_tokens = cached = trajectory.num_tokens
             if tolerance is not None and math.isfinite(tolerance):
                 kept_tokens = self._verified(trajectory)
-            length = self._lengths.length(trajectory, version=self.version)
-            if kept_tokens < cached:
-                length = self._lengths.length_after(
-                    trajectory, version=self.version, kept=kept_tokens
-                )
-            if tolerance is not None and cached:
-                kept = self._segments((), kept_tokens)
+                if kept_tokens < cached:
+                    parting = Parting(self.version, kept_tokens)
+            if tolerance is not None:
+                kept = tuple(_cut(kept, kept_tokens, version=self.version))
+            length = self._lengths.length(trajectory, version=self.version, parting=parting)
             length = max(length, kept_tokens)
-            running = _Running(trajectory, kept, kept_tokens, length, self._steps)
-            self._running[trajectory.key] = running
+            self._running[trajectory.key] = _Running(
+                trajectory, kept, kept_tokens, parting, length, self._steps
+            )
             finish = self._steps + length - kept_tokens
             heapq.heappush(self._finishes, (finish, trajectory.key))
             self._cached += len(trajectory.prompt.tokens) + kept_tokens
@@ -165,23 +167,46 @@ class SimulatedEngine:
         decoded = self._steps - running.since
         total = running.kept_tokens + decoded
         self._cached -= len(trajectory.prompt.tokens) + total
-        segments = self._segments(running.kept, total)
         reason: FinishReason = "stop" if running.length < self._lengths.max_tokens else "length"
         return replace(
             trajectory,
-            segments=segments,
+            segments=self._written(running, decoded),
             decoded_tokens=trajectory.decoded_tokens + decoded,
             finish_reason=reason if is_finished else None,
         )
 
-    def _segments(self, kept: tuple[Segment, ...], total: int) -> tuple[Segment, ...]:
-        """The kept segments, filled up to `total` tokens with ones of the present version."""
-        if kept and kept[-1].version == self.version:
-            kept = kept[:-1]
-        start = sum(len(segment.tokens) for segment in kept)
-        if start == total:
-            return kept
-        return (*kept, Segment(range(start, total), Zeros(total - start), self.version))
+    def _written(self, running: _Running, decoded: int) -> tuple[Segment, ...]:
+        """The kept segments, and the tokens written since; joined if one goes on as the other."""
+        if not decoded:
+            return running.kept
+        branch = 0 if running.parting is None else running.parting.version
+        start = branch * BRANCH + running.kept_tokens
+        stop, kept = start + decoded, running.kept
+        if kept and kept[-1].version == self.version and kept[-1].tokens[-1] == start - 1:
+            start, kept = kept[-1].tokens[0], kept[:-1]
+        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version))
+
+
+def _parting(trajectory: Trajectory) -> Parting | None:
+    """Where the answer last parted from cached tokens, read off the tokens it has."""
+    if not trajectory.segments:
+        return None
+    branch = trajectory.segments[-1].tokens[-1] // BRANCH
+    start = 0
+    for segment in trajectory.segments:
+        if segment.tokens[0] // BRANCH == branch:
+            break
+        start += len(segment.tokens)
+    return Parting(branch, start) if branch else None
+
+
+def _cut(segments: Sequence[Segment], tokens: int, *, version: int) -> Iterator[Segment]:
+    """The first tokens of the segments, stamped anew."""
+    for segment in segments:
+        count = min(tokens, len(segment.tokens))
+        if count:
+            yield Segment(segment.tokens[:count], segment.logprobs[:count], version)
+        tokens -= count
 
 
 class SimulatedTrainer:

@@ -37,7 +37,7 @@ def bar_chart(rows: Sequence[Row]) -> str:
         raise ValueError("a bar chart needs at least one row, got none")
     tops = _tops(rows)
     height = tops[-1] + _PITCH + _BOTTOM
-    names = [_name(row) for row in rows]
+    names = [str(row["name"]) for row in rows]
     canvas = Canvas(_WIDTH, height, label="Strategies compared: " + ", ".join(names))
     for name, top in zip(names, tops, strict=True):
         canvas.text(_NAMES - 12, top + 14, content=name, anchor="end")
@@ -125,10 +125,3 @@ def _values(rows: Sequence[Row], name: str) -> tuple[float, ...]:
             raise TypeError(f"{name} must be a number in every row, got {value!r}")
         values.append(float(value))
     return tuple(values)
-
-
-def _name(row: Row) -> str:
-    if row["strategy"] in ("sync", "posthoc"):
-        return str(row["strategy"])
-    ahead = f" +{row['lookahead']}" if row["lookahead"] else ""
-    return f"{row['strategy']}/{row['mode']}{ahead}"

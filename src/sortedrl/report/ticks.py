@@ -23,14 +23,9 @@ def ticks(events: Sequence[Event]) -> str:
     _check(run)
     begin = events[0]
     assert isinstance(begin, Begin)
-    name = begin.strategy if begin.strategy in ("sync", "posthoc") else _name(begin)
     rows = [f"slot {slot + 1}".ljust(_MARGIN) + _row(run, slot) for slot in range(run.slots)]
-    heading = f"{name}: {run.slots} slots, {run.end - run.start:.0f} seconds"
+    heading = f"{begin.schedule}: {run.slots} slots, {run.end - run.start:.0f} seconds"
     return "\n".join([heading, "", _scale(run), *rows, "", _legend(run), "", *story(events, run)])
-
-
-def _name(begin: Begin) -> str:
-    return f"{begin.strategy}/{begin.mode}"
 
 
 def _check(run: Lanes) -> None:

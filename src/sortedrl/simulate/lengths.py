@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from sortedrl.config import require
 from sortedrl.errors import unknown_name
@@ -107,6 +107,13 @@ class LengthSettings:
         )
 
 
+class Parting(NamedTuple):
+    """Where an answer last parted from its cached tokens: under which version, after how many."""
+
+    version: int
+    kept: int
+
+
 class Quantile(Protocol):
     """A length distribution, read at a standard normal number."""
 
@@ -132,23 +139,26 @@ class Lengths:
         self._prompt_weight = math.sqrt(settings.prompt_share)
         self._answer_weight = math.sqrt(1 - settings.prompt_share)
 
-    def length(self, trajectory: Trajectory, *, version: int) -> int:
+    def length(
+        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+    ) -> int:
         """Tokens of the answer if these weights write it to its end."""
+        if parting is None:
+            return self._first_length(trajectory, version)
+        if self.settings.after_mismatch == "same":
+            return max(parting.kept + 1, self._first_length(trajectory, version))
+        for number in range(_FRESH_TRIES):
+            key = mix(trajectory.attempt, parting.version, number + 1)
+            drawn = self._drawn(trajectory, version, key)
+            if drawn > parting.kept:
+                return drawn
+        return parting.kept + 1
+
+    def _first_length(self, trajectory: Trajectory, version: int) -> int:
         if self.settings.replay and trajectory.attempt == 0:
             place = trajectory.prompt.id * self._samples_per_prompt + trajectory.sample_index
             return self._limited(self._observed[place % len(self._observed)], version)
         return self._drawn(trajectory, version, trajectory.attempt)
-
-    def length_after(self, trajectory: Trajectory, *, version: int, kept: int) -> int:
-        """Tokens of the answer if these weights part from it after `kept` tokens."""
-        if self.settings.after_mismatch == "same":
-            return max(kept + 1, self.length(trajectory, version=version))
-        for number in range(_FRESH_TRIES):
-            key = mix(trajectory.attempt, version, number + 1)
-            drawn = self._drawn(trajectory, version, key)
-            if drawn > kept:
-                return drawn
-        return kept + 1
 
     def _drawn(self, trajectory: Trajectory, version: int, attempt: int) -> int:
         z = self._answer_weight * normal(trajectory.seed, attempt)
