@@ -3,6 +3,8 @@
     SortedRLError
     ├── ConfigError        a setting, or a combination of settings, that cannot work
     ├── DataError          a file whose content cannot be used: names file, line and reason
+    ├── ModelError         a model that the engine cannot write with
+    ├── RequestError       a trajectory that the engine cannot take on
     ├── BufferStateError   a trajectory was moved along a path the buffer does not have
     └── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
 
@@ -35,6 +37,14 @@ class DataError(SortedRLError, ValueError):
         """Name the place as editors do: `file:line: reason`."""
         place = f"{path}:{line}" if line is not None else str(path)
         super().__init__(f"{place}: {reason}")
+
+
+class ModelError(SortedRLError, ValueError):
+    """A model that the engine cannot write with."""
+
+
+class RequestError(SortedRLError, ValueError):
+    """A trajectory that the engine cannot take on; those submitted with it are not taken either."""
 
 
 class BufferStateError(SortedRLError):

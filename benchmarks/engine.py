@@ -1,0 +1,217 @@
+"""How fast the native engine writes, beside transformers and vLLM: useful tokens per second.
+
+    python benchmarks/engine.py --vllm-python VENV/bin/python       the CPU preset, ten minutes
+    python benchmarks/engine.py --peers native generate             without vLLM
+    python benchmarks/engine.py --preset h200-tail --json tail.json
+    python benchmarks/engine.py --preset h200-small --peers native vllm generate --repeats 1
+
+All engines get the same model, prompts and forced answer lengths. The runs of our engine and of
+the peer alternate, so that noise hits both; a warm-up of each is not counted.
+
+    h200-small   SmolLM2-135M shape, bf16, 256 slots, 256 answers of 512 tokens
+    h200-tail    the same with 512 long-tailed answers, 891 tokens on average, at most 4,096
+    h200-qwen    Qwen2.5-1.5B shape, bf16, 256 slots, 256 answers of 2,048 tokens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, get_args
+
+from engine_peers.peer import Peer, Sample, Workload
+from engine_peers.vllm import Remote, Vllm, VllmName, serve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from engine_peers.models import MemoryLimit
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The runs of one engine, and those of ours that alternated with them."""
+
+    name: PeerName
+    note: str
+    samples: Sequence[Sample]
+    beside: Sequence[Sample]
+
+    @property
+    def rate(self) -> float:
+        """Useful tokens per second, the median of the runs."""
+        return median(sample.tokens_per_second for sample in self.samples)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The slowest and the fastest run."""
+        rates = [sample.tokens_per_second for sample in self.samples]
+        return min(rates), max(rates)
+
+    @property
+    def ratio(self) -> float | None:
+        """Its rate over ours in the runs beside; `None` if ours did not run."""
+        rates = [sample.tokens_per_second for sample in self.beside]
+        return self.rate / median(rates) if rates else None
+
+
+@contextlib.contextmanager
+def saved(model: PreTrainedModel, settings: Settings) -> Iterator[Path]:
+    """The model as a folder, for the peers that want one; a temporary one if need be."""
+    if Path(settings.model).is_dir():
+        yield Path(settings.model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if any(name in get_args(VllmName) for name in settings.peers):
+            model.save_pretrained(folder)
+        yield Path(folder)
+
+
+def open_peer(
+    name: PeerName, model: PreTrainedModel, workload: Workload, *, folder: Path, python: Path | None
+) -> Peer:
+    """The engine of that name, with the model loaded."""
+    from engine_peers import hugging_face, models, native
+
+    if name == "native":
+        return native.Native(model, workload, cache_bytes=models.cache_bytes(model, workload))
+    if name == "generate":
+        return hugging_face.Generate(model, workload)
+    if name == "generate_batch":
+        return hugging_face.GenerateBatch(model, workload)
+    if python is None:
+        return Vllm(name, folder, workload)
+    return Remote(name, folder, workload, python=python)
+
+
+def compare(settings: Settings, model: PreTrainedModel, workload: Workload) -> list[Result]:
+    """Run every engine; ours stays up and alternates with each of the others."""
+    others = [name for name in settings.peers if name != "native"]
+    seeds = range(settings.seed, settings.seed + settings.repeats)
+    results: list[Result] = []
+    with saved(model, settings) as folder:
+
+        def opened(name: PeerName) -> Peer:
+            _say(f"{name}: loading and warming up")
+            python = settings.vllm_python
+            peer = open_peer(name, model, workload, folder=folder, python=python)
+            peer.warm_up()
+            return peer
+
+        ours = opened("native") if "native" in settings.peers else None
+        our_samples: list[Sample] = []
+        for name in others:
+            peer = opened(name)
+            samples: list[Sample] = []
+            for seed in seeds:
+                our_samples += [] if ours is None else [_timed("native", ours, seed)]
+                samples.append(_timed(name, peer, seed))
+            beside = our_samples[-len(seeds) :]
+            results.append(Result(name, peer.note, samples, beside))
+            peer.close()
+        if ours is not None:
+            if not others:
+                our_samples += [_timed("native", ours, seed) for seed in seeds]
+            results.insert(0, Result("native", ours.note, our_samples, our_samples))
+            ours.close()
+    return results
+
+
+def memory_limit(
+    result: Result, model: PreTrainedModel, workload: Workload, *, bandwidth: float
+) -> MemoryLimit:
+    """What the memory allows for the steps that our engine took."""
+    from engine_peers import models
+
+    return models.MemoryLimit(
+        bandwidth=bandwidth,
+        weight_bytes=models.weight_bytes(model),
+        token_bytes=models.token_bytes(model),
+        steps=round(median(sample.steps or 0 for sample in result.samples)),
+        tokens=workload.tokens,
+        contexts_read=workload.contexts_read,
+    )
+
+
+def show(results: Sequence[Result], limit: MemoryLimit | None) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("engine", "tokens/s", "spread", "x native", "occupancy", "mean log-prob"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    table.add_column("notes", overflow="fold")
+    for result in results:
+        last = result.samples[-1]
+        slowest, fastest = result.spread
+        table.add_row(
+            result.name,
+            f"{result.rate:,.0f}",
+            f"{slowest:,.0f} - {fastest:,.0f}",
+            "-" if result.ratio is None else f"{result.ratio:.2f}",
+            "-" if last.occupancy is None else f"{last.occupancy:.0%}",
+            "-" if last.mean_logprob is None else f"{last.mean_logprob:.3f}",
+            result.note,
+        )
+    Console().print(table)
+    if limit is not None:
+        share = results[0].rate / limit.tokens_per_second
+        print(
+            f"memory limit: {limit.tokens_per_second:,.0f} tokens/s at a copy bandwidth of "
+            f"{limit.bandwidth / 1e9:,.1f} GB/s; native reaches {share:.0%} of it"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    from engine_peers.settings import parse
+
+    settings = parse(sys.argv[1:], description=__doc__)
+    import torch
+
+    from engine_peers import models
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    model = models.load(
+        settings.model, device=settings.device, dtype=settings.dtype, seed=settings.seed
+    )
+    workload = draw(settings, vocabulary=model.config.vocab_size)
+    facts = circumstances(settings, workload)
+    _say(f"{settings.model}: {len(workload.lengths)} answers, {workload.tokens:,} tokens")
+    bandwidth = models.copy_bandwidth(settings.device)
+    results = compare(settings, model, workload)
+    limit = None
+    if results[0].name == "native":
+        limit = memory_limit(results[0], model, workload, bandwidth=bandwidth)
+    show(results, limit)
+    if settings.json is not None:
+        facts["copy_bandwidth"] = bandwidth
+        facts["memory_limit"] = None if limit is None else asdict(limit)
+        facts["results"] = [asdict(result) for result in results]
+        settings.json.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+
+
+def _timed(name: PeerName, peer: Peer, seed: int) -> Sample:
+    sample = peer.run(seed)
+    _say(f"{name}: {sample.tokens_per_second:,.0f} tokens/s, {sample.seconds:.1f} s")
+    return sample
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker: VllmName = "vllm-compile" if sys.argv[2] == "vllm-compile" else "vllm"
+        serve(worker)
+    else:
+        main()

@@ -1,0 +1,56 @@
+"""Our engine as a peer: the one the others are compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from engine_peers.peer import Sample, Workload, check_lengths, clock, free_memory
+from sortedrl.engines.native import NativeEngine
+
+
+class Native:
+    """Our engine, on the module itself."""
+
+    note = "log-probabilities included"
+
+    def __init__(self, model: PreTrainedModel, workload: Workload, *, cache_bytes: int) -> None:
+        """An engine with a cache in which every slot can hold the longest answer."""
+        self._workload = workload
+        self._engine = NativeEngine(
+            model,
+            slots=workload.slots,
+            max_tokens=max(workload.lengths),
+            stop_tokens=(),
+            cache_bytes=cache_bytes,
+        )
+
+    def warm_up(self) -> None:
+        """On a GPU the whole workload: graphs are captured for the shapes it meets."""
+        on_gpu = self._workload.device.startswith("cuda")
+        self._write(self._workload if on_gpu else self._workload.shortened(), seed=0)
+
+    def run(self, seed: int) -> Sample:
+        """Write all answers."""
+        self._engine.reset_stats()
+        sample = self._write(self._workload, seed=seed)
+        stats = self._engine.stats
+        occupancy = stats.slot_steps / (stats.steps * self._workload.slots)
+        return replace(sample, occupancy=occupancy, steps=stats.steps)
+
+    def close(self) -> None:
+        """Drop the engine and its cache."""
+        del self._engine
+        free_memory(self._workload.device)
+
+    def _write(self, workload: Workload, *, seed: int) -> Sample:
+        began = clock(workload.device)
+        answers = self._engine.generate(
+            workload.prompts, max_tokens=workload.lengths, seed=seed, progress=False
+        )
+        seconds = clock(workload.device) - began
+        check_lengths([answer.num_tokens for answer in answers], workload)
+        total = math.fsum(logprob for answer in answers for logprob in answer.logprobs)
+        return Sample(seconds=seconds, tokens=workload.tokens, mean_logprob=total / workload.tokens)

@@ -1,0 +1,87 @@
+"""What engine.py can be told: presets, and flags that change them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+PeerName = Literal["native", "generate", "generate_batch", "vllm", "vllm-compile"]
+PresetName = Literal["cpu", "h200-small", "h200-tail", "h200-qwen"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to compare."""
+
+    preset: PresetName = "cpu"
+    """The settings that the other flags change."""
+    model: str = "llama-5m"
+    """A Hugging Face folder, or a shape with random weights: llama-5m, llama-88m, smollm2-135m,
+    qwen2.5-1.5b."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What weights and cache are stored in."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    slots: int = 32
+    """Answers written at the same time, at most."""
+    prompt_tokens: str = "8-48"
+    """Length of the prompts: a number, or a range to draw from."""
+    workload: str = "uniform:16-256"
+    """Length of the answers: fixed:512, uniform:16-256, or long-tail (lognormal)."""
+    requests: int | None = 64
+    """Answers to write; as many as slots if not given."""
+    mean: int = 891
+    """long-tail: mean length."""
+    max: int = 4096
+    """long-tail: greatest length."""
+    seed: int = 0
+    """Of weights, prompts, lengths and sampling."""
+    peers: tuple[PeerName, ...] = ("native", "generate", "generate_batch", "vllm")
+    """The engines. vllm has full decode graphs on a GPU, vllm-compile its own defaults."""
+    repeats: int = 3
+    """Timed runs of each engine."""
+    threads: int | None = 1
+    """Threads of torch; as many as it likes if not given."""
+    vllm_python: Path | None = None
+    """The interpreter that has vLLM, where this one has not."""
+    json: Path | None = None
+    """Write everything to this file."""
+
+
+_H200 = Settings(
+    preset="h200-small",
+    model="smollm2-135m",
+    dtype="bfloat16",
+    device="cuda",
+    slots=256,
+    prompt_tokens="64",
+    workload="fixed:512",
+    requests=None,
+    peers=("native", "vllm", "vllm-compile"),
+    threads=None,
+)
+
+PRESETS: dict[PresetName, Settings] = {
+    "cpu": Settings(),
+    "h200-small": _H200,
+    "h200-tail": replace(_H200, preset="h200-tail", workload="long-tail", requests=512),
+    "h200-qwen": replace(_H200, preset="h200-qwen", model="qwen2.5-1.5b", workload="fixed:2048"),
+}
+
+
+def parse(arguments: Sequence[str], *, description: str | None) -> Settings:
+    """The preset that is named, with the flags on top."""
+
+    @dataclass(frozen=True)
+    class Named:
+        preset: PresetName = "cpu"
+
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    named, _ = tyro.cli(Named, args=words, return_unknown_args=True)
+    return tyro.cli(
+        Settings, args=arguments, default=PRESETS[named.preset], description=description
+    )

@@ -1,0 +1,15 @@
+"""The native engine: continuous batching in PyTorch that owns its randomness.
+
+request    one trajectory while it is written
+blocks     who holds which block of the cache
+planner    requests -> the rows of the next pass
+driver     the Hugging Face module, driven as it is
+cpu, cuda  rows -> tokens, on their device
+sampling   logits and keyed noise -> tokens
+engine     submit, step, interrupt, load_weights
+"""
+
+from sortedrl.engines.native.engine import NativeEngine
+from sortedrl.engines.native.sampling import Sampling
+
+__all__ = ["NativeEngine", "Sampling"]

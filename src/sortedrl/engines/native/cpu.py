@@ -1,0 +1,282 @@
+"""Forward passes on the CPU: rows packed without padding, attention by SDPA over the cache.
+
+A request whose blocks lie side by side is read in place; others are gathered first.
+
+Two paddings make every row come out with the same bits in any batch, because the matrix products
+below choose their order of summation by shape: query rows come in multiples of 4, and the number
+of keys avoids the sizes at which the sum over keys is cut in unequal parts.
+
+Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, G query heads per
+key/value head, D head dimension, L keys of one request, N token places of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from sortedrl.engines.native.driver import Driver, attention_shape
+from sortedrl.engines.native.linears import ROW_MULTIPLE, can_pack, packed_linears
+from sortedrl.engines.native.memory import CacheSize
+from sortedrl.engines.native.planner import Piece, Plan
+from sortedrl.engines.native.sampling import Choice, Draw, Filter, Outcome, choose, floors
+
+_QUERY_MULTIPLE = 4
+_KEY_MULTIPLE = 32
+_KEY_SPLIT = 512
+_UNEVEN_KEYS = (192, 384)
+
+
+class CpuRunner:
+    """Runs plans at once, one after the other."""
+
+    lag = 0
+
+    def __init__(self, driver: Driver, *, size: CacheSize, slots: int) -> None:
+        """Room for the cache; the operating system hands out its memory as it is used."""
+        layers, heads, dim = attention_shape(driver.config)
+        places = size.num_blocks * size.block_tokens
+        self._driver = driver
+        self._slots = slots
+        self._block_tokens = size.block_tokens
+        self._caches = [
+            (
+                torch.zeros(heads, places, dim, dtype=driver.dtype),
+                torch.zeros(heads, places, dim, dtype=driver.dtype),
+            )
+            for _ in range(layers)
+        ]
+        self._can_pack = can_pack(driver.model)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Pack the linear layers anew."""
+        if self._can_pack:
+            self._driver.replaced = packed_linears(self._driver.model, rows=self._slots)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Choice:
+        """Run a plan; gives what the sampled rows chose."""
+        pieces = plan.pieces
+        padding = -plan.num_rows % ROW_MULTIPLE
+        tokens: list[int] = []
+        positions: list[int] = []
+        for piece in pieces:
+            end = piece.start + piece.count
+            tokens += piece.request.tokens[piece.start : end]
+            positions += range(piece.start, end)
+        pages = CpuPages(pieces, self._caches, block_tokens=self._block_tokens, padding=padding)
+        with self._driver.driving():
+            logits_QV = self._driver.forward(
+                torch.tensor(tokens + [0] * padding),
+                torch.tensor(positions + [0] * padding),
+                torch.arange(plan.num_sampled + -plan.num_sampled % ROW_MULTIPLE),
+                pages,
+            )[: plan.num_sampled]
+        return sample(logits_QV, plan.sampled)
+
+    def collect(self, ticket: object) -> Outcome:
+        """What a launch gave."""
+        assert isinstance(ticket, Choice), "tickets come from launch"
+        return Outcome(
+            tokens=ticket.tokens_Q.tolist(),
+            logprobs=ticket.logprobs_Q.tolist(),
+            gaps=ticket.gaps_Q.tolist(),
+            expected_logprobs=ticket.expected_logprobs_Q.tolist(),
+        )
+
+
+def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
+    """Choose a token for every sampled row."""
+    requests = [piece.request for piece in pieces for _ in range(piece.count)]
+    after = [piece.start + step + 1 for piece in pieces for step in range(piece.count)]
+    settings = [request.sampling for request in requests]
+    draw = Draw(
+        streams_Q=torch.tensor([request.stream for request in requests], dtype=torch.long),
+        positions_Q=torch.tensor(
+            [p - request.prompt_tokens for p, request in zip(after, requests, strict=True)],
+            dtype=torch.long,
+        ),
+        inverse_temperatures_Q=torch.tensor(
+            [1 / s.temperature if s.temperature else 0.0 for s in settings]
+        ),
+        expected_Q=torch.tensor(
+            [
+                request.tokens[p] if p < len(request.tokens) else -1
+                for p, request in zip(after, requests, strict=True)
+            ],
+            dtype=torch.long,
+        ),
+    )
+    floors_Q = None
+    if any(s.is_filtered for s in settings):
+        size = logits_QV.shape[1]
+        keep = Filter(
+            top_k_Q=torch.tensor([s.top_k or size for s in settings]),
+            top_p_Q=torch.tensor([s.top_p for s in settings]),
+            min_p_Q=torch.tensor([s.min_p for s in settings]),
+        )
+        floors_Q = floors(logits_QV, draw, keep)
+    return choose(logits_QV, draw, floors_Q=floors_Q)
+
+
+@dataclass
+class _Reading:
+    """The keys one piece reads: a run of places, or a list of them where blocks are scattered."""
+
+    piece: Piece
+    row: int
+    num_keys: int
+    first_place: int | None
+    places: Tensor | None
+
+    def keys(self, cache_KND: Tensor) -> Tensor:
+        """Keys or values, `[1, K, L, D]`."""
+        if self.places is not None:
+            return cache_KND.index_select(1, self.places)[None]
+        return cache_KND.narrow(1, self.first_place, self.num_keys)[None]
+
+    def mask(self, *, window: int | None, repeats: int, padding: int) -> Tensor:
+        """What each query row may see, as numbers to add: `[rows of the piece x repeats, L]`."""
+        rows = torch.arange(self.piece.start, self.piece.start + self.piece.count)[:, None]
+        keys = torch.arange(self.num_keys)[None]
+        is_seen = keys <= rows
+        if window is not None:
+            is_seen &= rows - keys < window
+        mask = torch.where(is_seen, 0.0, -math.inf)
+        return pad(mask.repeat(repeats, 1), (0, 0, 0, padding))
+
+
+class CpuPages:
+    """The cache of a CPU runner as one forward pass sees it."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        caches: Sequence[tuple[Tensor, Tensor]],
+        *,
+        block_tokens: int,
+        padding: int,
+    ) -> None:
+        """Work out once per pass what all layers need."""
+        self._caches = caches
+        self._block_tokens = block_tokens
+        self._padding = padding
+        self._num_rows = sum(piece.count for piece in pieces)
+        places = [place for piece in pieces for place in self._places(piece)]
+        self._places_R = torch.tensor(places)
+        self._readings = self._make_readings(pieces)
+        self._masks: dict[tuple[int | None, int], list[Tensor]] = {}
+        self._num_single = next(
+            (i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces)
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q_1HRD: Tensor,
+        k_1KRD: Tensor,
+        v_1KRD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Write the new keys and values, then read for each piece."""
+        keys_KND, values_KND = self._caches[layer]
+        rows = self._num_rows
+        keys_KND.index_copy_(1, self._places_R, k_1KRD[0, :, :rows])
+        values_KND.index_copy_(1, self._places_R, v_1KRD[0, :, :rows])
+        heads, kv_heads = q_1HRD.shape[1], keys_KND.shape[0]
+        group = heads // kv_heads
+        q_KGRD = q_1HRD[0].unflatten(0, (kv_heads, group))
+        masks = self._masks_for(window, group)
+        singles = self._num_single
+        out_RKGD = q_1HRD.new_zeros(rows + self._padding, kv_heads, group, q_1HRD.shape[3])
+        if singles:
+            q_SKGD = pad(q_KGRD[:, :, :singles].permute(2, 0, 1, 3), (0, 0, 0, -group % 4))
+            outs = [
+                scaled_dot_product_attention(
+                    q_SKGD[i : i + 1],
+                    reading.keys(keys_KND),
+                    reading.keys(values_KND),
+                    attn_mask=masks[i],
+                    scale=scale,
+                )
+                for i, reading in enumerate(self._readings[:singles])
+            ]
+            out_RKGD[:singles] = torch.cat(outs)[:, :, :group]
+        for reading, mask in zip(self._readings[singles:], masks[singles:], strict=True):
+            count, row = reading.piece.count, reading.row
+            q_KXD = q_KGRD[:, :, row : row + count].flatten(1, 2)
+            q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
+            out_KXD = scaled_dot_product_attention(
+                q_KXD[None],
+                reading.keys(keys_KND),
+                reading.keys(values_KND),
+                attn_mask=mask,
+                scale=scale,
+            )[0, :, : group * count]
+            out_RKGD[row : row + count] = out_KXD.unflatten(1, (group, count)).permute(2, 0, 1, 3)
+        return out_RKGD.flatten(1, 2)[None]
+
+    def _masks_for(self, window: int | None, group: int) -> list[Tensor]:
+        key = (window, group)
+        if key not in self._masks:
+            self._masks[key] = [
+                reading.mask(window=window, repeats=1, padding=0)
+                if reading.piece.count == 1
+                else reading.mask(
+                    window=window,
+                    repeats=group,
+                    padding=-group * reading.piece.count % _QUERY_MULTIPLE,
+                )
+                for reading in self._readings
+            ]
+        return self._masks[key]
+
+    def _places(self, piece: Piece) -> list[int]:
+        size, blocks = self._block_tokens, piece.request.blocks
+        return [
+            blocks[position // size] * size + position % size
+            for position in range(piece.start, piece.start + piece.count)
+        ]
+
+    def _make_readings(self, pieces: Sequence[Piece]) -> list[_Reading]:
+        readings = []
+        row = 0
+        for piece in pieces:
+            readings.append(self._reading(piece, row))
+            row += piece.count
+        return readings
+
+    def _reading(self, piece: Piece, row: int) -> _Reading:
+        size = self._block_tokens
+        num_keys = padded_keys(piece.start + piece.count)
+        blocks = piece.request.blocks[: -(-num_keys // size)]
+        places_in_cache = self._caches[0][0].shape[1]
+        first = blocks[0] * size
+        is_run = all(block == blocks[0] + i for i, block in enumerate(blocks))
+        if is_run and first + num_keys <= places_in_cache:
+            return _Reading(piece, row, num_keys, first, None)
+        starts = torch.tensor(blocks)[:, None] * size
+        places = (starts + torch.arange(size)).flatten()
+        missing = max(0, num_keys - len(places))
+        places = torch.cat((places, torch.zeros(missing, dtype=torch.long)))[:num_keys]
+        return _Reading(piece, row, num_keys, None, places)
+
+
+def padded_keys(count: int) -> int:
+    """The number of keys to read for `count` of them; the rest is masked.
+
+    >>> [padded_keys(count) for count in (1, 32, 150, 200, 400, 600, 800)]
+    [32, 32, 160, 384, 416, 608, 896]
+    """
+    count += -count % _KEY_MULTIPLE
+    low, high = _UNEVEN_KEYS
+    rest = count % _KEY_SPLIT
+    return count - rest + high if low < rest < high else count

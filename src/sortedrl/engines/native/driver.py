@@ -1,0 +1,170 @@
+"""A Hugging Face model at the wheel: one forward pass over loose rows, on the module as it is.
+
+The module that is trained is the module that rolls out. Only while the engine drives it are two
+things changed, and put back after: its attention goes through transformers' attention interface
+to the engine's cache, and its linear layers may be replaced by faster ones that give every row
+the same bits in any batch.
+
+Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sortedrl.errors import ModelError
+
+_NAME = "sortedrl"
+
+
+class Pages(Protocol):
+    """The cache as one forward pass sees it."""
+
+    def attend(
+        self,
+        layer: int,
+        q_1HRD: Tensor,
+        k_1KRD: Tensor,
+        v_1KRD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Write the new keys and values, then give what each row reads, as `[1, R, H, D]`."""
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pages: Pages,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The engine's attention, as transformers calls it."""
+    if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            f"{type(module).__name__} uses an attention the native engine does not have "
+            "(capped scores, sinks or values of another size than the keys); "
+            "use the vLLM or SGLang engine for this model"
+        )
+    layer = module.layer_idx
+    assert isinstance(layer, int), "transformers numbers its attention layers"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return pages.attend(layer, query, key, value, scale=scale, window=sliding_window), None
+
+
+def _no_mask(*_args: object, **_kwargs: object) -> None:
+    """The cache knows which keys a row may see."""
+
+
+AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, _no_mask)
+
+
+class Driver:
+    """Forward passes of a model for the engine."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Refuse a model that cannot be driven, before any work."""
+        self.model = model
+        self.config = model.config.get_text_config()
+        _refuse_unsupported(model, self.config)
+        self.replaced: Mapping[nn.Module, Callable[[Tensor], Tensor]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its weights are stored in."""
+        return self.model.dtype
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids lie below it."""
+        return int(self.config.vocab_size)
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """The module with the engine's attention and linear layers; as it was, afterwards."""
+        before = self.config._attn_implementation
+        was_training = self.model.training
+        self.config._attn_implementation = _NAME
+        for module, forward in self.replaced.items():
+            module.__dict__["forward"] = forward
+        try:
+            self.model.train(False) if was_training else None
+            yield
+        finally:
+            self.config._attn_implementation = before
+            for module in self.replaced:
+                module.__dict__.pop("forward", None)
+            self.model.train(True) if was_training else None
+
+    def forward(
+        self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, pages: Pages
+    ) -> Tensor:
+        """The logits of the rows in `keep_Q`; call it while driving and without gradients."""
+        output: Any = self.model(
+            input_ids=tokens_R[None],
+            position_ids=positions_R[None],
+            use_cache=False,
+            logits_to_keep=keep_Q,
+            pages=pages,
+        )
+        logits_QV: Tensor = output.logits[0]
+        return logits_QV.float()
+
+
+def attention_shape(config: Any) -> tuple[int, int, int]:  # noqa: ANN401
+    """Layers, key/value heads and head dimension of a model."""
+    values = config.to_dict()
+    heads = values["num_attention_heads"]
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    return values["num_hidden_layers"], values.get("num_key_value_heads") or heads, head_dim
+
+
+def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401
+    name = type(model).__name__
+    other = "use the vLLM or SGLang engine for this model"
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"the native engine writes with decoder-only models, {name} has an encoder"
+        )
+    if model.get_output_embeddings() is None:
+        raise ModelError(f"{name} gives no logits; load it with AutoModelForCausalLM")
+    if not model._supports_attention_backend:
+        raise ModelError(f"the attention of {name} cannot be exchanged in transformers; {other}")
+    values = config.to_dict()
+    kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; {other}")
+    ropes = values.get("rope_parameters") or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    for rope in nested:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{name} turns its positions by {rope['rope_type']!r}, which depends on the whole "
+                f"batch, so a row would not be the same in every batch; {other}"
+            )

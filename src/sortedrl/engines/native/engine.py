@@ -1,0 +1,412 @@
+"""The native engine: submit, step, interrupt, over a planner and a runner.
+
+    trajectories -> requests -> planner -> plan -> runner -> choice -> requests -> trajectories
+
+The planner decides in plain Python, the runner computes on its device. A runner with `lag` is
+given the next pass before the last one's results are read, so that its device never waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from sortedrl.config import require
+from sortedrl.engines.native.blocks import BlockPool
+from sortedrl.engines.native.cpu import CpuRunner
+from sortedrl.engines.native.driver import Driver
+from sortedrl.engines.native.generation import fresh_trajectories, run_to_end
+from sortedrl.engines.native.loading import load_model, load_tokenizer
+from sortedrl.engines.native.memory import CacheSize, cache_size
+from sortedrl.engines.native.noise import stream
+from sortedrl.engines.native.planner import Piece, Plan, Planner
+from sortedrl.engines.native.request import Request
+from sortedrl.engines.native.sampling import Outcome, Sampling
+from sortedrl.engines.native.weights import PLAIN_ROUNDING, copy_weights
+from sortedrl.errors import RequestError
+from sortedrl.types import Step, Trajectory, Weights
+
+Limit = Callable[[Trajectory], int]
+"""The tokens an answer may have at most."""
+
+
+class Tokenizer(Protocol):
+    """The two things the engine asks of a tokenizer."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Text to `input_ids`."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Tokens to text."""
+
+
+class Runner(Protocol):
+    """Runs plans on a device, in order."""
+
+    @property
+    def lag(self) -> int:
+        """Passes that may be under way when the next one is launched."""
+
+    def launch(self, plan: Plan) -> object:
+        """Start a pass; gives a ticket for its results."""
+
+    def collect(self, ticket: object) -> Outcome:
+        """Wait for the results of a pass: one entry per sampled row, in order."""
+
+    def weights_changed(self) -> None:
+        """Look at the weights anew."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the engine did since it was last asked to start counting."""
+
+    steps: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    slot_steps: int = 0
+
+
+class NativeEngine:
+    """Continuous batching on the module that is trained.
+
+    Weights that change in place must be announced with `load_weights`: the cache depends on them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int = 32,
+        max_tokens: int | Limit = 1024,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        tokenizer: Tokenizer | None = None,
+        cache_bytes: int | None = None,
+        block_tokens: int = 32,
+        chunk_tokens: int | None = None,
+        hold_ulps: float = PLAIN_ROUNDING,
+        version: int = 0,
+    ) -> None:
+        """An empty engine; `stop_tokens` are the model's own unless given.
+
+        `cache_bytes` is what the cache may take (by default most of the free GPU memory, or a
+        quarter of the RAM), `chunk_tokens` what one pass takes in of prompts at most.
+        """
+        require(slots >= 1, f"slots must be at least 1, got {slots}")
+        require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
+        self._driver = Driver(model)
+        on_gpu = self._driver.device.type == "cuda"
+        chunk = chunk_tokens if chunk_tokens is not None else (2048 if on_gpu else 256)
+        require(chunk >= 1, f"chunk_tokens must be at least 1, got {chunk}")
+        self.slots = slots
+        self.version = version
+        self.sampling = sampling if sampling is not None else Sampling()
+        self.cache = cache_size(
+            self._driver, slots=slots, cache_bytes=cache_bytes, block_tokens=block_tokens
+        )
+        self.stats = Stats()
+        self._limit = max_tokens if callable(max_tokens) else (lambda _: max_tokens)
+        self._stop_tokens = frozenset(_stop_tokens(model) if stop_tokens is None else stop_tokens)
+        self._tokenizer = tokenizer
+        self._hold_ulps = hold_ulps
+        pool = BlockPool(self.cache.num_blocks, block_tokens=block_tokens)
+        self._planner = Planner(
+            slots=slots, pool=pool, max_rows=slots + chunk, max_sampled=slots + chunk
+        )
+        self._runner = _runner(self._driver, self.cache, slots=slots, max_rows=slots + chunk)
+        self._under_way: deque[tuple[Plan, object]] = deque()
+        self._complete: list[Request] = []
+        self._unreported = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        slots: int = 32,
+        max_tokens: int | Limit = 1024,
+        sampling: Sampling | None = None,
+        cache_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> NativeEngine:
+        """An engine with a model of its own: a hub name, a folder or a GGUF file."""
+        tokenizer = load_tokenizer(name)
+        return cls(
+            load_model(name, dtype=dtype, device=device),
+            slots=slots,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tokenizer=tokenizer,
+            cache_bytes=cache_bytes,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it writes."""
+        return self._driver.device
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work in order of priority; all of it or, if one is impossible, none."""
+        self.enqueue(
+            [
+                self.request(trajectory, tolerance=tolerance, limit=self._limit(trajectory))
+                for trajectory in trajectories
+            ]
+        )
+
+    def step(self) -> Step:
+        """Work until at least one token was written or an answer is complete."""
+        finished = self._take_complete()
+        decoded, self._unreported = self._unreported, 0
+        prefilled = 0
+        while not (decoded or finished):
+            plan = self._planner.plan()
+            if plan.num_rows:
+                self._launch(plan)
+                prefilled += plan.num_prefilled
+                if len(self._under_way) <= self._runner.lag:
+                    continue
+            if not self._under_way:
+                break
+            decoded += self._absorb()
+            finished += self._take_complete()
+        return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory with its tokens so far.
+
+        An answer that was completed by a pass still under way comes back as unfinished too:
+        submitted again, it is complete at once.
+        """
+        stopped = self._stop()
+        return [replace(request.result(self.version), finish_reason=None) for request in stopped]
+
+    def load_weights(self, weights: Weights) -> None:
+        """Write with these weights from now on; with shared weights nothing is copied.
+
+        What runs is stopped and taken on again: its cached tokens stand or are verified, as it
+        was submitted.
+        """
+        stopped = self._stop()
+        written = [(request, request.result(self.version)) for request in stopped]
+        if weights.tensors is not None:
+            copy_weights(self._driver.model, weights.tensors, hold_ulps=self._hold_ulps)
+        self.version = weights.version
+        self._planner.pool.forget()
+        self._runner.weights_changed()
+        self.enqueue(
+            [
+                self.request(
+                    replace(trajectory, finish_reason=None),
+                    tolerance=request.tolerance,
+                    limit=request.limit,
+                    sampling=request.sampling,
+                )
+                for request, trajectory in written
+            ]
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        max_tokens: int | Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> list[Trajectory]:
+        """Write complete answers to prompts, given as text or tokens; in order of the prompts.
+
+        `max_tokens` may be one number for each prompt. The engine must be idle.
+        """
+        if self._planner.has_work or self._under_way or self._complete:
+            raise RequestError("generate needs an idle engine; call interrupt() first")
+        rows = [self._encoded(prompt) for prompt in prompts]
+        trajectories = fresh_trajectories(rows, samples_per_prompt=samples_per_prompt, seed=seed)
+        if isinstance(max_tokens, Sequence) and len(max_tokens) != len(prompts):
+            raise RequestError(
+                f"max_tokens must be one number or one for each of the {len(prompts)} prompts, "
+                f"got {len(max_tokens)}"
+            )
+        self.enqueue(
+            [
+                self.request(
+                    trajectory,
+                    tolerance=None,
+                    limit=self._limit_of(trajectory, max_tokens),
+                    sampling=sampling,
+                )
+                for trajectory in trajectories
+            ]
+        )
+        return run_to_end(self, [t.key for t in trajectories], show_progress=progress)
+
+    def text(self, trajectory: Trajectory) -> str:
+        """An answer as a person reads it; needs a tokenizer."""
+        if self._tokenizer is None:
+            raise RequestError("the engine has no tokenizer; give it one to read answers as text")
+        text: str = self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+        return text
+
+    def request(
+        self,
+        trajectory: Trajectory,
+        *,
+        tolerance: float | None,
+        limit: int,
+        sampling: Sampling | None = None,
+    ) -> Request:
+        """A trajectory made ready to be written, or a `RequestError` that says what is wrong."""
+        sampling = self.sampling if sampling is None else sampling
+        tokens = [*trajectory.prompt.tokens, *trajectory.tokens]
+        limit = self._checked_limit(trajectory, tokens, limit)
+        if sampling.stop_strings and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give one to the engine")
+        tolerance = math.inf if tolerance is None else tolerance
+        stands = tolerance == math.inf or all(
+            segment.version == self.version for segment in trajectory.segments
+        )
+        stop_tokens = sampling.stop_tokens
+        return Request(
+            trajectory=trajectory,
+            sampling=sampling,
+            stop_tokens=self._stop_tokens if stop_tokens is None else stop_tokens,
+            limit=limit,
+            stream=stream(trajectory.seed, trajectory.attempt),
+            tolerance=tolerance,
+            tokens=tokens,
+            kept_segments=trajectory.segments if stands else (),
+            checked=trajectory.num_tokens if stands else 0,
+            decode=self._tokenizer.decode if self._tokenizer is not None else None,
+        )
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Queue requests behind those that wait; what came complete needs no slot."""
+        self._complete += [r for r in requests if r.finish_reason is not None]
+        self._planner.enqueue(r for r in requests if r.finish_reason is None)
+
+    def reset_stats(self) -> None:
+        """Start to count anew."""
+        self.stats = Stats()
+
+    def _launch(self, plan: Plan) -> None:
+        self._under_way.append((plan, self._runner.launch(plan)))
+        self.stats.steps += 1
+        self.stats.slot_steps += plan.num_running
+        self.stats.prefilled_tokens += plan.num_prefilled
+
+    def _absorb(self) -> int:
+        """Take in the results of the oldest pass under way; gives the tokens it wrote."""
+        plan, ticket = self._under_way.popleft()
+        outcome = self._runner.collect(ticket)
+        row = decoded = 0
+        for piece in plan.sampled:
+            request = piece.request
+            request.in_flight -= 1
+            request.pending -= piece.is_speculative
+            if piece.life == request.life and request.finish_reason is None:
+                decoded += _apply(piece, outcome, row)
+                if request.finish_reason is not None:
+                    self._planner.finish(request)
+                    self._complete.append(request)
+            row += piece.count
+        self.stats.decoded_tokens += decoded
+        return decoded
+
+    def _stop(self) -> list[Request]:
+        """Empty the engine: complete answers that were not handed out yet, then all others."""
+        while self._under_way:
+            self._unreported += self._absorb()
+        complete, self._complete = self._complete, []
+        return [*complete, *self._planner.clear()]
+
+    def _take_complete(self) -> list[Trajectory]:
+        complete, self._complete = self._complete, []
+        return [request.result(self.version) for request in complete]
+
+    def _encoded(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise RequestError("the engine has no tokenizer; give it one, or prompts as tokens")
+        tokens: list[int] = self._tokenizer(prompt)["input_ids"]
+        return tokens
+
+    def _limit_of(self, trajectory: Trajectory, given: int | Sequence[int] | None) -> int:
+        if given is None:
+            return self._limit(trajectory)
+        return given if isinstance(given, int) else given[trajectory.prompt.id]
+
+    def _checked_limit(self, trajectory: Trajectory, tokens: Sequence[int], limit: int) -> int:
+        """The limit within the model's context; refuses what can never be written."""
+        name = f"trajectory {trajectory.key}"
+        prompt_tokens = len(trajectory.prompt.tokens)
+        if not prompt_tokens:
+            raise RequestError(f"{name} has an empty prompt; give it at least one token")
+        vocabulary = self._driver.vocabulary
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise RequestError(
+                    f"{name}: token ids must lie in 0..{vocabulary - 1}, got {token}; "
+                    "was it made with the tokenizer of this model?"
+                )
+        if limit < 1:
+            raise RequestError(f"{name}: an answer must be allowed at least 1 token, got {limit}")
+        context = self._driver.max_context
+        if prompt_tokens >= context:
+            raise RequestError(
+                f"{name}: its prompt has {prompt_tokens} tokens, the model's context {context}; "
+                "at least one must be left for the answer: shorten or drop the prompt"
+            )
+        limit = min(limit, context - prompt_tokens)
+        longest = max(len(tokens), prompt_tokens + limit)
+        if longest > self.cache.tokens:
+            raise RequestError(
+                f"{name}: {prompt_tokens} prompt tokens and {limit} more need {longest} places in "
+                f"the cache, which has {self.cache.tokens}; raise cache_bytes to at least "
+                f"{(longest + 2 * self.cache.block_tokens) * self.cache.token_bytes:,} "
+                "or lower max_tokens"
+            )
+        return limit
+
+
+def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
+    """Hand the results of a piece's rows to its request; gives the tokens it wrote."""
+    request = piece.request
+    before = request.decoded
+    for index in range(row, row + piece.count):
+        token, logprob = outcome.tokens[index], outcome.logprobs[index]
+        if not request.is_checking:
+            request.accept(token, logprob)
+        elif outcome.gaps[index] <= request.tolerance:
+            request.confirm(outcome.expected_logprobs[index])
+        else:
+            request.part(token, logprob)
+            break
+        if request.finish_reason is not None:
+            break
+    return request.decoded - before
+
+
+def _stop_tokens(model: PreTrainedModel) -> Sequence[int]:
+    config = model.generation_config
+    stop = config.eos_token_id if config is not None else model.config.eos_token_id
+    return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def _runner(driver: Driver, size: CacheSize, *, slots: int, max_rows: int) -> Runner:
+    if driver.device.type == "cuda":
+        from sortedrl.engines.native.cuda import CudaRunner
+
+        return CudaRunner(driver, size=size, slots=slots, max_rows=max_rows)
+    return CpuRunner(driver, size=size, slots=slots)

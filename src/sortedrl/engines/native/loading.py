@@ -1,0 +1,53 @@
+"""A model and its tokenizer from a name, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sortedrl.errors import ModelError
+
+_GIB = 1 << 30
+
+
+def load_model(
+    name: str | Path, *, dtype: torch.dtype | None, device: torch.device | str | None
+) -> PreTrainedModel:
+    """A causal language model, on the GPU in bf16 or on the CPU in fp32 unless told otherwise."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    folder, gguf = _folder_and_gguf(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=kind)
+    except ValueError as error:
+        raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
+    _refuse_too_big(model, where)
+    moved: PreTrainedModel = model.to(where).eval()
+    return moved
+
+
+def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
+    """The tokenizer that belongs to a model."""
+    folder, gguf = _folder_and_gguf(name)
+    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+
+
+def _folder_and_gguf(name: str | Path) -> tuple[str, str | None]:
+    path = Path(name)
+    return (str(path.parent), path.name) if path.suffix == ".gguf" else (str(name), None)
+
+
+def _refuse_too_big(model: PreTrainedModel, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    if needed > free:
+        raise ModelError(
+            f"the model's {needed / _GIB:.1f} GiB of weights do not fit into the "
+            f"{free / _GIB:.1f} GiB free on {device}; in its present precision a model of "
+            f"{free / needed:.0%} of this size would fit: take a smaller dtype or model"
+        )

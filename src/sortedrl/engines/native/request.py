@@ -1,0 +1,160 @@
+"""One trajectory while the engine writes it: what is known, what is computed, what is in flight.
+
+    tokens    prompt and answer as far as the host has read them
+    pending   tokens sampled after those but not read yet: the device runs ahead of the host
+    fed       positions whose row was handed to the device, so that their keys are in the cache
+
+A row is one position of one request. The row at position `p` takes in the token at `p`; if it is
+sampled it gives the token at `p + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from sortedrl.engines.native.blocks import ROOT, Content
+from sortedrl.engines.native.sampling import Sampling
+from sortedrl.types import FinishReason, Segment, Trajectory
+
+Decode = Callable[[list[int]], str]
+_MARGIN_TOKENS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A trajectory in the engine's queue or in one of its slots.
+
+    `checked` counts the answer tokens known to stand under the present weights. While it is less
+    than the answer has, rows from the end of the prompt on are sampled and compared.
+    """
+
+    trajectory: Trajectory
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    limit: int
+    stream: int
+    tolerance: float
+    tokens: list[int]
+    kept_segments: tuple[Segment, ...]
+    checked: int
+    decode: Decode | None = None
+    logprobs: list[float] = field(default_factory=list)
+    decoded: int = 0
+    pending: int = 0
+    in_flight: int = 0
+    fed: int = 0
+    prefill_end: int = 0
+    life: int = 0
+    age: int = 0
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    remembered: int = 0
+    content: Content = ROOT
+    closes: FinishReason | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        """Notice an answer that came complete: it ends where it ended if all of it stands."""
+        if self.answer_tokens:
+            self.closes = self._closing()
+        if not self.is_checking:
+            self.finish_reason = self.closes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.trajectory.prompt.tokens)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the answer that the host has read."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether cached tokens are still to be compared with what the weights write now."""
+        return self.checked < self.answer_tokens
+
+    @property
+    def end(self) -> int:
+        """Positions that may be fed; the last token of a complete answer need not be."""
+        end = len(self.tokens) + self.pending
+        is_last = self.closes is not None or end - self.prompt_tokens >= self.limit
+        return end - 1 if is_last else end
+
+    @property
+    def first_sampled(self) -> int:
+        """The first position whose row is worth sampling."""
+        if self.is_checking:
+            return self.prompt_tokens - 1 + self.checked
+        return len(self.tokens) + self.pending - 1
+
+    def confirm(self, logprob: float) -> None:
+        """The next cached token stands, with its log-probability under the present weights."""
+        self.logprobs.append(logprob)
+        self.checked += 1
+        if not self.is_checking:
+            self.finish_reason = self.closes
+
+    def part(self, token: int, logprob: float) -> None:
+        """The next cached token falls, and all after it; the answer goes on with this one."""
+        del self.tokens[self.prompt_tokens + self.checked :]
+        self.closes = None
+        self.life += 1
+        self.fed = min(self.fed, len(self.tokens))
+        self.accept(token, logprob)
+
+    def accept(self, token: int, logprob: float) -> None:
+        """The present weights wrote this token."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.checked += 1
+        self.decoded += 1
+        self.finish_reason = self._closing()
+
+    def leave_cache(self) -> None:
+        """Lose the slot and the blocks, but no token."""
+        self.slot = None
+        self.blocks = []
+        self.fed = self.remembered = 0
+        self.content = ROOT
+
+    def result(self, version: int) -> Trajectory:
+        """The trajectory as it stands; one whose tokens are still being checked is as it came."""
+        if self.is_checking:
+            return self.trajectory
+        segments = self.kept_segments
+        if self.logprobs:
+            fresh = self.tokens[len(self.tokens) - len(self.logprobs) :]
+            segments = _joined(segments, Segment(tuple(fresh), tuple(self.logprobs), version))
+        return replace(
+            self.trajectory,
+            segments=segments,
+            decoded_tokens=self.trajectory.decoded_tokens + self.decoded,
+            finish_reason=self.finish_reason,
+        )
+
+    def _closing(self) -> FinishReason | None:
+        if self.tokens[-1] in self.stop_tokens or self._ends_in_stop_string():
+            return "stop"
+        return "length" if self.answer_tokens >= self.limit else None
+
+    def _ends_in_stop_string(self) -> bool:
+        if not self.sampling.stop_strings:
+            return False
+        assert self.decode is not None, "stop strings need a tokenizer"
+        # A token carries at least one byte, so what just appeared lies within the last few.
+        longest = max(len(stop.encode()) for stop in self.sampling.stop_strings)
+        tail = self.tokens[self.prompt_tokens :][-longest - _MARGIN_TOKENS :]
+        text = self.decode(tail)
+        return any(stop in text for stop in self.sampling.stop_strings)
+
+
+def _joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
+    """One segment per run of tokens of the same version."""
+    if not segments or segments[-1].version != last.version:
+        return (*segments, last)
+    tokens = (*segments[-1].tokens, *last.tokens)
+    logprobs = (*segments[-1].logprobs, *last.logprobs)
+    return (*segments[:-1], Segment(tokens, logprobs, last.version))

@@ -1,0 +1,152 @@
+"""From logits to tokens: the rules of the choice, and the choice itself on any device.
+
+A token is `argmax(logits / temperature + noise)`, which is exact sampling from the softmax.
+The noise belongs to the answer (noise.py), so the choice depends on the row alone.
+
+Axes: Q rows that are sampled, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sortedrl.config import require
+from sortedrl.engines.native.noise import exponential, row_keys, words
+
+_NOTHING_EXPECTED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is chosen from the logits."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 always takes the most likely token."""
+    top_k: int | None = None
+    """Choose among that many most likely tokens."""
+    top_p: float = 1.0
+    """Choose among the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Choose among tokens at least this many times as likely as the most likely one."""
+    stop_tokens: frozenset[int] | None = None
+    """Tokens that end an answer; `None` for those of the model."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer as soon as they appear in it; needs a tokenizer."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.temperature >= 0 and math.isfinite(self.temperature),
+            f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}",
+        )
+        require(
+            self.top_k is None or self.top_k >= 1,
+            f"sampling.top_k must be at least 1, got {self.top_k}; leave it out for all tokens",
+        )
+        require(0 < self.top_p <= 1, f"sampling.top_p must lie in (0, 1], got {self.top_p}")
+        require(0 <= self.min_p < 1, f"sampling.min_p must lie in [0, 1), got {self.min_p}")
+        require("" not in self.stop_strings, "sampling.stop_strings must not hold an empty text")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are left out of the choice."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a choice needs to know of its rows, one entry per row."""
+
+    streams_Q: Tensor
+    positions_Q: Tensor
+    inverse_temperatures_Q: Tensor
+    expected_Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which tokens each row may choose from."""
+
+    top_k_Q: Tensor
+    top_p_Q: Tensor
+    min_p_Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tokens chosen, and how the expected ones compare.
+
+    `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
+    logits the choice was made with; filters do not enter them. `gaps_Q` is by how many nats the
+    expected token fell short of the chosen one.
+    """
+
+    tokens_Q: Tensor
+    logprobs_Q: Tensor
+    gaps_Q: Tensor
+    expected_logprobs_Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A choice as the host reads it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+    expected_logprobs: list[float]
+
+
+def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
+    """The least logit a token must have to be chosen: top-k first, then top-p, then min-p."""
+    inverse_Q1 = draw.inverse_temperatures_Q[:, None]
+    sorted_QV, _ = (logits_QV * inverse_Q1).sort(dim=-1, descending=True)
+    ranks_V = torch.arange(logits_QV.shape[1], device=logits_QV.device)
+    sorted_QV = sorted_QV.masked_fill(ranks_V >= keep.top_k_Q[:, None], -math.inf)
+    mass_QV = sorted_QV.softmax(-1)
+    before_QV = mass_QV.cumsum(-1) - mass_QV
+    is_kept_QV = (before_QV < keep.top_p_Q[:, None]) & (mass_QV > 0)
+    is_kept_QV &= mass_QV >= keep.min_p_Q[:, None] * mass_QV[:, :1]
+    last_Q1 = is_kept_QV.long().cumsum(-1).argmax(-1, keepdim=True)
+    lowest_Q = sorted_QV.gather(-1, last_Q1)[:, 0]
+    # A hair's breadth below: undoing the division must not push the last kept token out.
+    lowest_Q = (lowest_Q - lowest_Q.abs() * 1e-6) / draw.inverse_temperatures_Q
+    return torch.where(draw.inverse_temperatures_Q > 0, lowest_Q, -math.inf)
+
+
+def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> Choice:
+    """Choose by an exponential race, which is the Gumbel argmax with one logarithm less.
+
+    `exp(logit) / exponential noise` is the exponential of `logit + Gumbel noise`, so the largest
+    is the same token, and gaps in nats are differences of logarithms.
+    """
+    inverse_Q1 = draw.inverse_temperatures_Q[:, None]
+    is_greedy_Q1 = inverse_Q1 == 0
+    scaled_QV = logits_QV * inverse_Q1.masked_fill(is_greedy_Q1, 1.0)
+    best_Q1 = scaled_QV.amax(-1, keepdim=True)
+    weights_QV = (scaled_QV - best_Q1).exp()
+    totals_Q = weights_QV.sum(-1)
+    keys_Q = row_keys(draw.streams_Q, draw.positions_Q)
+    noise_QV = exponential(words(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device)))
+    race_QV = weights_QV / noise_QV.masked_fill_(is_greedy_Q1, 1.0)
+    if floors_Q is not None:
+        race_QV.masked_fill_(logits_QV < floors_Q[:, None], 0.0)
+    winners_Q1 = race_QV.argmax(-1, keepdim=True)
+    expected_Q1 = draw.expected_Q.long()[:, None]
+    is_expected_Q1 = expected_Q1 != _NOTHING_EXPECTED
+    expected_Q1 = expected_Q1.where(is_expected_Q1, winners_Q1)
+
+    def logprobs(tokens_Q1: Tensor) -> Tensor:
+        return (scaled_QV.gather(-1, tokens_Q1) - best_Q1)[:, 0] - totals_Q.log()
+
+    gaps_Q1 = race_QV.gather(-1, winners_Q1).log() - race_QV.gather(-1, expected_Q1).log()
+    return Choice(
+        tokens_Q=winners_Q1[:, 0],
+        logprobs_Q=logprobs(winners_Q1),
+        gaps_Q=gaps_Q1[:, 0],
+        expected_logprobs_Q=logprobs(expected_Q1),
+    )
