@@ -21,9 +21,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal
 
 from engine_peers.peer import Peer, Sample, Workload
 from engine_peers.vllm import Remote, Vllm, VllmName, serve
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine_peers.models import MemoryLimit
+    from engine_peers.settings import PeerName, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def saved(model: PreTrainedModel, settings: Settings) -> Iterator[Path]:
         yield Path(settings.model)
         return
     with tempfile.TemporaryDirectory() as folder:
-        if any(name in get_args(VllmName) for name in settings.peers):
+        if settings.with_vllm:
             model.save_pretrained(folder)
         yield Path(folder)
 
@@ -77,14 +79,19 @@ def open_peer(
     name: PeerName, model: PreTrainedModel, workload: Workload, *, folder: Path, python: Path | None
 ) -> Peer:
     """The engine of that name, with the model loaded."""
-    from engine_peers import hugging_face, models, native
-
     if name == "native":
-        return native.Native(model, workload, cache_bytes=models.cache_bytes(model, workload))
+        from engine_peers.models import cache_bytes
+        from engine_peers.native import Native
+
+        return Native(model, workload, cache_bytes=cache_bytes(model, workload))
     if name == "generate":
-        return hugging_face.Generate(model, workload)
+        from engine_peers.hugging_face import Generate
+
+        return Generate(model, workload)
     if name == "generate_batch":
-        return hugging_face.GenerateBatch(model, workload)
+        from engine_peers.hugging_face import GenerateBatch
+
+        return GenerateBatch(model, workload)
     if python is None:
         return Vllm(name, folder, workload)
     return Remote(name, folder, workload, python=python)
@@ -140,27 +147,29 @@ def memory_limit(
 
 
 def show(results: Sequence[Result], limit: MemoryLimit | None) -> None:
-    """Print the table."""
+    """Print the table, and what to know of each engine."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    for heading in ("engine", "tokens/s", "spread", "x native", "occupancy", "mean log-prob"):
-        table.add_column(heading, justify="left" if heading == "engine" else "right")
-    table.add_column("notes", overflow="fold")
+    table = Table(box=SIMPLE, pad_edge=False)
+    for heading in ("engine", "tokens/s", "spread", "x native", "occupancy", "log-prob"):
+        justify: Literal["left", "right"] = "left" if heading == "engine" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for result in results:
         last = result.samples[-1]
         slowest, fastest = result.spread
         table.add_row(
             result.name,
             f"{result.rate:,.0f}",
-            f"{slowest:,.0f} - {fastest:,.0f}",
+            f"{slowest:,.0f}-{fastest:,.0f}",
             "-" if result.ratio is None else f"{result.ratio:.2f}",
             "-" if last.occupancy is None else f"{last.occupancy:.0%}",
             "-" if last.mean_logprob is None else f"{last.mean_logprob:.3f}",
-            result.note,
         )
     Console().print(table)
+    for result in results:
+        print(f"{result.name}: {result.note}")
     if limit is not None:
         share = results[0].rate / limit.tokens_per_second
         print(
@@ -174,9 +183,16 @@ def main() -> None:
     from engine_peers.settings import parse
 
     settings = parse(sys.argv[1:], description=__doc__)
+    if settings.vllm_python is None and find_spec("vllm") is None and settings.with_vllm:
+        raise SystemExit(
+            "vllm cannot be imported here: name the interpreter that has it with --vllm-python, or "
+            "leave it out of --peers"
+        )
     import torch
 
     from engine_peers import models
+    from engine_peers.circumstances import circumstances
+    from engine_peers.drawing import draw
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -194,8 +210,15 @@ def main() -> None:
     show(results, limit)
     if settings.json is not None:
         facts["copy_bandwidth"] = bandwidth
-        facts["memory_limit"] = None if limit is None else asdict(limit)
-        facts["results"] = [asdict(result) for result in results]
+        facts["memory_limit"] = limit and {
+            **asdict(limit),
+            "tokens_per_second": limit.tokens_per_second,
+        }
+        facts["results"] = [
+            asdict(result)
+            | {"tokens_per_second": result.rate, "spread": result.spread, "ratio": result.ratio}
+            for result in results
+        ]
         settings.json.write_text(json.dumps(facts, indent=2, default=str) + "\n")
 
 

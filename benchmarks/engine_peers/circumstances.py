@@ -27,16 +27,15 @@ def circumstances(settings: Settings, workload: Workload) -> dict[str, Any]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    processors = Path("/proc/cpuinfo").read_text().splitlines()
-    named = [line.partition(":")[2].strip() for line in processors if "model name" in line]
+    changes = _git("status", "--short")
     return {
         "command": sys.argv,
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "commit": _git("rev-parse", "HEAD"),
-        "changed_files": _git("status", "--short").splitlines(),
+        "changed_files": None if changes is None else changes.splitlines(),
         "machine": {
             "system": platform.platform(),
-            "processor": named[0] if named else platform.processor(),
+            "processor": _processor(),
             "cores": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if settings.device.startswith("cuda") else None,
         },
@@ -52,11 +51,18 @@ def circumstances(settings: Settings, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _git(*arguments: str) -> str:
-    here = Path(__file__).parent
+def _processor() -> str:
+    source = Path("/proc/cpuinfo")
+    lines = source.read_text().splitlines() if source.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _git(*arguments: str) -> str | None:
+    here = Path(__file__).parents[2]
     command = ["git", *arguments]
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
+        return None
+    return done.stdout.rstrip()

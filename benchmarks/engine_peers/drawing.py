@@ -20,7 +20,6 @@ def draw(settings: Settings, *, vocabulary: int) -> Workload:
     count = settings.slots if settings.requests is None else settings.requests
     shortest, longest = _range(settings.prompt_tokens)
     sizes = [source.randint(shortest, longest) for _ in range(count)]
-    prompts = [[source.randrange(_FIRST_TOKEN, vocabulary) for _ in range(n)] for n in sizes]
     kind, _, numbers = settings.workload.partition(":")
     if kind == "fixed":
         lengths = [int(numbers)] * count
@@ -34,7 +33,7 @@ def draw(settings: Settings, *, vocabulary: int) -> Workload:
             f"workload must be fixed:N, uniform:N-M or long-tail, got {settings.workload!r}"
         )
     return Workload(
-        prompts=prompts,
+        prompts=[[source.randrange(_FIRST_TOKEN, vocabulary) for _ in range(n)] for n in sizes],
         lengths=lengths,
         slots=settings.slots,
         device=settings.device,

@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 
 from engine_peers.peer import SHORT, Sample, Workload, clock, free_memory
 
@@ -20,7 +25,7 @@ class Generate:
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         """A copy of the model."""
-        self._model: Any = _without_stop_tokens(model)
+        self._model = _without_stop_tokens(model)
         self._workload = workload
 
     def warm_up(self) -> None:
@@ -51,7 +56,8 @@ class Generate:
         tokens = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = self._workload.device
-        output: Any = self._model.generate(
+        model: Any = self._model
+        output = model.generate(
             inputs=torch.tensor(tokens, device=device),
             attention_mask=torch.tensor(mask, device=device),
             generation_config=_sampling(max_new_tokens=new_tokens),
@@ -67,10 +73,12 @@ class GenerateBatch:
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         """A copy of the model, for the manager exchanges its attention."""
-        self._model: Any = _without_stop_tokens(model)
+        self._model = _without_stop_tokens(model)
         self._workload = workload
+        sampling = _sampling(max_new_tokens=max(workload.lengths))
+        sampling.eos_token_id = -1
         self._manager: Any = self._model.init_continuous_batching(
-            generation_config=_sampling(max_new_tokens=max(workload.lengths)),
+            generation_config=sampling,
             continuous_batching_config=ContinuousBatchingConfig(
                 block_size=self._block_tokens,
                 num_blocks=workload.slots * (workload.longest_context // self._block_tokens + 1),
@@ -120,12 +128,12 @@ class GenerateBatch:
         return Sample(seconds=seconds, tokens=total, mean_logprob=logprob)
 
 
-def _without_stop_tokens(model: PreTrainedModel) -> PreTrainedModel:
+def _without_stop_tokens(model: PreTrainedModel) -> GenerationMixin:
     duplicate = copy.deepcopy(model)
     duplicate.config.eos_token_id = None
     assert duplicate.generation_config is not None
     duplicate.generation_config.eos_token_id = None
-    return duplicate
+    return cast("GenerationMixin", duplicate)
 
 
 def _sampling(*, max_new_tokens: int) -> GenerationConfig:

@@ -51,6 +51,18 @@ class Settings:
     json: Path | None = None
     """Write everything to this file."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if min(self.slots, self.repeats) < 1:
+            raise ValueError(
+                f"slots and repeats must be at least 1, got {self.slots} and {self.repeats}"
+            )
+
+    @property
+    def with_vllm(self) -> bool:
+        """Whether vLLM is among the peers."""
+        return "vllm" in self.peers or "vllm-compile" in self.peers
+
 
 _H200 = Settings(
     preset="h200-small",

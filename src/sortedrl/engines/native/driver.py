@@ -10,13 +10,14 @@ Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from sortedrl.errors import ModelError
 
@@ -67,12 +68,9 @@ def _attend(
     return pages.attend(layer, query, key, value, scale=scale, window=sliding_window), None
 
 
-def _no_mask(*_args: object, **_kwargs: object) -> None:
-    """The cache knows which keys a row may see."""
-
-
+# No mask is registered under this name, so transformers makes none: the cache knows which keys a
+# row may see.
 AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 class Driver:
@@ -83,7 +81,7 @@ class Driver:
         self.model = model
         self.config = model.config.get_text_config()
         _refuse_unsupported(model, self.config)
-        self.replaced: Mapping[nn.Module, Callable[[Tensor], Tensor]] = {}
+        self.replaced: dict[nn.Module, Callable[..., Any]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +102,27 @@ class Driver:
     def vocabulary(self) -> int:
         """Token ids lie below it."""
         return int(self.config.vocab_size)
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The layer that makes the logits."""
+        layer = self.model.get_output_embeddings()
+        assert isinstance(layer, nn.Linear), "transformers' causal models end in a linear layer"
+        return layer
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse the small operations of the decoder layers.
+
+        All layers of a class share one compiled function, so it takes seconds, not minutes.
+        """
+        names = set(self.model._no_split_modules or ())
+        compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+        for layer in self.model.modules():
+            kind = type(layer)
+            if kind.__name__ in names:
+                if kind not in compiled:
+                    compiled[kind] = torch.compile(kind.forward, dynamic=True)
+                self.replaced[layer] = partial(compiled[kind], layer)
 
     @contextmanager
     def driving(self) -> Iterator[None]:

@@ -92,6 +92,7 @@ class NativeEngine:
         cache_bytes: int | None = None,
         block_tokens: int = 32,
         chunk_tokens: int | None = None,
+        is_compiled: bool = True,
         hold_ulps: float = PLAIN_ROUNDING,
         version: int = 0,
     ) -> None:
@@ -121,7 +122,9 @@ class NativeEngine:
         self._planner = Planner(
             slots=slots, pool=pool, max_rows=slots + chunk, max_sampled=slots + chunk
         )
-        self._runner = _runner(self._driver, self.cache, slots=slots, max_rows=slots + chunk)
+        self._runner = _runner(
+            self._driver, self.cache, slots=slots, max_rows=slots + chunk, is_compiled=is_compiled
+        )
         self._under_way: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
         self._unreported = 0
@@ -404,9 +407,13 @@ def _stop_tokens(model: PreTrainedModel) -> Sequence[int]:
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 
-def _runner(driver: Driver, size: CacheSize, *, slots: int, max_rows: int) -> Runner:
+def _runner(
+    driver: Driver, size: CacheSize, *, slots: int, max_rows: int, is_compiled: bool
+) -> Runner:
     if driver.device.type == "cuda":
         from sortedrl.engines.native.cuda import CudaRunner
 
-        return CudaRunner(driver, size=size, slots=slots, max_rows=max_rows)
+        return CudaRunner(
+            driver, size=size, slots=slots, max_rows=max_rows, is_compiled=is_compiled
+        )
     return CpuRunner(driver, size=size, slots=slots)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 from sortedrl.engines.native import noise
@@ -58,6 +58,11 @@ class KernelRows:
     tile_starts_R: Tensor
     tile_counts_R: Tensor
     block_tables: Tensor
+
+    def __post_init__(self) -> None:
+        """The kernels step through memory."""
+        per_row = (self.slots_R, self.positions_R, self.tile_starts_R, self.tile_counts_R)
+        assert all(tensor.is_contiguous() for tensor in (*per_row, self.block_tables))
 
 
 class Choices(NamedTuple):
@@ -139,7 +144,7 @@ def paged_attention(
     )  # fmt: skip
     if num_splits > 1:
         _merge[(num_rows, num_key_heads)](
-            partials, weights, out, rows.positions_R,
+            partials, weights, out, rows.positions_R, num_splits,
             G=group, G_PAD=triton.next_power_of_2(group), D=dim, D_PAD=dim_pad, WINDOW=window or 0,
             SPLIT=SPLIT_TOKENS,
             num_warps=4,
@@ -167,9 +172,11 @@ def sample(
     slot of -1 writes nowhere.
     """
     num_rows, vocabulary = logits_QV.shape
-    assert logits_QV.stride(1) == 1
     chunks = triton.cdiv(vocabulary, CHUNK_TOKENS)
     inputs = (logits_QV, streams_Q, positions_Q, inverse_temperatures_Q, floors_Q)
+    targets = (expected_Q, commit_slots_Q, last_tokens_S)
+    assert logits_QV.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (*inputs[1:], *targets))
     best_tokens_QC = logits_QV.new_empty(num_rows, chunks, dtype=torch.int32)
     best_QC = torch.empty_like(best_tokens_QC, dtype=torch.float32)
     partial = (best_tokens_QC, best_QC, torch.empty_like(best_QC), torch.empty_like(best_QC))
@@ -182,9 +189,8 @@ def sample(
         *inputs, *partial, vocabulary, logits_QV.stride(0), CHUNK=CHUNK_TOKENS, num_warps=4
     )
     _choose[(num_rows,)](
-        *inputs, expected_Q, commit_slots_Q, last_tokens_S,
-        *partial, *choices,
-        chunks, logits_QV.stride(0), C_PAD=triton.next_power_of_2(chunks), num_warps=1,
+        *inputs, *targets, *partial, *choices, vocabulary, logits_QV.stride(0),
+        chunks, C_PAD=triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
     return choices
 
@@ -303,6 +309,7 @@ def _attend(
 @_kernel
 def _merge(
     partials: tl.tensor, weights: tl.tensor, out: tl.tensor, positions_R: tl.tensor,
+    num_splits: tl.tensor,
     G: tl.constexpr, G_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -319,7 +326,7 @@ def _merge(
     largest_G = tl.full([G_PAD], float("-inf"), tl.float32)
     sums_G = tl.zeros([G_PAD], tl.float32)
     result = tl.zeros([G_PAD, D_PAD], tl.float32)
-    for split in range(first, position // SPLIT + 1):
+    for split in range(first, tl.minimum(position // SPLIT + 1, num_splits)):
         offsets_G = outputs_G + tl.cast(split, tl.int64) * tl.num_programs(0) * num_heads
         weights_G = tl.load(weights + offsets_G, mask=heads_G < G, other=0.0)
         partial = tl.load(partials + offsets_G[:, None] * D + dims[None, :], mask=mask, other=0.0)
@@ -329,7 +336,8 @@ def _merge(
         sums_G = sums_G * decay_G + share_G
         result = result * decay_G[:, None] + partial * share_G[:, None]
         largest_G = new_largest_G
-    result = result / sums_G[:, None]
+    # Correctly rounded, so that the result of a single split stays as it is.
+    result = tl.div_rn(result, tl.broadcast_to(sums_G[:, None], [G_PAD, D_PAD]))
     tl.store(out + outputs_G[:, None] * D + dims[None, :], result, mask=mask)
 
 
@@ -353,14 +361,6 @@ def _gumbel(key: tl.tensor, tokens: tl.tensor) -> tl.tensor:
 
 
 @_kernel
-def _perturb(
-    logits: tl.tensor, tokens: tl.tensor, stream: tl.tensor, position: tl.tensor, inverse: tl.tensor
-) -> tl.tensor:
-    gumbel = _gumbel(_row_key(stream, position), tokens)
-    return tl.where(inverse > 0.0, logits * inverse + gumbel, logits)
-
-
-@_kernel
 def _choose_in_chunk(
     logits_QV: tl.tensor, streams_Q: tl.tensor, positions_Q: tl.tensor,
     inverse_temperatures_Q: tl.tensor, floors_Q: tl.tensor,
@@ -375,13 +375,13 @@ def _choose_in_chunk(
     logits = tl.load(logits_QV + row * logits_stride + tokens, mask=mask, other=float("-inf"))
     logits = logits.to(tl.float32)
     inverse = tl.load(inverse_temperatures_Q + row)
-    stream = tl.load(streams_Q + row)
-    perturbed = _perturb(logits, tokens, stream, tl.load(positions_Q + row), inverse)
+    scaled = logits * tl.where(inverse > 0.0, inverse, 1.0)
+    gumbel = _gumbel(_row_key(tl.load(streams_Q + row), tl.load(positions_Q + row)), tokens)
+    perturbed = scaled + tl.where(inverse > 0.0, gumbel, 0.0)
     perturbed = tl.where(logits < tl.load(floors_Q + row), float("-inf"), perturbed)
     best = tl.max(perturbed, 0)
     best_token = tl.min(tl.where(perturbed == best, tokens, _NO_TOKEN), 0)
 
-    scaled = logits * tl.where(inverse > 0.0, inverse, 1.0)
     largest = tl.max(scaled, 0)
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     target = row * tl.num_programs(1) + chunk
@@ -394,12 +394,12 @@ def _choose_in_chunk(
 @_kernel
 def _choose(
     logits_QV: tl.tensor, streams_Q: tl.tensor, positions_Q: tl.tensor,
-    inverse_temperatures_Q: tl.tensor,
-    floors_Q: tl.tensor, expected_Q: tl.tensor, commit_slots_Q: tl.tensor, last_tokens_S: tl.tensor,
+    inverse_temperatures_Q: tl.tensor, floors_Q: tl.tensor,
+    expected_Q: tl.tensor, commit_slots_Q: tl.tensor, last_tokens_S: tl.tensor,
     best_tokens_QC: tl.tensor, best_QC: tl.tensor, largest_QC: tl.tensor, sums_QC: tl.tensor,
     tokens_Q: tl.tensor, logprobs_Q: tl.tensor, gaps_Q: tl.tensor, expected_logprobs_Q: tl.tensor,
-    num_chunks: tl.tensor, logits_stride: tl.tensor,
-    C_PAD: tl.constexpr,
+    vocabulary: tl.tensor, logits_stride: tl.tensor,
+    num_chunks: tl.tensor, C_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, C_PAD)
@@ -414,19 +414,22 @@ def _choose(
     largest = tl.max(largest_C, 0)
     log_sum = tl.log(tl.sum(sums_C * tl.exp(largest_C - largest), 0))
 
-    inverse = tl.load(inverse_temperatures_Q + row)
-    scoring = tl.where(inverse > 0.0, inverse, 1.0)
+    # A row of NaN has no best token: it must not send the loads below out of bounds.
+    token = tl.minimum(token, vocabulary - 1)
     expected = tl.load(expected_Q + row)
     expected = tl.where(expected >= 0, expected, token)
+    inverse = tl.load(inverse_temperatures_Q + row)
+    scoring = tl.where(inverse > 0.0, inverse, 1.0)
     logits_V = logits_QV + row * logits_stride
-    logit = tl.load(logits_V + token).to(tl.float32)
+    scaled = tl.load(logits_V + token).to(tl.float32) * scoring
     expected_logit = tl.load(logits_V + expected).to(tl.float32)
-    stream = tl.load(streams_Q + row)
-    perturbed = _perturb(expected_logit, expected, stream, tl.load(positions_Q + row), inverse)
+    expected_scaled = expected_logit * scoring
+    gumbel = _gumbel(_row_key(tl.load(streams_Q + row), tl.load(positions_Q + row)), expected)
+    perturbed = expected_scaled + tl.where(inverse > 0.0, gumbel, 0.0)
     perturbed = tl.where(expected_logit < tl.load(floors_Q + row), float("-inf"), perturbed)
     tl.store(tokens_Q + row, token)
-    tl.store(logprobs_Q + row, logit * scoring - largest - log_sum)
+    tl.store(logprobs_Q + row, scaled - largest - log_sum)
     tl.store(gaps_Q + row, tl.where(expected == token, 0.0, best - perturbed))
-    tl.store(expected_logprobs_Q + row, expected_logit * scoring - largest - log_sum)
+    tl.store(expected_logprobs_Q + row, expected_scaled - largest - log_sum)
     slot = tl.load(commit_slots_Q + row)
     tl.store(last_tokens_S + slot, token, mask=slot >= 0)

@@ -1,0 +1,366 @@
+"""Forward passes on a GPU: the whole pass, from rows to chosen tokens, replayed as one graph.
+
+The host only says which rows run (one small copy in) and reads what they chose (one small copy
+out); the token a row takes in may be one the host has not read yet, because the device keeps the
+last token of every slot. The passes come in a few sizes; the first pass of a size runs as it is,
+the second is captured, all later ones are replays.
+
+Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sortedrl.engines.native.driver import Driver, attention_shape
+from sortedrl.engines.native.kernels import (
+    SPLIT_TOKENS,
+    KernelRows,
+    paged_attention,
+    sample,
+    tokens_per_tile,
+    write_cache,
+)
+from sortedrl.engines.native.memory import CacheSize
+from sortedrl.engines.native.planner import Piece, Plan
+from sortedrl.engines.native.request import Request
+from sortedrl.engines.native.sampling import Draw, Filter, Outcome, floors
+
+_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_BUFFERS = 3
+_TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
+_TAKE_LAST = -1
+_ALL_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What decides which graph a pass is."""
+
+    rows: int
+    sampled: int
+    splits: int
+    is_filtered: bool
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A pass of one size as a graph, with the place of its results."""
+
+    graph: torch.cuda.CUDAGraph
+    results_4Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """Results on their way to the host."""
+
+    results_4Q: NDArray[numpy.int32]
+    arrived: torch.cuda.Event
+
+
+class CudaRunner:
+    """Runs plans on a GPU, one ahead of the host."""
+
+    lag = 1
+
+    def __init__(
+        self, driver: Driver, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
+    ) -> None:
+        """Room for the cache and for what travels; graphs are made as sizes are met."""
+        layers, heads, dim = attention_shape(driver.config)
+        device, places = driver.device, size.num_blocks * size.block_tokens
+        self._driver = driver
+        self._device = device
+        self._max_rows = _rounded(max_rows)
+        self._pages = _CudaPages(
+            [
+                (
+                    torch.zeros(heads, places, dim, dtype=driver.dtype, device=device),
+                    torch.zeros(heads, places, dim, dtype=driver.dtype, device=device),
+                )
+                for _ in range(layers)
+            ],
+            block_tokens=size.block_tokens,
+        )
+        self._tile_tokens = tokens_per_tile(driver.config.num_attention_heads // heads)
+        self._rows = torch.zeros(7, self._max_rows, dtype=torch.int32, device=device)
+        self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._slots = _SlotState(slots, -(-driver.max_context // size.block_tokens) + 1, device)
+        self._host_rows = deque(
+            _pinned((7, self._max_rows), torch.int32, device) for _ in range(_BUFFERS)
+        )
+        self._host_results = deque(
+            _pinned((4, self._max_rows), torch.int32, device) for _ in range(_BUFFERS)
+        )
+        self._recorded: dict[_Size, _Recorded | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        driver.replaced = {driver.output_layer: _fp32_logits(driver.output_layer)}
+        if is_compiled:
+            driver.compile_layers()
+
+    def weights_changed(self) -> None:
+        """Nothing to do: graphs read the parameters where they are."""
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> _Ticket:
+        """Start a pass behind those under way."""
+        size = self._fill(plan)
+        if size in self._recorded:
+            recorded = self._recorded[size] or self._record(size)
+            recorded.graph.replay()
+            results_4Q = recorded.results_4Q
+        else:
+            self._recorded[size] = None
+            results_4Q = self._run(size)
+        self._host_results.rotate(1)
+        host = self._host_results[0].flatten()[: 4 * size.sampled].view(4, size.sampled)
+        host.copy_(results_4Q, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return _Ticket(host.numpy(), arrived)
+
+    def collect(self, ticket: object) -> Outcome:
+        """Wait for the results of a pass."""
+        assert isinstance(ticket, _Ticket), "tickets come from launch"
+        ticket.arrived.synchronize()
+        numbers = ticket.results_4Q.view(numpy.float32)
+        return Outcome(
+            tokens=ticket.results_4Q[0].tolist(),
+            logprobs=numbers[1].tolist(),
+            gaps=numbers[2].tolist(),
+            expected_logprobs=numbers[3].tolist(),
+        )
+
+    def _fill(self, plan: Plan) -> _Size:
+        """Write down the rows of a plan and send them off."""
+        self._host_rows.rotate(1)
+        host = self._host_rows[0].numpy()
+        host[_TOKENS : _TILE_COUNTS + 1] = 0
+        host[_SLOTS] = self._slots.padding_slot
+        host[_EXPECTED:] = -1
+        row = tile = longest = 0
+        is_filtered = False
+        for piece in plan.pieces:
+            end = piece.start + piece.count
+            longest = max(longest, end)
+            self._slots.update(piece.slot, piece.request)
+            is_filtered |= piece.is_sampled and piece.request.sampling.is_filtered
+            _fill_piece(host, piece, row)
+            for start in range(0, piece.count, self._tile_tokens):
+                host[_TILE_STARTS, tile] = row + start
+                host[_TILE_COUNTS, tile] = min(self._tile_tokens, piece.count - start)
+                tile += 1
+            row += piece.count
+        self._rows.copy_(self._host_rows[0], non_blocking=True)
+        self._slots.send()
+        sampled = min(_rounded(plan.num_rows), _rounded(max(plan.num_sampled, 1)))
+        splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
+        return _Size(_rounded(plan.num_rows), sampled, splits, is_filtered)
+
+    def _record(self, size: _Size) -> _Recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results_4Q = self._run(size)
+        recorded = self._recorded[size] = _Recorded(graph, results_4Q)
+        return recorded
+
+    def _run(self, size: _Size) -> Tensor:
+        """The pass itself, from what was sent to the results."""
+        rows = self._rows[:, : size.rows]
+        slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
+        last_R = self._last_tokens_S[slots_R]
+        tokens_R = torch.where(rows[_TOKENS] == _TAKE_LAST, last_R, rows[_TOKENS])
+        self._pages.rows = KernelRows(
+            slots_R=slots_R,
+            positions_R=positions_R,
+            tile_starts_R=rows[_TILE_STARTS],
+            tile_counts_R=rows[_TILE_COUNTS],
+            block_tables=self._slots.block_tables,
+        )
+        self._pages.num_splits = size.splits
+        keep_Q = torch.arange(size.sampled, device=self._device)
+        with self._driver.driving():
+            logits_QV = self._driver.forward(
+                tokens_R.long(), positions_R.long(), keep_Q, self._pages
+            )
+        draw, keep = self._slots.facts(rows, slots_R[: size.sampled])
+        if size.is_filtered:
+            floors_Q = floors(logits_QV, draw, keep)
+        else:
+            floors_Q = torch.full_like(draw.inverse_temperatures_Q, -torch.inf)
+        chosen = sample(
+            logits_QV,
+            streams_Q=draw.streams_Q,
+            positions_Q=draw.positions_Q,
+            inverse_temperatures_Q=draw.inverse_temperatures_Q,
+            floors_Q=floors_Q,
+            expected_Q=draw.expected_Q,
+            commit_slots_Q=rows[_COMMIT, : size.sampled],
+            last_tokens_S=self._last_tokens_S,
+        )
+        numbers = (chosen.logprobs_Q, chosen.gaps_Q, chosen.expected_logprobs_Q)
+        return torch.stack((chosen.tokens_Q, *(n.view(torch.int32) for n in numbers)))
+
+
+class _SlotState:
+    """What the device knows of the request in each slot; the last slot is padding."""
+
+    def __init__(self, slots: int, max_blocks: int, device: torch.device) -> None:
+        """Empty slots."""
+        self.padding_slot = slots
+        self._tables = _Mirror((slots + 1, max_blocks), torch.int32, device)
+        self._facts = _Mirror((slots + 1, 6), torch.int64, device)
+        self._admissions = [0] * (slots + 1)
+        self._num_blocks = [0] * (slots + 1)
+
+    @property
+    def block_tables(self) -> Tensor:
+        """The blocks of each slot."""
+        return self._tables.device
+
+    def update(self, slot: int, request: Request) -> None:
+        """Notice a request that is new in its slot, or has new blocks."""
+        if self._admissions[slot] != request.age:
+            self._admissions[slot] = request.age
+            self._num_blocks[slot] = 0
+            sampling = request.sampling
+            inverse = 1 / sampling.temperature if sampling.temperature else 0.0
+            bits = numpy.array([inverse, sampling.top_p, sampling.min_p], dtype=numpy.float32)
+            self._facts.host[slot] = (
+                request.stream,
+                request.prompt_tokens,
+                sampling.top_k or _ALL_TOKENS,
+                *bits.view(numpy.int32),
+            )
+            self._facts.is_dirty = True
+        known = self._num_blocks[slot]
+        if known < len(request.blocks):
+            self._tables.host[slot, known : len(request.blocks)] = request.blocks[known:]
+            self._num_blocks[slot] = len(request.blocks)
+            self._tables.is_dirty = True
+
+    def send(self) -> None:
+        """Bring the device up to date."""
+        self._tables.send()
+        self._facts.send()
+
+    def facts(self, rows: Tensor, slots_Q: Tensor) -> tuple[Draw, Filter]:
+        """What the choice needs to know of the rows of these slots."""
+        facts_Q6 = self._facts.device[slots_Q]
+        numbers_Q3 = facts_Q6[:, 3:].to(torch.int32).view(torch.float32)
+        size = slots_Q.shape[0]
+        draw = Draw(
+            streams_Q=facts_Q6[:, 0].contiguous(),
+            positions_Q=(rows[_POSITIONS, :size] + 1 - facts_Q6[:, 1]).to(torch.int32),
+            inverse_temperatures_Q=numbers_Q3[:, 0].contiguous(),
+            expected_Q=rows[_EXPECTED, :size],
+        )
+        return draw, Filter(facts_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
+
+
+class _Mirror:
+    """A table that is written on the host and read on the device."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Zeros on both sides."""
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+        self.host = torch.zeros(shape, dtype=dtype).numpy()
+        self.is_dirty = False
+        self._travelling = deque(_pinned(shape, dtype, device) for _ in range(_BUFFERS))
+
+    def send(self) -> None:
+        """Copy it over, behind the passes under way that still read the old one."""
+        if self.is_dirty:
+            self._travelling.rotate(1)
+            self._travelling[0].numpy()[:] = self.host
+            self.device.copy_(self._travelling[0], non_blocking=True)
+            self.is_dirty = False
+
+
+class _CudaPages:
+    """The cache as a pass on the GPU sees it."""
+
+    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
+        """The cache of every layer; the rows are set before each pass."""
+        self.rows: KernelRows | None = None
+        self.num_splits = 1
+        self._caches = caches
+        self._block_tokens = block_tokens
+
+    def attend(
+        self,
+        layer: int,
+        q_1HRD: Tensor,
+        k_1KRD: Tensor,
+        v_1KRD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Write the new keys and values, then read for each tile."""
+        assert self.rows is not None, "the rows are set before each pass"
+        keys_KND, values_KND = self._caches[layer]
+        write_cache(
+            k_1KRD, v_1KRD, keys_KND, values_KND, rows=self.rows, block_tokens=self._block_tokens
+        )
+        return paged_attention(
+            q_1HRD,
+            keys_KND,
+            values_KND,
+            rows=self.rows,
+            block_tokens=self._block_tokens,
+            scale=scale,
+            window=window,
+            num_splits=self.num_splits,
+        )
+
+
+def _pinned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that the device can copy from and to by itself."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
+    request, start, count = piece.request, piece.start, piece.count
+    tokens = request.tokens
+    if count == 1:
+        host[_TOKENS, row] = tokens[start] if start < len(tokens) else _TAKE_LAST
+        host[_POSITIONS, row] = start
+        host[_SLOTS, row] = piece.slot
+    else:
+        host[_TOKENS, row : row + count] = tokens[start : start + count]
+        host[_POSITIONS, row : row + count] = range(start, start + count)
+        host[_SLOTS, row : row + count] = piece.slot
+    if piece.is_speculative:
+        host[_COMMIT, row] = piece.slot
+    elif piece.is_sampled:
+        expected = tokens[start + 1 : start + count + 1]
+        host[_EXPECTED, row : row + len(expected)] = expected
+
+
+def _fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The output layer with its sums in fp32 kept, not rounded back to the weights' type."""
+    if output.weight.dtype == torch.float32:
+        return lambda x: linear(x, output.weight, output.bias)
+
+    def forward(x: Tensor) -> Tensor:
+        logits = torch.mm(x.flatten(0, -2), output.weight.t(), out_dtype=torch.float32)
+        if output.bias is not None:
+            logits = logits + output.bias.float()
+        return logits.unflatten(0, x.shape[:-1])
+
+    return forward
+
+
+def _rounded(count: int) -> int:
+    """The next size of pass."""
+    return next((size for size in _SIZES if size >= count), -(-count // 1024) * 1024)
