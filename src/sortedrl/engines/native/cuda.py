@@ -147,19 +147,21 @@ class CudaRunner:
         host[_TOKENS : _TILE_COUNTS + 1] = 0
         host[_SLOTS] = self._slots.padding_slot
         host[_EXPECTED:] = -1
-        row = tile = longest = 0
-        is_filtered = False
-        for piece in plan.pieces:
-            end = piece.start + piece.count
-            longest = max(longest, end)
+        pieces = plan.pieces
+        for piece in pieces:
             self._slots.update(piece.slot, piece.request)
-            is_filtered |= piece.is_sampled and piece.request.sampling.is_filtered
+        singles = next((i for i, p in enumerate(pieces) if p.count > 1), len(pieces))
+        _fill_singles(host, pieces[:singles])
+        row = tile = singles
+        for piece in pieces[singles:]:
             _fill_piece(host, piece, row)
             for start in range(0, piece.count, self._tile_tokens):
                 host[_TILE_STARTS, tile] = row + start
                 host[_TILE_COUNTS, tile] = min(self._tile_tokens, piece.count - start)
                 tile += 1
             row += piece.count
+        longest = max(piece.start + piece.count for piece in pieces)
+        is_filtered = any(piece.request.sampling.is_filtered for piece in plan.sampled)
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
         sampled = min(_rounded(plan.num_rows), _rounded(max(plan.num_sampled, 1)))
@@ -329,21 +331,36 @@ def _pinned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def _fill_singles(host: NDArray[numpy.int32], pieces: Sequence[Piece]) -> None:
+    """The rows of pieces of one row each, a tile each: nearly always, all of a pass."""
+    count = len(pieces)
+    starts = [piece.start for piece in pieces]
+    slots = [piece.slot for piece in pieces]
+    host[_TOKENS, :count] = [
+        _TAKE_LAST if start >= len(piece.request.tokens) else piece.request.tokens[start]
+        for start, piece in zip(starts, pieces, strict=True)
+    ]
+    host[_POSITIONS, :count] = starts
+    host[_SLOTS, :count] = slots
+    host[_COMMIT, :count] = [piece.slot if piece.is_speculative else -1 for piece in pieces]
+    host[_TILE_STARTS, :count] = range(count)
+    host[_TILE_COUNTS, :count] = 1
+    for row, piece in enumerate(pieces):
+        if not piece.is_speculative:
+            _fill_expected(host, piece, row)
+
+
 def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
-    request, start, count = piece.request, piece.start, piece.count
-    tokens = request.tokens
-    if count == 1:
-        host[_TOKENS, row] = tokens[start] if start < len(tokens) else _TAKE_LAST
-        host[_POSITIONS, row] = start
-        host[_SLOTS, row] = piece.slot
-    else:
-        host[_TOKENS, row : row + count] = tokens[start : start + count]
-        host[_POSITIONS, row : row + count] = range(start, start + count)
-        host[_SLOTS, row : row + count] = piece.slot
-    if piece.is_speculative:
-        host[_COMMIT, row] = piece.slot
-    elif piece.is_sampled:
-        expected = tokens[start + 1 : start + count + 1]
+    end, rows = piece.start + piece.count, slice(row, row + piece.count)
+    host[_TOKENS, rows] = piece.request.tokens[piece.start : end]
+    host[_POSITIONS, rows] = range(piece.start, end)
+    host[_SLOTS, rows] = piece.slot
+    _fill_expected(host, piece, row)
+
+
+def _fill_expected(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
+    if piece.is_sampled:
+        expected = piece.request.tokens[piece.start + 1 : piece.start + piece.count + 1]
         host[_EXPECTED, row : row + len(expected)] = expected
 
 

@@ -289,7 +289,7 @@ class NativeEngine:
             tolerance=tolerance,
             tokens=tokens,
             kept_segments=trajectory.segments if stands else (),
-            checked=trajectory.num_tokens if stands else 0,
+            unchecked=0 if stands else trajectory.num_tokens,
             decode=self._tokenizer.decode if self._tokenizer is not None else None,
         )
 
@@ -389,7 +389,7 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
     before = request.decoded
     for index in range(row, row + piece.count):
         token, logprob = outcome.tokens[index], outcome.logprobs[index]
-        if not request.is_checking:
+        if not request.unchecked:
             request.accept(token, logprob)
         elif outcome.gaps[index] <= request.tolerance:
             request.confirm(outcome.expected_logprobs[index])

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sortedrl.engines.native.blocks import BlockPool
 from sortedrl.engines.native.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive rows of one request, all sampled or none.
 
-    `life` is the request's when the piece was planned: what comes back for an older life is void.
+    A speculative piece is one row whose token the device keeps for the next pass, before the host
+    has seen it. `life` is the request's when the piece was planned: results for an older life are
+    void.
     """
 
     request: Request
@@ -55,22 +57,31 @@ class Plan:
         """Rows of the pass."""
         return self.num_sampled + self.num_unsampled
 
-    def add(self, request: Request, *, count: int) -> None:
-        """Plan the next rows of a request."""
-        assert request.slot is not None, "only requests in a slot are planned"
+    def add_decode(self, request: Request, slot: int) -> None:
+        """Plan the next row of a request that needs nothing but its last token."""
+        start = request.fed
+        self.sampled.append(Piece(request, slot, start, 1, True, True, request.life))
+        self.num_sampled += 1
+        self.num_prefilled += start < request.prefill_end
+        request.pending += 1
+        request.in_flight += 1
+        request.fed = start + 1
+
+    def add_chunk(self, request: Request, slot: int, *, count: int) -> None:
+        """Plan the next `count` rows of a request, sampled or not as they need."""
         start, end = request.fed, request.fed + count
         split = min(max(request.first_sampled, start), end)
-        is_speculative = not request.is_checking
         if split > start:
-            piece = Piece(request, request.slot, start, split - start, False, False, request.life)
-            self.unsampled.append(piece)
-            self.num_unsampled += piece.count
+            rows = split - start
+            self.unsampled.append(Piece(request, slot, start, rows, False, False, request.life))
+            self.num_unsampled += rows
         if split < end:
-            piece = Piece(
-                request, request.slot, split, end - split, True, is_speculative, request.life
+            rows = end - split
+            is_speculative = not request.unchecked
+            self.sampled.append(
+                Piece(request, slot, split, rows, True, is_speculative, request.life)
             )
-            self.sampled.append(piece)
-            self.num_sampled += piece.count
+            self.num_sampled += rows
             request.pending += is_speculative
             request.in_flight += 1
         self.num_prefilled += max(0, min(end, request.prefill_end) - start)
@@ -110,17 +121,20 @@ class Planner:
         """The rows of the next pass; empty if all that is left waits for results."""
         plan = Plan()
         chunked = []
+        size = self.pool.block_tokens
         for request in list(self._running.values()):
-            if request.slot is None or request.fed >= request.end:
+            fed, slot = request.fed, request.slot
+            end = len(request.tokens) + request.pending
+            if slot is None:  # preempted for an older one just now
                 continue
-            if request.end - request.fed == 1 and not request.is_checking:
-                if self._grow(request):
-                    plan.add(request, count=1)
-            else:
+            if fed != end - 1 or request.unchecked:
                 chunked.append(request)
+            elif end < request.max_length and (
+                fed < len(request.blocks) * size or self._grow(request)
+            ):
+                plan.add_decode(request, slot)
         for request in chunked:
-            if request.slot is not None:
-                self._add_chunk(plan, request)
+            self._add_chunk(plan, request)
         self._admit(plan)
         plan.num_running = len(self._running)
         return plan
@@ -140,11 +154,13 @@ class Planner:
         return requests
 
     def _add_chunk(self, plan: Plan, request: Request) -> None:
+        if request.slot is None:
+            return
         count = min(request.end - request.fed, self._max_rows - plan.num_rows)
         unsampled = max(0, request.first_sampled - request.fed)
         count = min(count, unsampled + max(0, self._max_sampled - plan.num_sampled))
         if count > 0:
-            plan.add(request, count=count)
+            plan.add_chunk(request, request.slot, count=count)
             self._remember(request, min(request.fed, request.prompt_tokens))
 
     def _admit(self, plan: Plan) -> None:
@@ -176,9 +192,7 @@ class Planner:
         return True
 
     def _grow(self, request: Request) -> bool:
-        """Make sure there is a block for the next position, at the cost of the youngest."""
-        if request.fed < len(request.blocks) * self.pool.block_tokens:
-            return True
+        """Find a block for the next position, if need be at the cost of the youngest."""
         while not self.pool.num_free:
             youngest = self._running[next(reversed(self._running))]
             self._evict(youngest)

@@ -25,8 +25,8 @@ _MARGIN_TOKENS = 8
 class Request:
     """A trajectory in the engine's queue or in one of its slots.
 
-    `checked` counts the answer tokens known to stand under the present weights. While it is less
-    than the answer has, rows from the end of the prompt on are sampled and compared.
+    `unchecked` counts the cached tokens that may fall under the present weights. While there are
+    any, rows from the last one known to stand on are sampled and compared.
     """
 
     trajectory: Trajectory
@@ -37,7 +37,7 @@ class Request:
     tolerance: float
     tokens: list[int]
     kept_segments: tuple[Segment, ...]
-    checked: int
+    unchecked: int
     decode: Decode | None = None
     logprobs: list[float] = field(default_factory=list)
     decoded: int = 0
@@ -51,55 +51,42 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     remembered: int = 0
     content: Content = ROOT
+    prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)
     closes: FinishReason | None = None
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         """Notice an answer that came complete: it ends where it ended if all of it stands."""
-        if self.answer_tokens:
+        self.prompt_tokens = len(self.trajectory.prompt.tokens)
+        self.max_length = self.prompt_tokens + self.limit
+        if len(self.tokens) > self.prompt_tokens:
             self.closes = self._closing()
-        if not self.is_checking:
+        if not self.unchecked:
             self.finish_reason = self.closes
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.trajectory.prompt.tokens)
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of the answer that the host has read."""
-        return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def is_checking(self) -> bool:
-        """Whether cached tokens are still to be compared with what the weights write now."""
-        return self.checked < self.answer_tokens
 
     @property
     def end(self) -> int:
         """Positions that may be fed; the last token of a complete answer need not be."""
         end = len(self.tokens) + self.pending
-        is_last = self.closes is not None or end - self.prompt_tokens >= self.limit
-        return end - 1 if is_last else end
+        return end - 1 if self.closes is not None or end >= self.max_length else end
 
     @property
     def first_sampled(self) -> int:
         """The first position whose row is worth sampling."""
-        if self.is_checking:
-            return self.prompt_tokens - 1 + self.checked
-        return len(self.tokens) + self.pending - 1
+        return len(self.tokens) + self.pending - self.unchecked - 1
 
     def confirm(self, logprob: float) -> None:
         """The next cached token stands, with its log-probability under the present weights."""
         self.logprobs.append(logprob)
-        self.checked += 1
-        if not self.is_checking:
+        self.unchecked -= 1
+        if not self.unchecked:
             self.finish_reason = self.closes
 
     def part(self, token: int, logprob: float) -> None:
         """The next cached token falls, and all after it; the answer goes on with this one."""
-        del self.tokens[self.prompt_tokens + self.checked :]
+        del self.tokens[len(self.tokens) - self.unchecked :]
+        self.unchecked = 0
         self.closes = None
         self.life += 1
         self.fed = min(self.fed, len(self.tokens))
@@ -109,7 +96,6 @@ class Request:
         """The present weights wrote this token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.checked += 1
         self.decoded += 1
         self.finish_reason = self._closing()
 
@@ -122,7 +108,7 @@ class Request:
 
     def result(self, version: int) -> Trajectory:
         """The trajectory as it stands; one whose tokens are still being checked is as it came."""
-        if self.is_checking:
+        if self.unchecked:
             return self.trajectory
         segments = self.kept_segments
         if self.logprobs:
@@ -136,13 +122,13 @@ class Request:
         )
 
     def _closing(self) -> FinishReason | None:
-        if self.tokens[-1] in self.stop_tokens or self._ends_in_stop_string():
+        if self.tokens[-1] in self.stop_tokens:
             return "stop"
-        return "length" if self.answer_tokens >= self.limit else None
+        if self.sampling.stop_strings and self._ends_in_stop_string():
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_length else None
 
     def _ends_in_stop_string(self) -> bool:
-        if not self.sampling.stop_strings:
-            return False
         assert self.decode is not None, "stop strings need a tokenizer"
         # A token carries at least one byte, so what just appeared lies within the last few.
         longest = max(len(stop.encode()) for stop in self.sampling.stop_strings)
