@@ -1,7 +1,7 @@
 """The kernels against plain arithmetic, and the law that a row does not feel its batch.
 
 Without a GPU they run in Triton's interpreter, on small sizes.
-Axes as in kernels.py; L positions of one sequence.
+Axes as in the kernels' modules; L positions of one sequence.
 """
 
 import importlib
@@ -19,7 +19,10 @@ if not HAS_CUDA:
     importlib.reload(tl.standard)
     importlib.reload(tl)
 
-from sortedrl.engines.native import kernels, noise  # noqa: E402
+from sortedrl.engines.native import attention_kernels as kernels  # noqa: E402
+from sortedrl.engines.native import noise  # noqa: E402
+from sortedrl.engines.native.sampling import Draw  # noqa: E402
+from sortedrl.engines.native.sampling_kernels import sample  # noqa: E402
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -289,7 +292,9 @@ def _choices(logits_QV, **changes):
         "last_tokens_S": _ints([7] * 4),
     } | changes
     inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    return kernels.sample(logits_QV, **inputs), inputs
+    of_rows = {name: inputs[name] for name in Draw.__dataclass_fields__}
+    others = {name: tensor for name, tensor in inputs.items() if name not in of_rows}
+    return sample(logits_QV, Draw(**of_rows), **others), inputs
 
 
 def _perturbed(logits_QV, inputs):

@@ -67,7 +67,7 @@ class CpuRunner:
         tokens: list[int] = []
         positions: list[int] = []
         for piece in pieces:
-            end = piece.start + piece.count
+            end = piece.start + piece.num_rows
             tokens += piece.request.tokens[piece.start : end]
             positions += range(piece.start, end)
         pages = CpuPages(pieces, self._caches, block_tokens=self._block_tokens, padding=padding)
@@ -93,8 +93,8 @@ class CpuRunner:
 
 def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
     """Choose a token for every sampled row."""
-    requests = [piece.request for piece in pieces for _ in range(piece.count)]
-    after = [piece.start + step + 1 for piece in pieces for step in range(piece.count)]
+    requests = [piece.request for piece in pieces for _ in range(piece.num_rows)]
+    after = [piece.start + step + 1 for piece in pieces for step in range(piece.num_rows)]
     settings = [request.sampling for request in requests]
     draw = Draw(
         streams_Q=torch.tensor([request.stream for request in requests], dtype=torch.long),
@@ -132,7 +132,7 @@ class _Reading:
     piece: Piece
     row: int
     num_keys: int
-    first_place: int | None
+    first_place: int
     places: Tensor | None
 
     def keys(self, cache_KND: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Reading:
 
     def mask(self, *, window: int | None, repeats: int, padding: int) -> Tensor:
         """What each query row may see, as numbers to add: `[rows of the piece x repeats, L]`."""
-        rows = torch.arange(self.piece.start, self.piece.start + self.piece.count)[:, None]
+        rows = torch.arange(self.piece.start, self.piece.start + self.piece.num_rows)[:, None]
         keys = torch.arange(self.num_keys)[None]
         is_seen = keys <= rows
         if window is not None:
@@ -167,13 +167,13 @@ class CpuPages:
         self._caches = caches
         self._block_tokens = block_tokens
         self._padding = padding
-        self._num_rows = sum(piece.count for piece in pieces)
+        self._num_rows = sum(piece.num_rows for piece in pieces)
         places = [place for piece in pieces for place in self._places(piece)]
         self._places_R = torch.tensor(places)
         self._readings = self._make_readings(pieces)
         self._masks: dict[tuple[int | None, int], list[Tensor]] = {}
         self._num_single = next(
-            (i for i, piece in enumerate(pieces) if piece.count > 1), len(pieces)
+            (i for i, piece in enumerate(pieces) if piece.num_rows > 1), len(pieces)
         )
 
     def attend(
@@ -211,7 +211,7 @@ class CpuPages:
             ]
             out_RKGD[:singles] = torch.cat(outs)[:, :, :group]
         for reading, mask in zip(self._readings[singles:], masks[singles:], strict=True):
-            count, row = reading.piece.count, reading.row
+            count, row = reading.piece.num_rows, reading.row
             q_KXD = q_KGRD[:, :, row : row + count].flatten(1, 2)
             q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
             out_KXD = scaled_dot_product_attention(
@@ -229,11 +229,11 @@ class CpuPages:
         if key not in self._masks:
             self._masks[key] = [
                 reading.mask(window=window, repeats=1, padding=0)
-                if reading.piece.count == 1
+                if reading.piece.num_rows == 1
                 else reading.mask(
                     window=window,
                     repeats=group,
-                    padding=-group * reading.piece.count % _QUERY_MULTIPLE,
+                    padding=-group * reading.piece.num_rows % _QUERY_MULTIPLE,
                 )
                 for reading in self._readings
             ]
@@ -243,7 +243,7 @@ class CpuPages:
         size, blocks = self._block_tokens, piece.request.blocks
         return [
             blocks[position // size] * size + position % size
-            for position in range(piece.start, piece.start + piece.count)
+            for position in range(piece.start, piece.start + piece.num_rows)
         ]
 
     def _make_readings(self, pieces: Sequence[Piece]) -> list[_Reading]:
@@ -251,12 +251,12 @@ class CpuPages:
         row = 0
         for piece in pieces:
             readings.append(self._reading(piece, row))
-            row += piece.count
+            row += piece.num_rows
         return readings
 
     def _reading(self, piece: Piece, row: int) -> _Reading:
         size = self._block_tokens
-        num_keys = padded_keys(piece.start + piece.count)
+        num_keys = padded_keys(piece.start + piece.num_rows)
         blocks = piece.request.blocks[: -(-num_keys // size)]
         places_in_cache = self._caches[0][0].shape[1]
         first = blocks[0] * size
@@ -267,7 +267,7 @@ class CpuPages:
         places = (starts + torch.arange(size)).flatten()
         missing = max(0, num_keys - len(places))
         places = torch.cat((places, torch.zeros(missing, dtype=torch.long)))[:num_keys]
-        return _Reading(piece, row, num_keys, None, places)
+        return _Reading(piece, row, num_keys, first, places)
 
 
 def padded_keys(count: int) -> int:

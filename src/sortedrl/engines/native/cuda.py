@@ -20,19 +20,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sortedrl.engines.native.driver import Driver, attention_shape
-from sortedrl.engines.native.kernels import (
+from sortedrl.engines.native.attention_kernels import (
     SPLIT_TOKENS,
     KernelRows,
     paged_attention,
-    sample,
     tokens_per_tile,
     write_cache,
 )
+from sortedrl.engines.native.driver import Driver, attention_shape
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Draw, Filter, Outcome, floors
+from sortedrl.engines.native.sampling_kernels import sample
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BUFFERS = 3
@@ -150,17 +150,17 @@ class CudaRunner:
         pieces = plan.pieces
         for piece in pieces:
             self._slots.update(piece.slot, piece.request)
-        singles = next((i for i, p in enumerate(pieces) if p.count > 1), len(pieces))
+        singles = next((i for i, p in enumerate(pieces) if p.num_rows > 1), len(pieces))
         _fill_singles(host, pieces[:singles])
         row = tile = singles
         for piece in pieces[singles:]:
             _fill_piece(host, piece, row)
-            for start in range(0, piece.count, self._tile_tokens):
+            for start in range(0, piece.num_rows, self._tile_tokens):
                 host[_TILE_STARTS, tile] = row + start
-                host[_TILE_COUNTS, tile] = min(self._tile_tokens, piece.count - start)
+                host[_TILE_COUNTS, tile] = min(self._tile_tokens, piece.num_rows - start)
                 tile += 1
-            row += piece.count
-        longest = max(piece.start + piece.count for piece in pieces)
+            row += piece.num_rows
+        longest = max(piece.start + piece.num_rows for piece in pieces)
         is_filtered = any(piece.request.sampling.is_filtered for piece in plan.sampled)
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
@@ -201,11 +201,8 @@ class CudaRunner:
             floors_Q = torch.full_like(draw.inverse_temperatures_Q, -torch.inf)
         chosen = sample(
             logits_QV,
-            streams_Q=draw.streams_Q,
-            positions_Q=draw.positions_Q,
-            inverse_temperatures_Q=draw.inverse_temperatures_Q,
+            draw,
             floors_Q=floors_Q,
-            expected_Q=draw.expected_Q,
             commit_slots_Q=rows[_COMMIT, : size.sampled],
             last_tokens_S=self._last_tokens_S,
         )
@@ -351,7 +348,7 @@ def _fill_singles(host: NDArray[numpy.int32], pieces: Sequence[Piece]) -> None:
 
 
 def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
-    end, rows = piece.start + piece.count, slice(row, row + piece.count)
+    end, rows = piece.start + piece.num_rows, slice(row, row + piece.num_rows)
     host[_TOKENS, rows] = piece.request.tokens[piece.start : end]
     host[_POSITIONS, rows] = range(piece.start, end)
     host[_SLOTS, rows] = piece.slot
@@ -360,7 +357,7 @@ def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
 
 def _fill_expected(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
     if piece.is_sampled:
-        expected = piece.request.tokens[piece.start + 1 : piece.start + piece.count + 1]
+        expected = piece.request.tokens[piece.start + 1 : piece.start + piece.num_rows + 1]
         host[_EXPECTED, row : row + len(expected)] = expected
 
 
@@ -373,7 +370,8 @@ def _fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
         logits = torch.mm(x.flatten(0, -2), output.weight.t(), out_dtype=torch.float32)
         if output.bias is not None:
             logits = logits + output.bias.float()
-        return logits.unflatten(0, x.shape[:-1])
+        result: Tensor = logits.unflatten(0, x.shape[:-1])
+        return result
 
     return forward
 

@@ -322,7 +322,7 @@ class NativeEngine:
                 if request.finish_reason is not None:
                     self._planner.finish(request)
                     self._complete.append(request)
-            row += piece.count
+            row += piece.num_rows
         self.stats.decoded_tokens += decoded
         return decoded
 
@@ -387,7 +387,7 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
     """Hand the results of a piece's rows to its request; gives the tokens it wrote."""
     request = piece.request
     before = request.decoded
-    for index in range(row, row + piece.count):
+    for index in range(row, row + piece.num_rows):
         token, logprob = outcome.tokens[index], outcome.logprobs[index]
         if not request.unchecked:
             request.accept(token, logprob)
@@ -402,8 +402,7 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
 
 
 def _stop_tokens(model: PreTrainedModel) -> Sequence[int]:
-    config = model.generation_config
-    stop = config.eos_token_id if config is not None else model.config.eos_token_id
+    stop: int | list[int] | None = (model.generation_config or model.config).eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 

@@ -18,11 +18,9 @@ ROW_MULTIPLE = 8
 
 def can_pack(model: nn.Module) -> bool:
     """Whether this build and this model can use packed products."""
-    tensors = list(model.parameters())
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    return bool(torch.backends.mkldnn.is_available()) and all(
+        parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        for parameter in model.parameters()
     )
 
 
@@ -37,7 +35,8 @@ def packed_linears(model: nn.Module, *, rows: int) -> dict[nn.Module, Callable[[
 
 def _packed(linear: nn.Linear, *, rows: int) -> Callable[[Tensor], Tensor]:
     weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
-    bias = None if linear.bias is None else linear.bias.detach()
+    bias: Tensor | None = linear.bias
+    bias = bias.detach() if bias is not None else None
     product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(x: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ def load_model(
     except ValueError as error:
         raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
     _refuse_too_big(model, where)
-    moved: PreTrainedModel = model.to(where).eval()
-    return moved
+    torch.nn.Module.to(model, where)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401

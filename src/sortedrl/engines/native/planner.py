@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     request: Request
     slot: int
     start: int
-    count: int
+    num_rows: int
     is_sampled: bool
     is_speculative: bool
     life: int
