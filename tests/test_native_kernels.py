@@ -292,7 +292,7 @@ def _choices(logits_QV, **changes):
         "last_tokens_S": _ints([7] * 4),
     } | changes
     inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    of_rows = {name: inputs[name] for name in Draw.__dataclass_fields__}
+    of_rows = {name: inputs[name] for name in Draw._fields}
     others = {name: tensor for name, tensor in inputs.items() if name not in of_rows}
     return sample(logits_QV, Draw(**of_rows), **others), inputs
 

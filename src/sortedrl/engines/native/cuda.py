@@ -36,6 +36,7 @@ from sortedrl.engines.native.sampling_kernels import sample
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BUFFERS = 3
+_BIG_ROWS = 512
 _TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
 _TAKE_LAST = -1
 _ALL_TOKENS = 1 << 30
@@ -164,9 +165,12 @@ class CudaRunner:
         is_filtered = any(piece.request.sampling.is_filtered for piece in plan.sampled)
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
-        sampled = min(_rounded(plan.num_rows), _rounded(max(plan.num_sampled, 1)))
+        rows = _rounded(plan.num_rows)
+        # Passes with prompts in them are few and big: fewer sizes, so that they meet again.
+        fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
+        sampled = min(rows, _rounded(max(plan.num_sampled, fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
-        return _Size(_rounded(plan.num_rows), sampled, splits, is_filtered)
+        return _Size(rows, sampled, splits, is_filtered)
 
     def _record(self, size: _Size) -> _Recorded:
         graph = torch.cuda.CUDAGraph()

@@ -173,6 +173,8 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:  # noqa: A
         )
     if model.get_output_embeddings() is None:
         raise ModelError(f"{name} gives no logits; load it with AutoModelForCausalLM")
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ModelError(f"{name} must be in float32, float16 or bfloat16, got {model.dtype}")
     if not model._supports_attention_backend:
         raise ModelError(f"the attention of {name} cannot be exchanged in transformers; {other}")
     values = config.to_dict()

@@ -30,8 +30,12 @@ from sortedrl.engines.native.planner import Piece, Plan, Planner
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome, Sampling
 from sortedrl.engines.native.weights import PLAIN_ROUNDING, copy_weights
-from sortedrl.errors import RequestError
-from sortedrl.types import Step, Trajectory, Weights
+from sortedrl.errors import ModelError, RequestError
+from sortedrl.randomness import mix
+from sortedrl.types import Prompt, Segment, Step, Trajectory, Weights
+
+_PROBE_TOKENS = 24
+_PROBE_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 Limit = Callable[[Trajectory], int]
 """The tokens an answer may have at most."""
@@ -105,7 +109,9 @@ class NativeEngine:
         require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
         self._driver = Driver(model)
         on_gpu = self._driver.device.type == "cuda"
-        chunk = chunk_tokens if chunk_tokens is not None else (2048 if on_gpu else 256)
+        chunk = chunk_tokens
+        if chunk is None:
+            chunk = max(256, 2048 - slots) if on_gpu else 256
         require(chunk >= 1, f"chunk_tokens must be at least 1, got {chunk}")
         self.slots = slots
         self.version = version
@@ -128,6 +134,7 @@ class NativeEngine:
         self._under_way: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
         self._unreported = 0
+        self._check_model(model)
 
     @classmethod
     def from_pretrained(
@@ -302,6 +309,32 @@ class NativeEngine:
         """Start to count anew."""
         self.stats = Stats()
 
+    def _check_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model that computes something else in the engine than on its own."""
+        count = min(_PROBE_TOKENS, self.cache.tokens, self._driver.max_context)
+        tokens = [mix(index) % self._driver.vocabulary for index in range(count)]
+        cached = Segment(tokens[1:], [0.0] * (count - 1), version=self.version - 1)
+        probe = Trajectory(
+            prompt=Prompt(id=0, tokens=tokens[:1]), sample_index=0, group=0, seed=0,
+            segments=(cached,),
+        )  # fmt: skip
+        self.enqueue(
+            [self.request(probe, tolerance=1e30, limit=count - 1, sampling=Sampling(temperature=1))]
+        )
+        (read,) = self.step().finished
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([tokens], device=self.device)).logits[0]
+        plain_TV = logits_TV.float().log_softmax(-1).cpu()
+        plain_T = plain_TV[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()
+        if not gap <= _PROBE_GAPS[self._driver.dtype]:
+            raise ModelError(
+                f"{type(model).__name__} computes something else in the native engine than on its "
+                f"own (log-probabilities differ by {gap:.2g} on average): its attention has a part "
+                "the engine does not know; use the vLLM or SGLang engine for this model"
+            )
+        self.reset_stats()
+
     def _launch(self, plan: Plan) -> None:
         self._under_way.append((plan, self._runner.launch(plan)))
         self.stats.steps += 1
@@ -402,7 +435,7 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
 
 
 def _stop_tokens(model: PreTrainedModel) -> Sequence[int]:
-    stop: int | list[int] | None = (model.generation_config or model.config).eos_token_id
+    stop: int | list[int] | None = model.generation_config.eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 

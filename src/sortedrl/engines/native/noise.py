@@ -50,16 +50,19 @@ def words(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
     low = keys_R.to(torch.int32)[:, None]
     high = (keys_R >> 32).to(torch.int32)[:, None]
     bits = tokens_V.to(torch.int32) * signed(GOLDEN_32, bits=32) + low
-    bits = bits.bitwise_xor_(_shift(bits, 16, bits=32)).mul_(ROUND_32[0])
-    bits = bits.bitwise_xor_(_shift(bits, 15, bits=32)).bitwise_xor_(high).mul_(ROUND_32[1])
-    return bits.bitwise_xor_(_shift(bits, 15, bits=32)).bitwise_and_(MASK_31)
+    bits ^= _shift(bits, 16, bits=32)
+    bits *= ROUND_32[0]
+    bits ^= _shift(bits, 15, bits=32)
+    bits ^= high
+    bits *= ROUND_32[1]
+    bits ^= _shift(bits, 15, bits=32)
+    bits &= MASK_31
+    return bits
 
 
 def exponential(words: Tensor) -> Tensor:
     """Exponential noise `-log(1 - w)`, accurate in its small values."""
-    w = ((words.float() + 0.5) * 2.0**-31).clamp_(max=LARGEST)
-    series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4))))
-    return torch.where(w < SERIES_BELOW, series, -torch.log(1 - w))
+    return words.float().mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=-LARGEST).log1p_().neg_()
 
 
 def gumbel(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
@@ -69,4 +72,6 @@ def gumbel(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
 
 def _shift(value: Tensor, count: int, *, bits: int) -> Tensor:
     """A logical shift to the right: torch's is arithmetic."""
-    return (value >> count) & ((1 << (bits - count)) - 1)
+    shifted = value >> count
+    shifted &= (1 << (bits - count)) - 1
+    return shifted

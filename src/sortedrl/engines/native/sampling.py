@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from sortedrl.config import require
 from sortedrl.engines.native.noise import exponential, row_keys, words
 
 _NOTHING_EXPECTED = -1
+_CACHED_NUMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,7 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """What a choice needs to know of its rows, one entry per row."""
 
     streams_Q: Tensor
@@ -76,8 +77,7 @@ class Filter:
     min_p_Q: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The tokens chosen, and how the expected ones compare.
 
     `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
@@ -124,21 +124,36 @@ def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> 
     `exp(logit) / exponential noise` is the exponential of `logit + Gumbel noise`, so the largest
     is the same token, and gaps in nats are differences of logarithms.
     """
+    size = max(1, _CACHED_NUMBERS // logits_QV.shape[1])
+    parts = [
+        _choose_few(
+            logits_QV[start : start + size],
+            Draw(*(tensor[start : start + size] for tensor in draw)),
+            floors_Q[start : start + size] if floors_Q is not None else None,
+        )
+        for start in range(0, logits_QV.shape[0], size)
+    ]
+    if not parts:
+        return _choose_few(logits_QV, draw, floors_Q)
+    return Choice(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choice:
+    """The choice for rows so few that their numbers stay in the processor's cache."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     is_greedy_Q1 = inverse_Q1 == 0
     scaled_QV = logits_QV * inverse_Q1.masked_fill(is_greedy_Q1, 1.0)
     best_Q1 = scaled_QV.amax(-1, keepdim=True)
-    weights_QV = (scaled_QV - best_Q1).exp()
-    totals_Q = weights_QV.sum(-1)
+    race_QV = (scaled_QV - best_Q1).exp_()
+    totals_Q = race_QV.sum(-1)
     keys_Q = row_keys(draw.streams_Q, draw.positions_Q)
     noise_QV = exponential(words(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device)))
-    race_QV = weights_QV / noise_QV.masked_fill_(is_greedy_Q1, 1.0)
+    race_QV /= noise_QV.masked_fill_(is_greedy_Q1, 1.0)
     if floors_Q is not None:
         race_QV.masked_fill_(logits_QV < floors_Q[:, None], 0.0)
     winners_Q1 = race_QV.argmax(-1, keepdim=True)
     expected_Q1 = draw.expected_Q.long()[:, None]
-    is_expected_Q1 = expected_Q1 != _NOTHING_EXPECTED
-    expected_Q1 = expected_Q1.where(is_expected_Q1, winners_Q1)
+    expected_Q1 = expected_Q1.where(expected_Q1 != _NOTHING_EXPECTED, winners_Q1)
 
     def logprobs(tokens_Q1: Tensor) -> Tensor:
         return (scaled_QV.gather(-1, tokens_Q1) - best_Q1)[:, 0] - totals_Q.log()

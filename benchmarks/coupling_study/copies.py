@@ -1,0 +1,135 @@
+"""Rollout copies of the master weights, one for each precision and rounding rule.
+
+A copy follows the master after every update, as an engine's weights do, because what a held weight
+does depends on where it was. At version 0 of a running study it is where a long run has brought it:
+weights that move back and forth at random end up to `hold_ulps` units away from the master, with
+the density of a uniform offset of half a unit plus one of `hold_ulps - 0.5` units. For
+`hold_ulps = 1` that is stochastic rounding. A copy that began nearest to the master instead would
+not move for the first hundreds of updates, and survival would look better than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coupling_study.settings import Arithmetic, Precision, Settings
+from sortedrl.engines.native.weights import PLAIN_ROUNDING, held
+
+DTYPES: dict[Arithmetic, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the rollout weights are made from the master."""
+
+    precision: Precision
+    hold_ulps: float
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What the engine computes in."""
+        return "fp32" if self.precision == "bf16-in-fp32" else self.precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the copy is stored in."""
+        return DTYPES["bf16" if self.precision == "bf16-in-fp32" else self.precision]
+
+    def __str__(self) -> str:
+        """Its name in the tables."""
+        if self.precision == "fp32":
+            return "fp32"
+        is_plain = self.hold_ulps <= PLAIN_ROUNDING
+        return f"{self.precision} {'plain' if is_plain else f'held {self.hold_ulps:g}'}"
+
+
+class Copy:
+    """The rollout weights under one rule."""
+
+    def __init__(self, rule: Rule, master: Mapping[str, Tensor]) -> None:
+        """The master, rounded to the nearest."""
+        self.rule = rule
+        self.tensors = {name: weight.to(rule.dtype, copy=True) for name, weight in master.items()}
+        self._start = self.tensors
+
+    def settle(self, master: Mapping[str, Tensor], *, seed: int | None) -> None:
+        """Begin a study: nearest to the master, or where a long run would have brought it."""
+        spread = 0.0 if seed is None else self.rule.hold_ulps - PLAIN_ROUNDING
+        dither = Dither(self.rule.dtype, spread=spread, seed=seed or 0)
+        for name, weight in master.items():
+            self.tensors[name].copy_(dither(weight))
+        self._start = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def reset(self) -> None:
+        """Back to version 0."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(self._start[name])
+
+    def follow(self, master: Mapping[str, Tensor]) -> None:
+        """Take over an update of the master as the engine does."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(held(tensor, master[name], hold_ulps=self.rule.hold_ulps))
+
+    def nudge(self) -> None:
+        """Move a single weight, the largest of the first layer, by one unit in the last place."""
+        # The embedding comes first, and a row of it is only seen by its own token.
+        _, tensor = [tensor for tensor in self.tensors.values() if tensor.dim() == 2][:2]
+        weights = tensor.view(-1)
+        place = weights.abs().argmax()
+        value = weights[place].float()
+        weights[place] = value + cell_widths(value, self.rule.dtype)
+
+    def moved_share(self) -> float:
+        """Share of the weights that are not what they were at version 0."""
+        moved = sum(
+            (tensor != self._start[name]).sum().item() for name, tensor in self.tensors.items()
+        )
+        return moved / sum(tensor.numel() for tensor in self.tensors.values())
+
+
+def rules(settings: Settings) -> list[Rule]:
+    """Every precision with every rounding rule that makes a difference to it."""
+    return [
+        Rule(precision, hold)
+        for precision in settings.precisions
+        for hold in ((PLAIN_ROUNDING,) if precision == "fp32" else settings.holds)
+    ]
+
+
+class Dither:
+    """Random offsets of up to `spread` units in the last place of a type, the same for a seed."""
+
+    def __init__(self, dtype: torch.dtype, *, spread: float, seed: int) -> None:
+        """At the beginning of its random numbers."""
+        self._dtype = dtype
+        self._spread = spread
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The weight with offsets added, in its own type."""
+        if not self._spread:
+            return weight
+        device = weight.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        offsets = torch.rand(weight.shape, generator=self._generators[device], device=device)
+        offsets = offsets.sub_(0.5).mul_(2 * self._spread)
+        return weight + offsets.mul_(cell_widths(weight, self._dtype))
+
+
+def cell_widths(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each value the distance of its neighbours in `dtype`; 0 for 0."""
+    info = torch.finfo(dtype)
+    _, exponents = torch.frexp(values)
+    widths = torch.ldexp(torch.full_like(values, info.eps), exponents - 1)
+    widths = widths.clamp_(min=info.smallest_normal * info.eps)
+    return widths.masked_fill_(values == 0, 0.0)

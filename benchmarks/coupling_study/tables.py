@@ -1,0 +1,188 @@
+"""The findings on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from coupling_study.copies import Rule
+from coupling_study.recommend import LARGEST_RATIO, LEAST_KEPT, Recommendation
+from coupling_study.settings import Settings
+from coupling_study.study import Findings, Measurement
+from coupling_study.survival import Ratios
+
+_WIDTH = 132
+
+
+class Tables:
+    """Means over the seeds, a table for each question."""
+
+    def __init__(self, findings: Findings, settings: Settings) -> None:
+        """Nothing is printed yet."""
+        self._findings = findings
+        self._settings = settings
+        self._rules = list(dict.fromkeys(b.rule for b in findings.beginnings))
+        self._console = Console(width=_WIDTH)
+
+    def show(self, recommendations: Sequence[Recommendation]) -> None:
+        """Print them all."""
+        self._show_beginnings()
+        self._show_kept()
+        self._show_admitted()
+        self._show_recommendations(recommendations)
+
+    def _show_beginnings(self) -> None:
+        """Whether the copies are exact, and how far they are from the master."""
+        last = self._settings.updates[-1]
+        rates = self._settings.rates
+        table = _table(
+            "Rollout copies: kept at tolerance 0 by unchanged weights, and by all but one of them; "
+            "answers of which the engine keeps\nat one tolerance what the gaps say; mismatch, the "
+            f"mean |log-probability - master's|, before and after {last} updates",
+            ["weights", "answers", "tokens", "unchanged", "but one", "confirmed", "mismatch"],
+            [f"at {rate:g}" for rate in rates],
+        )
+        for rule in self._rules:
+            beginnings = [b for b in self._findings.beginnings if b.rule == rule]
+            confirmations = [c for c in self._findings.confirmations if c.rule == rule]
+            table.add_row(
+                str(rule),
+                str(sum(b.answers for b in beginnings)),
+                f"{mean(b.mean_length for b in beginnings):.0f}",
+                _percent(min(b.unchanged for b in beginnings), digits=2),
+                _percent(mean(b.nudged for b in beginnings), digits=1),
+                *(f"{c.answers - c.differing}/{c.answers}" for c in confirmations),
+                f"{mean(b.mismatch for b in beginnings):.4f}",
+                *(
+                    f"{mean(m.mismatch or 0.0 for m in self._at(rule, rate, last)):.4f}"
+                    for rate in rates
+                ),
+            )
+        exact = [rule for rule in self._rules if rule.precision == "fp32"]
+        for rule in exact:
+            drifts = [mean(m.drift for m in self._at(rule, rate, last)) for rate in rates]
+            table.add_row("not updated", *[""] * 6, *(f"{drift:.4f}" for drift in drifts))
+        self._console.print(table)
+
+    def _show_kept(self) -> None:
+        """The share of the cached prefix that survives."""
+        counts = " / ".join(map(str, self._settings.updates))
+        table = _table(
+            f"Kept of the cached prefix, % (mean over answers, rounded down) after {counts} "
+            f"updates;\nlargest difference between seeds {_percent(self._seed_spread())}",
+            ["weights", "rate", "moved", "changed"],
+            [f"at {tolerance:g}" for tolerance in self._settings.tolerances],
+        )
+        for rule in self._rules:
+            for rate in self._settings.rates:
+                table.add_row(
+                    str(rule),
+                    f"{rate:g}",
+                    _percent(self._first_mean(rule, rate, lambda m: m.moved), digits=2),
+                    _percent(self._first_mean(rule, rate, lambda m: m.changed), digits=2),
+                    *(
+                        self._kept_cell(rule, rate, place)
+                        for place in range(len(self._settings.tolerances))
+                    ),
+                )
+        self._console.print(table)
+        self._console.print(
+            "moved, changed: share of the rollout weights that the first update moved, and of the "
+            "tokens whose choice it changed\n"
+        )
+
+    def _show_admitted(self) -> None:
+        """What each tolerance lets in."""
+        rate, updates = self._settings.typical_rate, self._settings.updates[0]
+        table = _table(
+            f"What a tolerance admits at rate {rate:g} after {_updates(updates)}:\nshare of kept "
+            "tokens touched, |log-ratio| of them, and of all kept tokens",
+            ["weights", "tolerance", "touched", "mean", "99 %", "all: mean", "99 %"],
+            [],
+        )
+        for rule in self._rules:
+            for place, tolerance in enumerate(self._settings.tolerances):
+                if not tolerance:
+                    continue
+                found = [m.survival[place] for m in self._at(rule, rate, updates)]
+                table.add_row(
+                    str(rule),
+                    f"{tolerance:g}",
+                    _percent(mean(s.touched for s in found), digits=3),
+                    *_ratio_cells(s.touched_ratios for s in found),
+                    *_ratio_cells(s.kept_ratios for s in found),
+                )
+        self._console.print(table)
+
+    def _show_recommendations(self, recommendations: Sequence[Recommendation]) -> None:
+        rate, updates = self._settings.typical_rate, self._settings.updates
+        table = _table(
+            f"Recommended: the smallest tolerance that keeps {LEAST_KEPT:.0%} after "
+            f"{_updates(updates[0])} at rate {rate:g},\nif 99 % of the kept tokens have "
+            f"|log-ratio| <= {LARGEST_RATIO:g}",
+            ["weights", "tolerance", f"kept after {updates[0]}", f"after {updates[-1]}"],
+            ["touched", "99 % of |log-ratio|"],
+        )
+        for one in recommendations:
+            table.add_row(
+                str(one.rule),
+                "none" if one.tolerance is None else f"{one.tolerance:g}",
+                "-".join(_percent(value) for value in dict.fromkeys(one.kept)),
+                "-".join(_percent(value) for value in dict.fromkeys(one.kept_at_last)),
+                _percent(one.touched, digits=3),
+                "-" if one.ratio_99 is None else f"{one.ratio_99:.4f}",
+            )
+        self._console.print(table)
+
+    def _at(self, rule: Rule, rate: float, updates: int) -> list[Measurement]:
+        key = (rule, rate, updates)
+        return [m for m in self._findings.measurements if (m.rule, m.rate, m.updates) == key]
+
+    def _first_mean(self, rule: Rule, rate: float, value: Callable[[Measurement], float]) -> float:
+        return mean(map(value, self._at(rule, rate, self._settings.updates[0])))
+
+    def _kept_cell(self, rule: Rule, rate: float, place: int) -> str:
+        """One number for each number of updates."""
+        kept = (
+            mean(m.survival[place].kept for m in self._at(rule, rate, updates))
+            for updates in self._settings.updates
+        )
+        return " ".join(f"{math.floor(share * 100):3d}" for share in kept)
+
+    def _seed_spread(self) -> float:
+        """The largest difference that a seed makes to a share kept."""
+        shares: dict[tuple[Rule, float, int, float], list[float]] = {}
+        for m in self._findings.measurements:
+            for s in m.survival:
+                shares.setdefault((m.rule, m.rate, m.updates, s.tolerance), []).append(s.kept)
+        return max(max(values) - min(values) for values in shares.values())
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
+    for place, heading in enumerate([*left, *right]):
+        table.add_column(heading, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _updates(count: int) -> str:
+    return f"{count} update{'s' if count > 1 else ''}"
+
+
+def _percent(share: float, *, digits: int = 1) -> str:
+    return f"{share:.{digits}%}"
+
+
+def _ratio_cells(ratios: Iterable[Ratios | None]) -> tuple[str, str]:
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return "-", "-"
+    return (
+        f"{mean(ratio.mean for ratio in known):.4f}",
+        f"{mean(ratio.percentile_99 for ratio in known):.4f}",
+    )
