@@ -208,7 +208,7 @@ class LaggingRunner:
         for piece in plan.sampled:
             if piece.is_speculative:
                 self._unread[piece.request].append(int(choice.tokens_Q[row]))
-            row += piece.count
+            row += piece.num_rows
         return plan, choice
 
     def collect(self, ticket):

@@ -87,6 +87,20 @@ class Copy:
         value = weights[place].float()
         weights[place] = value + cell_widths(value, self.rule.dtype)
 
+    def followed(self, master: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+        """How much of the master's way from its start the copy has gone with it.
+
+        1 where rounding is fair: the few weights that move, move by so much more. 0 for a copy that
+        does not move at all.
+        """
+        together = whole = 0.0
+        for name, weight in master.items():
+            way = weight - start[name]
+            own = self.tensors[name].float() - self._start[name].float()
+            together += (own * way).sum(dtype=torch.float64).item()
+            whole += (way * way).sum(dtype=torch.float64).item()
+        return together / whole if whole else 1.0
+
     def moved_share(self) -> float:
         """Share of the weights that are not what they were at version 0."""
         moved = sum(

@@ -3,7 +3,7 @@
 An update is a policy gradient with a random advantage of +1 or -1 for each answer: as large as
 those of a real run, which are mostly noise too, but without its direction.
 
-Axes: B answers, T positions, V vocabulary.
+Axes: B answers, T positions, N positions of all answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Master:
         self._model = model
         self._micro_batch = micro_batch
         self._checkpoint = self._snapshot()
-        self._start = self._checkpoint
+        self.start = self._checkpoint
         self._optimizer = self._fresh_optimizer(0.0)
 
     @property
@@ -50,13 +50,13 @@ class Master:
         A running study's weights lie anywhere between two values of bf16, the checkpoint's exactly
         on one if it was saved in bf16.
         """
-        self._start = self._checkpoint
+        self.start = self._checkpoint
         self._restore()
         if start == "running":
             dither = Dither(torch.bfloat16, spread=0.5, seed=seed)
             for weight in self.tensors.values():
                 weight.copy_(dither(weight))
-            self._start = self._snapshot()
+            self.start = self._snapshot()
 
     def begin_training(self, *, learning_rate: float) -> None:
         """Back to version 0, with a fresh optimiser."""
@@ -79,7 +79,7 @@ class Master:
         """The mean distance of the weights from version 0."""
         weights = self.tensors
         total = sum(
-            (weight - self._start[name]).abs().sum(dtype=torch.float64).item()
+            (weight - self.start[name]).abs().sum(dtype=torch.float64).item()
             for name, weight in weights.items()
         )
         return total / sum(weight.numel() for weight in weights.values())
@@ -101,11 +101,14 @@ class Master:
             output: Any = self._model(
                 input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False
             )
-        logits_BVT = output.logits[:, :-1].float().transpose(1, 2)
-        losses_BT = cross_entropy(
-            logits_BVT, targets_BT[:, 1:], ignore_index=_IGNORED, reduction="none"
+        losses_N = cross_entropy(
+            output.logits[:, :-1].float().flatten(0, 1),
+            targets_BT[:, 1:].flatten(),
+            ignore_index=_IGNORED,
+            reduction="none",
         )
         weights_B1 = torch.tensor(advantages, device=device)[:, None]
+        losses_BT: Tensor = losses_N.view(len(rows), -1)
         return -(losses_BT * weights_B1).sum()
 
     def _autocast(self) -> AbstractContextManager[None]:
@@ -124,4 +127,4 @@ class Master:
 
     def _restore(self) -> None:
         for name, weight in self.tensors.items():
-            weight.copy_(self._start[name])
+            weight.copy_(self.start[name])

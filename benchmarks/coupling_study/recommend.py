@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from coupling_study.copies import Rule
 from coupling_study.settings import Settings
@@ -31,8 +32,12 @@ class Recommendation:
     tolerance where none is recommended."""
     kept_at_last: tuple[float, float]
     """The same after the last one."""
+    followed: float
+    """How much of the master's way the copy went at the last update measured, mean over seeds."""
     touched: float
+    """Largest share of touched tokens over the seeds."""
     ratio_99: float | None
+    """Largest 99th percentile of the log-ratios of kept tokens over the seeds."""
 
 
 def recommend(findings: Findings, settings: Settings) -> list[Recommendation]:
@@ -52,6 +57,7 @@ def recommend(findings: Findings, settings: Settings) -> list[Recommendation]:
                 tolerance=None if chosen is None else settings.tolerances[chosen],
                 kept=_range([s.kept for s in _at(first, shown)]),
                 kept_at_last=_range([s.kept for s in _at(last, shown)]),
+                followed=mean(m.followed for m in last),
                 touched=max(s.touched for s in _at(first, shown)),
                 ratio_99=max(ratios, default=None),
             )

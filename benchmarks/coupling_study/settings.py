@@ -97,11 +97,11 @@ class QuickSettings(Settings):
     quick: bool = True
     rates: tuple[float, ...] = (1e-6, 1e-5)
     updates: tuple[int, ...] = (1, 2)
-    questions: int = 8
+    questions: int = 6
     samples: int = 1
-    max_tokens: int = 48
-    update_batch: int = 4
-    micro_batch: int = 4
+    max_tokens: int = 32
+    update_batch: int = 3
+    micro_batch: int = 3
     seeds: tuple[int, ...] = (0,)
     slots: int = 8
     threads: int | None = 1

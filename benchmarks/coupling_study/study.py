@@ -60,6 +60,8 @@ class Measurement:
     """Mean distance of the master weights from version 0."""
     moved: float
     """Share of the rollout weights that changed."""
+    followed: float
+    """How much of the master's way the copy has gone with it."""
     changed: float
     """Share of all tokens whose choice changed, given the tokens before."""
     drift: float
@@ -87,6 +89,16 @@ class Findings:
     confirmations: list[Confirmation]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """Where in the study the master is."""
+
+    seed: int
+    rate: float
+    updates: int
+    master_step: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Cached:
     """A copy of the weights, and the answers that it wrote."""
@@ -112,20 +124,17 @@ class Study:
         kinds: set[Arithmetic] = {"fp32", *(copy.rule.arithmetic for copy in self._copies)}
         self._writers = {kind: self._writer(kind) for kind in kinds}
         self._reference = self._writers["fp32"]
-        self._findings = Findings([], [], [])
+        self.findings = Findings([], [], [])
 
-    def run(self) -> Findings:
-        """Every seed, every learning rate."""
-        for seed in self._settings.seeds:
-            self._master.begin_study(self._settings.start, seed=mix(seed, _MASTER))
-            training = self._training_answers(seed)
-            cached = [self._begin(seed, copy) for copy in self._copies]
-            for rate in self._settings.rates:
-                for updates in self._trained(training, cached, seed=seed, rate=rate):
-                    for one in cached:
-                        self._measure(one, seed=seed, rate=rate, updates=updates)
-                    self._say(f"seed {seed}: rate {rate:g}, {updates} updates measured")
-        return self._findings
+    def run(self, seed: int) -> None:
+        """Every learning rate with one seed; the findings grow."""
+        self._master.begin_study(self._settings.start, seed=mix(seed, _MASTER))
+        training = self._training_answers(seed)
+        cached = [self._begin(seed, copy) for copy in self._copies]
+        for rate in self._settings.rates:
+            for point in self._trained(training, cached, seed=seed, rate=rate):
+                self.findings.measurements.extend(self._measured(one, point) for one in cached)
+                self._say(f"seed {seed}: rate {rate:g}, measured at update {point.updates}")
 
     def _trained(
         self,
@@ -134,7 +143,7 @@ class Study:
         *,
         seed: int,
         rate: float,
-    ) -> Iterator[int]:
+    ) -> Iterator[_Point]:
         """Update the master, and all copies after it; stops where something is to be measured."""
         last = self._settings.updates[-1]
         self._master.begin_training(learning_rate=rate)
@@ -148,7 +157,8 @@ class Study:
             for one in cached:
                 one.copy.follow(self._master.tensors)
             if update in self._settings.updates:
-                yield update
+                step = self._master.mean_step()
+                yield _Point(seed=seed, rate=rate, updates=update, master_step=step)
 
     def _begin(self, seed: int, copy: Copy) -> _Cached:
         """Let a copy write its answers, and check that it would write them again."""
@@ -173,40 +183,34 @@ class Study:
             nudged_changed=nudged.changed,
             mismatch=self._mismatch(checks, answers, updates=0),
         )
-        self._findings.beginnings.append(beginning)
+        self.findings.beginnings.append(beginning)
         self._say(
             f"seed {seed}: {copy.rule}, {len(answers)} answers of {beginning.mean_length:.0f} "
             f"tokens, {beginning.unchanged:.2%} kept by the same weights"
         )
         return _Cached(copy, writer, answers)
 
-    def _measure(self, cached: _Cached, *, seed: int, rate: float, updates: int) -> None:
-        copy, settings = cached.copy, self._settings
+    def _measured(self, cached: _Cached, point: _Point) -> Measurement:
+        copy, settings, updates = cached.copy, self._settings, point.updates
         checks = self._recheck(cached.writer, copy.tensors, cached.answers, updates=updates)
         survivors = Survivors(checks)
-        is_first = (seed, rate, updates) == (
-            settings.seeds[0],
-            settings.typical_rate,
-            settings.updates[0],
-        )
-        if is_first:
+        if (point.rate, updates) == (settings.typical_rate, settings.updates[0]):
             self._confirm(cached, survivors)
-        is_last = updates == settings.updates[-1]
-        self._findings.measurements.append(
-            Measurement(
-                seed=seed,
-                rule=copy.rule,
-                rate=rate,
-                updates=updates,
-                master_step=self._master.mean_step(),
-                moved=copy.moved_share(),
-                changed=survivors.changed,
-                drift=survivors.drift,
-                mismatch=(
-                    self._mismatch(checks, cached.answers, updates=updates) if is_last else None
-                ),
-                survival=tuple(survivors.at(tolerance) for tolerance in settings.tolerances),
-            )
+        mismatch = None
+        if updates == settings.updates[-1]:
+            mismatch = self._mismatch(checks, cached.answers, updates=updates)
+        return Measurement(
+            seed=point.seed,
+            rule=copy.rule,
+            rate=point.rate,
+            updates=updates,
+            master_step=point.master_step,
+            moved=copy.moved_share(),
+            followed=copy.followed(self._master.tensors, self._master.start),
+            changed=survivors.changed,
+            drift=survivors.drift,
+            mismatch=mismatch,
+            survival=tuple(survivors.at(tolerance) for tolerance in settings.tolerances),
         )
 
     def _confirm(self, cached: _Cached, survivors: Survivors) -> None:
@@ -214,7 +218,7 @@ class Study:
         kept = cached.writer.kept(cached.answers, tolerance=CONFIRMED_TOLERANCE)
         told = survivors.kept_counts(CONFIRMED_TOLERANCE)
         differing = sum(one != other for one, other in zip(kept, told, strict=True))
-        self._findings.confirmations.append(
+        self.findings.confirmations.append(
             Confirmation(rule=cached.copy.rule, answers=len(kept), differing=differing)
         )
 

@@ -41,41 +41,43 @@ class Tables:
         last = self._settings.updates[-1]
         rates = self._settings.rates
         table = _table(
-            "Rollout copies: kept at tolerance 0 by unchanged weights, and by all but one of them; "
-            "answers of which the engine keeps\nat one tolerance what the gaps say; mismatch, the "
-            f"mean |log-probability - master's|, before and after {last} updates",
             ["weights", "answers", "tokens", "unchanged", "but one", "confirmed", "mismatch"],
             [f"at {rate:g}" for rate in rates],
         )
         for rule in self._rules:
             beginnings = [b for b in self._findings.beginnings if b.rule == rule]
-            confirmations = [c for c in self._findings.confirmations if c.rule == rule]
+            confirmed = [c for c in self._findings.confirmations if c.rule == rule]
+            agreeing = sum(c.answers - c.differing for c in confirmed)
             table.add_row(
                 str(rule),
                 str(sum(b.answers for b in beginnings)),
                 f"{mean(b.mean_length for b in beginnings):.0f}",
                 _percent(min(b.unchanged for b in beginnings), digits=2),
-                _percent(mean(b.nudged for b in beginnings), digits=1),
-                *(f"{c.answers - c.differing}/{c.answers}" for c in confirmations),
+                _percent(mean(b.nudged for b in beginnings)),
+                f"{agreeing}/{sum(c.answers for c in confirmed)}",
                 f"{mean(b.mismatch for b in beginnings):.4f}",
                 *(
                     f"{mean(m.mismatch or 0.0 for m in self._at(rule, rate, last)):.4f}"
                     for rate in rates
                 ),
             )
-        exact = [rule for rule in self._rules if rule.precision == "fp32"]
-        for rule in exact:
+        for rule in (rule for rule in self._rules if rule.precision == "fp32"):
             drifts = [mean(m.drift for m in self._at(rule, rate, last)) for rate in rates]
             table.add_row("not updated", *[""] * 6, *(f"{drift:.4f}" for drift in drifts))
-        self._console.print(table)
+        self._print(
+            "The copies of the weights that write",
+            table,
+            "unchanged, but one: kept at tolerance 0 by the same weights, and after one of them "
+            "moved by one unit in the last place",
+            "confirmed: answers of which the engine keeps what the gaps say, at one tolerance",
+            "mismatch: mean |log-probability - the master's|, at version 0 and after "
+            f"{_updates(last)}",
+        )
 
     def _show_kept(self) -> None:
         """The share of the cached prefix that survives."""
-        counts = " / ".join(map(str, self._settings.updates))
         table = _table(
-            f"Kept of the cached prefix, % (mean over answers, rounded down) after {counts} "
-            f"updates;\nlargest difference between seeds {_percent(self._seed_spread())}",
-            ["weights", "rate", "moved", "changed"],
+            ["weights", "rate", "moved", "followed", "changed"],
             [f"at {tolerance:g}" for tolerance in self._settings.tolerances],
         )
         for rule in self._rules:
@@ -84,24 +86,28 @@ class Tables:
                     str(rule),
                     f"{rate:g}",
                     _percent(self._first_mean(rule, rate, lambda m: m.moved), digits=2),
+                    f"{self._first_mean(rule, rate, lambda m: m.followed):.2f}",
                     _percent(self._first_mean(rule, rate, lambda m: m.changed), digits=2),
                     *(
                         self._kept_cell(rule, rate, place)
                         for place in range(len(self._settings.tolerances))
                     ),
                 )
-        self._console.print(table)
-        self._console.print(
-            "moved, changed: share of the rollout weights that the first update moved, and of the "
-            "tokens whose choice it changed\n"
+        counts = " / ".join(map(str, self._settings.updates))
+        self._print(
+            "What is kept of the cached prefix, in %, at each tolerance",
+            table,
+            f"kept: mean over the answers, rounded down, after {counts} updates; seeds differ by "
+            f"{_percent(self._seed_spread())} at most",
+            "moved, followed: share of the rollout weights that the first update measured has "
+            "moved, and how much of the master's way",
+            "changed: share of the tokens whose choice it changed, given the tokens before",
         )
 
     def _show_admitted(self) -> None:
         """What each tolerance lets in."""
         rate, updates = self._settings.typical_rate, self._settings.updates[0]
         table = _table(
-            f"What a tolerance admits at rate {rate:g} after {_updates(updates)}:\nshare of kept "
-            "tokens touched, |log-ratio| of them, and of all kept tokens",
             ["weights", "tolerance", "touched", "mean", "99 %", "all: mean", "99 %"],
             [],
         )
@@ -117,16 +123,18 @@ class Tables:
                     *_ratio_cells(s.touched_ratios for s in found),
                     *_ratio_cells(s.kept_ratios for s in found),
                 )
-        self._console.print(table)
+        self._print(
+            f"What a tolerance admits at rate {rate:g} after {_updates(updates)}",
+            table,
+            "touched: share of the kept tokens that the new weights would not have chosen, and "
+            "their |log-ratio|; all: that of all kept tokens",
+        )
 
     def _show_recommendations(self, recommendations: Sequence[Recommendation]) -> None:
         rate, updates = self._settings.typical_rate, self._settings.updates
         table = _table(
-            f"Recommended: the smallest tolerance that keeps {LEAST_KEPT:.0%} after "
-            f"{_updates(updates[0])} at rate {rate:g},\nif 99 % of the kept tokens have "
-            f"|log-ratio| <= {LARGEST_RATIO:g}",
             ["weights", "tolerance", f"kept after {updates[0]}", f"after {updates[-1]}"],
-            ["touched", "99 % of |log-ratio|"],
+            ["followed", "touched", "99 % of |log-ratio|"],
         )
         for one in recommendations:
             table.add_row(
@@ -134,10 +142,23 @@ class Tables:
                 "none" if one.tolerance is None else f"{one.tolerance:g}",
                 "-".join(_percent(value) for value in dict.fromkeys(one.kept)),
                 "-".join(_percent(value) for value in dict.fromkeys(one.kept_at_last)),
+                f"{one.followed:.2f}",
                 _percent(one.touched, digits=3),
                 "-" if one.ratio_99 is None else f"{one.ratio_99:.4f}",
             )
+        self._print(
+            "Recommended tolerance",
+            table,
+            f"the smallest that keeps {LEAST_KEPT:.0%} after {_updates(updates[0])} at rate "
+            f"{rate:g} in every seed, if 99 % of the kept tokens have |log-ratio| <= "
+            f"{LARGEST_RATIO:g}",
+            "a copy that hardly follows the master keeps much because it writes with old weights",
+        )
+
+    def _print(self, title: str, table: Table, *notes: str) -> None:
+        self._console.print(title, style="bold")
         self._console.print(table)
+        self._console.print("\n".join(notes) + "\n", style="dim")
 
     def _at(self, rule: Rule, rate: float, updates: int) -> list[Measurement]:
         key = (rule, rate, updates)
@@ -163,8 +184,8 @@ class Tables:
         return max(max(values) - min(values) for values in shares.values())
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, show_edge=False)
+def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False, show_edge=False)
     for place, heading in enumerate([*left, *right]):
         table.add_column(heading, justify="right" if place else "left", no_wrap=True)
     return table

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 1024
 BLOCK_KEYS = 64
 TILE_ROWS = 16
 

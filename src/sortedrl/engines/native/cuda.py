@@ -11,14 +11,13 @@ Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from sortedrl.engines.native.attention_kernels import (
     SPLIT_TOKENS,
@@ -30,16 +29,15 @@ from sortedrl.engines.native.attention_kernels import (
 from sortedrl.engines.native.driver import Driver, attention_shape
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
-from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Draw, Filter, Outcome, floors
+from sortedrl.engines.native.products import fp32_logits, unsplit_sums
+from sortedrl.engines.native.sampling import Outcome, floors
 from sortedrl.engines.native.sampling_kernels import sample
+from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-_BUFFERS = 3
 _BIG_ROWS = 512
 _TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
 _TAKE_LAST = -1
-_ALL_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +93,16 @@ class CudaRunner:
         self._tile_tokens = tokens_per_tile(driver.config.num_attention_heads // heads)
         self._rows = torch.zeros(7, self._max_rows, dtype=torch.int32, device=device)
         self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self._slots = _SlotState(slots, -(-driver.max_context // size.block_tokens) + 1, device)
+        self._slots = SlotState(slots, -(-driver.max_context // size.block_tokens) + 1, device)
         self._host_rows = deque(
-            _pinned((7, self._max_rows), torch.int32, device) for _ in range(_BUFFERS)
+            pinned((7, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
         self._host_results = deque(
-            _pinned((4, self._max_rows), torch.int32, device) for _ in range(_BUFFERS)
+            pinned((4, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        driver.replaced = {driver.output_layer: _fp32_logits(driver.output_layer)}
+        driver.replaced = {driver.output_layer: fp32_logits(driver.output_layer)}
         if is_compiled:
             driver.compile_layers()
 
@@ -194,11 +192,15 @@ class CudaRunner:
         )
         self._pages.num_splits = size.splits
         keep_Q = torch.arange(size.sampled, device=self._device)
-        with self._driver.driving():
+        with self._driver.driving(), unsplit_sums():
             logits_QV = self._driver.forward(
                 tokens_R.long(), positions_R.long(), keep_Q, self._pages
             )
-        draw, keep = self._slots.facts(rows, slots_R[: size.sampled])
+        draw, keep = self._slots.facts(
+            slots_R[: size.sampled],
+            positions_Q=positions_R[: size.sampled],
+            expected_Q=rows[_EXPECTED, : size.sampled],
+        )
         if size.is_filtered:
             floors_Q = floors(logits_QV, draw, keep)
         else:
@@ -212,81 +214,6 @@ class CudaRunner:
         )
         numbers = (chosen.logprobs_Q, chosen.gaps_Q, chosen.expected_logprobs_Q)
         return torch.stack((chosen.tokens_Q, *(n.view(torch.int32) for n in numbers)))
-
-
-class _SlotState:
-    """What the device knows of the request in each slot; the last slot is padding."""
-
-    def __init__(self, slots: int, max_blocks: int, device: torch.device) -> None:
-        """Empty slots."""
-        self.padding_slot = slots
-        self._tables = _Mirror((slots + 1, max_blocks), torch.int32, device)
-        self._facts = _Mirror((slots + 1, 6), torch.int64, device)
-        self._admissions = [0] * (slots + 1)
-        self._num_blocks = [0] * (slots + 1)
-
-    @property
-    def block_tables(self) -> Tensor:
-        """The blocks of each slot."""
-        return self._tables.device
-
-    def update(self, slot: int, request: Request) -> None:
-        """Notice a request that is new in its slot, or has new blocks."""
-        if self._admissions[slot] != request.age:
-            self._admissions[slot] = request.age
-            self._num_blocks[slot] = 0
-            sampling = request.sampling
-            inverse = 1 / sampling.temperature if sampling.temperature else 0.0
-            bits = numpy.array([inverse, sampling.top_p, sampling.min_p], dtype=numpy.float32)
-            self._facts.host[slot] = (
-                request.stream,
-                request.prompt_tokens,
-                sampling.top_k or _ALL_TOKENS,
-                *bits.view(numpy.int32),
-            )
-            self._facts.is_dirty = True
-        known = self._num_blocks[slot]
-        if known < len(request.blocks):
-            self._tables.host[slot, known : len(request.blocks)] = request.blocks[known:]
-            self._num_blocks[slot] = len(request.blocks)
-            self._tables.is_dirty = True
-
-    def send(self) -> None:
-        """Bring the device up to date."""
-        self._tables.send()
-        self._facts.send()
-
-    def facts(self, rows: Tensor, slots_Q: Tensor) -> tuple[Draw, Filter]:
-        """What the choice needs to know of the rows of these slots."""
-        facts_Q6 = self._facts.device[slots_Q]
-        numbers_Q3 = facts_Q6[:, 3:].to(torch.int32).view(torch.float32)
-        size = slots_Q.shape[0]
-        draw = Draw(
-            streams_Q=facts_Q6[:, 0].contiguous(),
-            positions_Q=(rows[_POSITIONS, :size] + 1 - facts_Q6[:, 1]).to(torch.int32),
-            inverse_temperatures_Q=numbers_Q3[:, 0].contiguous(),
-            expected_Q=rows[_EXPECTED, :size],
-        )
-        return draw, Filter(facts_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
-
-
-class _Mirror:
-    """A table that is written on the host and read on the device."""
-
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Zeros on both sides."""
-        self.device = torch.zeros(shape, dtype=dtype, device=device)
-        self.host = torch.zeros(shape, dtype=dtype).numpy()
-        self.is_dirty = False
-        self._travelling = deque(_pinned(shape, dtype, device) for _ in range(_BUFFERS))
-
-    def send(self) -> None:
-        """Copy it over, behind the passes under way that still read the old one."""
-        if self.is_dirty:
-            self._travelling.rotate(1)
-            self._travelling[0].numpy()[:] = self.host
-            self.device.copy_(self._travelling[0], non_blocking=True)
-            self.is_dirty = False
 
 
 class _CudaPages:
@@ -327,11 +254,6 @@ class _CudaPages:
         )
 
 
-def _pinned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that the device can copy from and to by itself."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 def _fill_singles(host: NDArray[numpy.int32], pieces: Sequence[Piece]) -> None:
     """The rows of pieces of one row each, a tile each: nearly always, all of a pass."""
     count = len(pieces)
@@ -363,21 +285,6 @@ def _fill_expected(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
     if piece.is_sampled:
         expected = piece.request.tokens[piece.start + 1 : piece.start + piece.num_rows + 1]
         host[_EXPECTED, row : row + len(expected)] = expected
-
-
-def _fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The output layer with its sums in fp32 kept, not rounded back to the weights' type."""
-    if output.weight.dtype == torch.float32:
-        return lambda x: linear(x, output.weight, output.bias)
-
-    def forward(x: Tensor) -> Tensor:
-        logits = torch.mm(x.flatten(0, -2), output.weight.t(), out_dtype=torch.float32)
-        if output.bias is not None:
-            logits = logits + output.bias.float()
-        result: Tensor = logits.unflatten(0, x.shape[:-1])
-        return result
-
-    return forward
 
 
 def _rounded(count: int) -> int:

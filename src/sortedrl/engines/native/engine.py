@@ -8,7 +8,6 @@ given the next pass before the last one's results are read, so that its device n
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,32 +22,19 @@ from sortedrl.engines.native.blocks import BlockPool
 from sortedrl.engines.native.cpu import CpuRunner
 from sortedrl.engines.native.driver import Driver
 from sortedrl.engines.native.generation import fresh_trajectories, run_to_end
+from sortedrl.engines.native.intake import Intake, Tokenizer
 from sortedrl.engines.native.loading import load_model, load_tokenizer
 from sortedrl.engines.native.memory import CacheSize, cache_size
-from sortedrl.engines.native.noise import stream
 from sortedrl.engines.native.planner import Piece, Plan, Planner
+from sortedrl.engines.native.probe import probe, refuse_other_numbers
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome, Sampling
 from sortedrl.engines.native.weights import PLAIN_ROUNDING, copy_weights
-from sortedrl.errors import ModelError, RequestError
-from sortedrl.randomness import mix
-from sortedrl.types import Prompt, Segment, Step, Trajectory, Weights
-
-_PROBE_TOKENS = 24
-_PROBE_GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+from sortedrl.errors import RequestError
+from sortedrl.types import Step, Trajectory, Weights
 
 Limit = Callable[[Trajectory], int]
 """The tokens an answer may have at most."""
-
-
-class Tokenizer(Protocol):
-    """The two things the engine asks of a tokenizer."""
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        """Text to `input_ids`."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Tokens to text."""
 
 
 class Runner(Protocol):
@@ -121,9 +107,14 @@ class NativeEngine:
         )
         self.stats = Stats()
         self._limit = max_tokens if callable(max_tokens) else (lambda _: max_tokens)
-        self._stop_tokens = frozenset(_stop_tokens(model) if stop_tokens is None else stop_tokens)
-        self._tokenizer = tokenizer
         self._hold_ulps = hold_ulps
+        self._intake = Intake(
+            vocabulary=self._driver.vocabulary,
+            max_context=self._driver.max_context,
+            stop_tokens=frozenset(_stop_tokens(model) if stop_tokens is None else stop_tokens),
+            cache=self.cache,
+            tokenizer=tokenizer,
+        )
         pool = BlockPool(self.cache.num_blocks, block_tokens=block_tokens)
         self._planner = Planner(
             slots=slots, pool=pool, max_rows=slots + chunk, max_sampled=slots + chunk
@@ -134,7 +125,7 @@ class NativeEngine:
         self._under_way: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
         self._unreported = 0
-        self._check_model(model)
+        self._try_out(model)
 
     @classmethod
     def from_pretrained(
@@ -241,7 +232,7 @@ class NativeEngine:
         """
         if self._planner.has_work or self._under_way or self._complete:
             raise RequestError("generate needs an idle engine; call interrupt() first")
-        rows = [self._encoded(prompt) for prompt in prompts]
+        rows = [self._intake.encoded(prompt) for prompt in prompts]
         trajectories = fresh_trajectories(rows, samples_per_prompt=samples_per_prompt, seed=seed)
         if isinstance(max_tokens, Sequence) and len(max_tokens) != len(prompts):
             raise RequestError(
@@ -263,10 +254,7 @@ class NativeEngine:
 
     def text(self, trajectory: Trajectory) -> str:
         """An answer as a person reads it; needs a tokenizer."""
-        if self._tokenizer is None:
-            raise RequestError("the engine has no tokenizer; give it one to read answers as text")
-        text: str = self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
-        return text
+        return self._intake.text(trajectory.tokens)
 
     def request(
         self,
@@ -277,27 +265,12 @@ class NativeEngine:
         sampling: Sampling | None = None,
     ) -> Request:
         """A trajectory made ready to be written, or a `RequestError` that says what is wrong."""
-        sampling = self.sampling if sampling is None else sampling
-        tokens = [*trajectory.prompt.tokens, *trajectory.tokens]
-        limit = self._checked_limit(trajectory, tokens, limit)
-        if sampling.stop_strings and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer; give one to the engine")
-        tolerance = math.inf if tolerance is None else tolerance
-        stands = tolerance == math.inf or all(
-            segment.version == self.version for segment in trajectory.segments
-        )
-        stop_tokens = sampling.stop_tokens
-        return Request(
-            trajectory=trajectory,
-            sampling=sampling,
-            stop_tokens=self._stop_tokens if stop_tokens is None else stop_tokens,
-            limit=limit,
-            stream=stream(trajectory.seed, trajectory.attempt),
+        return self._intake.request(
+            trajectory,
             tolerance=tolerance,
-            tokens=tokens,
-            kept_segments=trajectory.segments if stands else (),
-            unchecked=0 if stands else trajectory.num_tokens,
-            decode=self._tokenizer.decode if self._tokenizer is not None else None,
+            limit=limit,
+            sampling=self.sampling if sampling is None else sampling,
+            version=self.version,
         )
 
     def enqueue(self, requests: Sequence[Request]) -> None:
@@ -309,30 +282,18 @@ class NativeEngine:
         """Start to count anew."""
         self.stats = Stats()
 
-    def _check_model(self, model: PreTrainedModel) -> None:
+    def _try_out(self, model: PreTrainedModel) -> None:
         """Refuse a model that computes something else in the engine than on its own."""
-        count = min(_PROBE_TOKENS, self.cache.tokens, self._driver.max_context)
-        tokens = [mix(index) % self._driver.vocabulary for index in range(count)]
-        cached = Segment(tokens[1:], [0.0] * (count - 1), version=self.version - 1)
-        probe = Trajectory(
-            prompt=Prompt(id=0, tokens=tokens[:1]), sample_index=0, group=0, seed=0,
-            segments=(cached,),
-        )  # fmt: skip
-        self.enqueue(
-            [self.request(probe, tolerance=1e30, limit=count - 1, sampling=Sampling(temperature=1))]
+        trial = probe(
+            vocabulary=self._driver.vocabulary,
+            max_tokens=min(self.cache.tokens, self._driver.max_context),
         )
+        request = self._intake.request(
+            trial, tolerance=1e30, limit=trial.num_tokens, sampling=Sampling(), version=0
+        )
+        self.enqueue([request])
         (read,) = self.step().finished
-        with torch.no_grad():
-            logits_TV = model(input_ids=torch.tensor([tokens], device=self.device)).logits[0]
-        plain_TV = logits_TV.float().log_softmax(-1).cpu()
-        plain_T = plain_TV[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()
-        if not gap <= _PROBE_GAPS[self._driver.dtype]:
-            raise ModelError(
-                f"{type(model).__name__} computes something else in the native engine than on its "
-                f"own (log-probabilities differ by {gap:.2g} on average): its attention has a part "
-                "the engine does not know; use the vLLM or SGLang engine for this model"
-            )
+        refuse_other_numbers(model, read)
         self.reset_stats()
 
     def _launch(self, plan: Plan) -> None:
@@ -370,50 +331,10 @@ class NativeEngine:
         complete, self._complete = self._complete, []
         return [request.result(self.version) for request in complete]
 
-    def _encoded(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self._tokenizer is None:
-            raise RequestError("the engine has no tokenizer; give it one, or prompts as tokens")
-        tokens: list[int] = self._tokenizer(prompt)["input_ids"]
-        return tokens
-
     def _limit_of(self, trajectory: Trajectory, given: int | Sequence[int] | None) -> int:
         if given is None:
             return self._limit(trajectory)
         return given if isinstance(given, int) else given[trajectory.prompt.id]
-
-    def _checked_limit(self, trajectory: Trajectory, tokens: Sequence[int], limit: int) -> int:
-        """The limit within the model's context; refuses what can never be written."""
-        name = f"trajectory {trajectory.key}"
-        prompt_tokens = len(trajectory.prompt.tokens)
-        if not prompt_tokens:
-            raise RequestError(f"{name} has an empty prompt; give it at least one token")
-        vocabulary = self._driver.vocabulary
-        for token in tokens:
-            if not 0 <= token < vocabulary:
-                raise RequestError(
-                    f"{name}: token ids must lie in 0..{vocabulary - 1}, got {token}; "
-                    "was it made with the tokenizer of this model?"
-                )
-        if limit < 1:
-            raise RequestError(f"{name}: an answer must be allowed at least 1 token, got {limit}")
-        context = self._driver.max_context
-        if prompt_tokens >= context:
-            raise RequestError(
-                f"{name}: its prompt has {prompt_tokens} tokens, the model's context {context}; "
-                "at least one must be left for the answer: shorten or drop the prompt"
-            )
-        limit = min(limit, context - prompt_tokens)
-        longest = max(len(tokens), prompt_tokens + limit)
-        if longest > self.cache.tokens:
-            raise RequestError(
-                f"{name}: {prompt_tokens} prompt tokens and {limit} more need {longest} places in "
-                f"the cache, which has {self.cache.tokens}; raise cache_bytes to at least "
-                f"{(longest + 2 * self.cache.block_tokens) * self.cache.token_bytes:,} "
-                "or lower max_tokens"
-            )
-        return limit
 
 
 def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
