@@ -5,7 +5,7 @@
     python benchmarks/coupling.py --model FOLDER --json result.json
 
 A model is trained in fp32 with AdamW. Copies of its weights in fp32, fp16 and bf16, rounded plainly
-or held (sortedrl.engines.native.weights), write answers at version 0, and look at them again after
+or held (coupling_study/rounding.py), write answers at version 0, and look at them again after
 each update: which share of an answer is kept at which tolerance, which tokens a tolerance lets in,
 and how far each copy is from the weights that are trained. A copy that hardly moves keeps much and
 follows little: look at both.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from coupling_study.rounding import PLAIN_ROUNDING, held
 from coupling_study.settings import Arithmetic, Precision, Settings
-from sortedrl.engines.native.weights import PLAIN_ROUNDING, held
 
 DTYPES: dict[Arithmetic, torch.dtype] = {
     "fp32": torch.float32,

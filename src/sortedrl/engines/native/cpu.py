@@ -24,6 +24,7 @@ from sortedrl.engines.native.driver import Driver, attention_shape
 from sortedrl.engines.native.linears import ROW_MULTIPLE, can_pack, packed_linears
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
+from sortedrl.engines.native.products import widened_logits
 from sortedrl.engines.native.sampling import Choice, Draw, Filter, Outcome, choose, floors
 
 _QUERY_MULTIPLE = 4
@@ -55,9 +56,12 @@ class CpuRunner:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Pack the linear layers anew."""
+        """Make the copies of the linear layers anew."""
         if self._can_pack:
             self._driver.replaced = packed_linears(self._driver.model, rows=self._slots)
+        elif self._driver.dtype != torch.float32:
+            output = self._driver.output_layer
+            self._driver.replaced = {output: widened_logits(output)}
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Choice:

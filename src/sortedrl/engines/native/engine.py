@@ -29,7 +29,7 @@ from sortedrl.engines.native.planner import Piece, Plan, Planner
 from sortedrl.engines.native.probe import probe, refuse_other_numbers
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome, Sampling
-from sortedrl.engines.native.weights import PLAIN_ROUNDING, copy_weights
+from sortedrl.engines.native.weights import copy_weights
 from sortedrl.errors import RequestError
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -83,7 +83,6 @@ class NativeEngine:
         block_tokens: int = 32,
         chunk_tokens: int | None = None,
         is_compiled: bool = True,
-        hold_ulps: float = PLAIN_ROUNDING,
         version: int = 0,
     ) -> None:
         """An empty engine; `stop_tokens` are the model's own unless given.
@@ -107,7 +106,6 @@ class NativeEngine:
         )
         self.stats = Stats()
         self._limit = max_tokens if callable(max_tokens) else (lambda _: max_tokens)
-        self._hold_ulps = hold_ulps
         self._intake = Intake(
             vocabulary=self._driver.vocabulary,
             max_context=self._driver.max_context,
@@ -200,7 +198,7 @@ class NativeEngine:
         stopped = self._stop()
         written = [(request, request.result(self.version)) for request in stopped]
         if weights.tensors is not None:
-            copy_weights(self._driver.model, weights.tensors, hold_ulps=self._hold_ulps)
+            copy_weights(self._driver.model, weights.tensors)
         self.version = weights.version
         self._planner.pool.forget()
         self._runner.weights_changed()

@@ -1,6 +1,6 @@
-"""Matrix products on the GPU: the same bits for a row in any batch, and logits in fp32.
+"""Matrix products: the same bits for a row in any batch, and logits in fp32.
 
-cuBLAS sums a row in one order whatever the number of rows, as long as it does not split the sum:
+On a GPU, cuBLAS sums a row in one order whatever the number of rows, as long as it does not split the sum:
 so splitting is forbidden while the engine runs or records a pass. That holds for 16-bit weights;
 in fp32 small batches still differ in the last bits.
 """
@@ -42,15 +42,23 @@ def unsplit_sums() -> Iterator[None]:
 
 
 def fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The output layer with its sums in fp32 kept, not rounded back to the weights' type."""
-    if output.weight.dtype == torch.float32:
-        return lambda x: linear(x, output.weight, output.bias)
+    """The output layer with its sums kept in fp32, not rounded back to the weights' type."""
+    bias: Tensor | None = output.bias
 
     def forward(x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return linear(x, output.weight, bias)
         logits = torch.mm(x.flatten(0, -2), output.weight.t(), out_dtype=torch.float32)
-        if output.bias is not None:
-            logits = logits + output.bias.float()
+        logits = logits if bias is None else logits + bias.float()
         result: Tensor = logits.unflatten(0, x.shape[:-1])
         return result
 
     return forward
+
+
+def widened_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The same for a processor that has no such product: the weights are widened once."""
+    weight = output.weight.detach().float()
+    bias: Tensor | None = output.bias
+    wide = bias.detach().float() if bias is not None else None
+    return lambda x: linear(x.float(), weight, wide)
