@@ -1,8 +1,8 @@
 """Matrix products: the same bits for a row in any batch, and logits in fp32.
 
-On a GPU, cuBLAS sums a row in one order whatever the number of rows, as long as it does not split the sum:
-so splitting is forbidden while the engine runs or records a pass. That holds for 16-bit weights;
-in fp32 small batches still differ in the last bits.
+On a GPU, cuBLAS sums a row in one order whatever the number of rows, as long as it does not split
+the sum: so splitting is forbidden while the engine runs or records a pass. That holds for 16-bit
+weights; in fp32, small batches still differ in the last bits.
 """
 
 from __future__ import annotations
