@@ -23,6 +23,7 @@ from transformers import (
     LlamaConfig,
     LlamaModel,
     MambaConfig,
+    NemotronConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -58,7 +59,7 @@ from sortedrl.journal import Journal
 from sortedrl.loop import Loop
 from sortedrl.meter import measure
 from sortedrl.randomness import mix
-from sortedrl.types import Prompt, Weights
+from sortedrl.types import Prompt, Step, Weights
 from worlds import CountingScorer, schedules
 
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -161,7 +162,7 @@ def engine_for(architecture, way):
 
 
 @each_architecture
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(way=ways)
 def test_an_answer_is_the_same_to_the_bit_however_it_is_written(architecture, way):
     """In any batch, order, chunk and cache, interrupted, preempted, trusted and verified."""
@@ -192,6 +193,16 @@ def test_an_answer_is_the_same_to_the_bit_however_it_is_written(architecture, wa
     assert decoded == sum(t.decoded_tokens for t in done.values()) == engine.stats.decoded_tokens
     assert not engine.interrupt()
     assert engine._planner.pool.num_free == engine._planner.pool.num_usable
+
+
+@each_architecture
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_full_cache_preempts_and_changes_no_answer(architecture, lag):
+    work, alone = world_of(architecture)
+    way = Way(slots=8, chunk_tokens=64, block_tokens=4, spare_blocks=2, lag=lag, seed=0)
+    engine = engine_for(architecture, way)
+    assert list(map(answer, roll_out(engine, work))) == alone
+    assert engine._planner.num_preemptions > 0
 
 
 @pytest.mark.parametrize(
@@ -304,7 +315,7 @@ def test_frozen_weights_train_on_the_same_answers(architecture, mode, lookahead,
     assert measure(events).run.ledger.discarded == 0
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(schedules(modes=("partial", "coupled")), st.sampled_from((3, 2, 5, 12)))
 def test_frozen_weights_give_every_schedule_the_same_answers(schedule, slots):
     answers, _ = trained_answers(schedule, slots=slots)
@@ -393,21 +404,12 @@ def test_complete_answers_that_stand_are_confirmed_without_decoding_and_others_g
     assert same
     assert other
     engine.reset_stats()
-    confirmed = roll_out_counting(engine, same)
+    confirmed = roll_out(engine, same, tolerance=0.0)
     assert [t.tokens for t in confirmed] == [t.tokens for t in same]
     assert [t.finish_reason for t in confirmed] == [t.finish_reason for t in same]
     assert engine.stats.decoded_tokens == 0
     gone_on = roll_out(engine, other, tolerance=0.0)
     assert all(a.decoded_tokens > b.decoded_tokens for a, b in zip(gone_on, other, strict=True))
-
-
-def roll_out_counting(engine, trajectories):
-    """Verify complete answers; a step may end without a token."""
-    engine.submit([replace(t, finish_reason=None) for t in trajectories], tolerance=0.0)
-    done = {}
-    while len(done) < len(trajectories):
-        done |= {t.key: t for t in engine.step().finished}
-    return [done[t.key] for t in trajectories]
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.0])
@@ -447,10 +449,9 @@ def test_steps_count_what_was_prefilled_and_decoded():
     while sum(len(step.finished) for step in steps) < len(work):
         steps.append(engine.step())
     assert sum(step.prefilled_tokens for step in steps) == engine.stats.prefilled_tokens
-    assert engine.stats.prefilled_tokens == 40 + 9 + 23 or engine.stats.prefilled_tokens < 72
+    assert engine.stats.prefilled_tokens == 40 + 9 + 23
     assert engine.stats.decoded_tokens == sum(limit_of(t) for t in work)
-    assert engine.step() == engine.step()
-    assert not engine.step().finished
+    assert engine.step() == Step(finished=(), decoded_tokens=0, prefilled_tokens=0)
 
 
 def test_interrupt_gives_back_everything_once_with_the_tokens_of_the_last_step():
@@ -548,7 +549,7 @@ def test_an_answer_cached_with_its_stop_string_is_complete_at_once():
     engine = NativeEngine(
         shared_model(), slots=2, max_tokens=60, tokenizer=Letters(), sampling=sampling
     )
-    (done,) = (t for t in roll_out(engine, [fresh([5, 6])]))
+    (done,) = roll_out(engine, [fresh([5, 6])])
     assert done.finish_reason == "stop"
     engine.reset_stats()
     assert roll_out(engine, [replace(done, finish_reason=None)]) == [done]
@@ -791,6 +792,7 @@ UNSUITED = {
         lambda: causal(Llama4TextConfig(**SIZES, num_local_experts=2, intermediate_size_mlp=16)),
         "layers of kind chunked_attention",
     ),
+    "attention out of reach": (lambda: causal(NemotronConfig(**SIZES)), "NemotronForCausalLM"),
     "positions by batch": (
         lambda: causal(
             LlamaConfig(

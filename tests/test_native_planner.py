@@ -19,7 +19,7 @@ from sortedrl.engines.native.sampling import Sampling
 from sortedrl.types import Segment
 
 STOP = 2
-texts = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 def request_for(trajectory, *, limit, is_verified=False):
@@ -87,9 +87,9 @@ class Planning(RuleBasedStateMachine):
 
     @initialize(
         slots=st.integers(1, 4),
-        usable=st.integers(4, 14),
+        usable=st.integers(5, 16),
         block_tokens=st.integers(1, 3),
-        chunk=st.integers(1, 6),
+        chunk=st.sampled_from((2, 1, 6)),
         lag=st.integers(0, 2),
         seed=st.integers(0, 2**16),
     )
@@ -191,7 +191,9 @@ class Planning(RuleBasedStateMachine):
             for position in range(piece.start, piece.start + piece.num_rows)
         )
         assert written.total() == len(written) == plan.num_rows
-        assert all(piece.slot == piece.request.slot for piece in plan.pieces)
+        for piece in plan.pieces:
+            assert piece.slot == piece.request.slot
+            assert piece.start + piece.num_rows < piece.request.max_length, "the last is not fed"
 
     @rule(
         prompt=texts,

@@ -70,6 +70,7 @@ class CudaRunner:
     """Runs plans on a GPU, one ahead of the host."""
 
     lag = 1
+    _is_recordable = True
 
     def __init__(
         self, driver: Driver, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
@@ -113,7 +114,7 @@ class CudaRunner:
     def launch(self, plan: Plan) -> _Ticket:
         """Start a pass behind those under way."""
         size = self._fill(plan)
-        if size in self._recorded:
+        if size in self._recorded and self._is_recordable:
             recorded = self._recorded[size] or self._record(size)
             recorded.graph.replay()
             results_4Q = recorded.results_4Q
