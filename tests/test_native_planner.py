@@ -302,6 +302,16 @@ def test_a_long_prompt_comes_in_chunks_beside_the_decoding_of_others():
     assert rows(ours.plan()) == [(short, 2, 1, True), (long, 5, 5, False)]
 
 
+def test_only_what_was_taken_in_of_a_prompt_is_remembered():
+    ours = planner(slots=1, chunk=4)
+    ours.enqueue([request_for(fresh([1] * 12), limit=5)])
+    assert ours.plan().num_rows == 5
+    ours.clear()
+    again = request_for(fresh([1] * 12), limit=5)
+    ours.enqueue([again])
+    assert rows(ours.plan()) == [(again, 4, 5, False)]
+
+
 def test_siblings_admitted_together_compute_their_prompt_once():
     ours = planner(slots=4, chunk=20)
     siblings = [request_for(fresh([0, 1] * 4, sample=n), limit=5) for n in range(4)]

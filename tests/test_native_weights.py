@@ -30,9 +30,11 @@ def is_as(model, tensors):
 def test_an_engine_given_weights_writes_as_one_made_with_them(architecture):
     """Qwen 3 here ties its output to its input, so one name of the two has no parameter."""
     ours, theirs = tiny_model(architecture), tiny_model(architecture, seed=1)
-    work = fresh_all((3, 9, 20))
-    engine = NativeEngine(ours, slots=4, max_tokens=12)
+    work = fresh_all((20, 9, 3))
+    engine = NativeEngine(ours, slots=4, max_tokens=12, block_tokens=4)
     before = roll_out(engine, work)
+    assert roll_out(engine, work) == before
+    assert engine.stats.prefilled_tokens < 2 * (20 + 9 + 3), "something is remembered"
     engine.load_weights(Weights(1, theirs.state_dict()))
     after = roll_out(engine, work)
     expected = roll_out(NativeEngine(theirs, slots=4, max_tokens=12), work)
