@@ -30,13 +30,13 @@ class Settings:
     """Answers written at the same time, at most."""
     prompt_tokens: str = "8-48"
     """Length of the prompts: a number, or a range to draw from."""
-    workload: str = "uniform:16-256"
+    workload: str = "long-tail"
     """Length of the answers: fixed:512, uniform:16-256, or long-tail (lognormal)."""
-    requests: int | None = 64
+    requests: int | None = 128
     """Answers to write; as many as slots if not given."""
-    mean: int = 891
+    mean: int = 96
     """long-tail: mean length."""
-    max: int = 4096
+    max: int = 512
     """long-tail: greatest length."""
     seed: int = 0
     """Of weights, prompts, lengths and sampling."""
@@ -73,6 +73,8 @@ _H200 = Settings(
     prompt_tokens="64",
     workload="fixed:512",
     requests=None,
+    mean=891,
+    max=4096,
     peers=("native", "vllm", "vllm-compile"),
     threads=None,
 )

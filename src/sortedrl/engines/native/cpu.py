@@ -7,7 +7,7 @@ below choose their order of summation by shape: query rows come in multiples of 
 of keys avoids the sizes at which the sum over keys is cut in unequal parts.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, G query heads per
-key/value head, D head dimension, L keys of one request, N token places of the cache.
+key/value head, D head dimension, L keys of one request, N token places of the cache, Y layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ _QUERY_MULTIPLE = 4
 _KEY_MULTIPLE = 32
 _KEY_SPLIT = 512
 _UNEVEN_KEYS = (192, 384)
+_VIEWS_PER_SLOT = 4
+_NO_PLACES = torch.empty(0, dtype=torch.long)
 
 
 class CpuRunner:
@@ -45,13 +48,11 @@ class CpuRunner:
         self._driver = driver
         self._slots = slots
         self._block_tokens = size.block_tokens
-        self._caches = [
-            (
-                torch.zeros(heads, places, dim, dtype=driver.dtype),
-                torch.zeros(heads, places, dim, dtype=driver.dtype),
-            )
-            for _ in range(layers)
-        ]
+        self._cache = CpuCache(
+            torch.zeros(layers, heads, places, dim, dtype=driver.dtype),
+            torch.zeros(layers, heads, places, dim, dtype=driver.dtype),
+            num_views=_VIEWS_PER_SLOT * slots,
+        )
         self._can_pack = can_pack(driver.model)
         self.weights_changed()
 
@@ -74,7 +75,7 @@ class CpuRunner:
             end = piece.start + piece.num_rows
             tokens += piece.request.tokens[piece.start : end]
             positions += range(piece.start, end)
-        pages = CpuPages(pieces, self._caches, block_tokens=self._block_tokens, padding=padding)
+        pages = CpuPages(pieces, self._cache, block_tokens=self._block_tokens, padding=padding)
         with self._driver.driving():
             logits_QV = self._driver.forward(
                 torch.tensor(tokens + [0] * padding),
@@ -129,21 +130,41 @@ def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
     return choose(logits_QV, draw, floors_Q=floors_Q)
 
 
-@dataclass
+class CpuCache:
+    """Keys and values of all layers; a request's part of them is looked at again and again."""
+
+    def __init__(self, keys_YKND: Tensor, values_YKND: Tensor, *, num_views: int) -> None:
+        """The cache itself; that many views are kept at hand."""
+        self.layers = list(zip(keys_YKND.unbind(), values_YKND.unbind(), strict=True))
+        self.num_places = keys_YKND.shape[2]
+        self._both = (keys_YKND, values_YKND)
+        self.views = lru_cache(maxsize=num_views)(self._views)
+
+    def _views(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """For each layer, keys and values of a run of places, `[1, K, L, D]`."""
+        keys, values = (
+            tensor.narrow(2, first, count).unsqueeze(1).unbind() for tensor in self._both
+        )
+        return list(zip(keys, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class _Reading:
     """The keys one piece reads: a run of places, or a list of them where blocks are scattered."""
 
     piece: Piece
     row: int
     num_keys: int
-    first_place: int
-    places: Tensor | None
+    views: list[tuple[Tensor, Tensor]] | None
+    places: Tensor
 
-    def keys(self, cache_KND: Tensor) -> Tensor:
-        """Keys or values, `[1, K, L, D]`."""
-        if self.places is not None:
-            return cache_KND.index_select(1, self.places)[None]
-        return cache_KND.narrow(1, self.first_place, self.num_keys)[None]
+    def keys_and_values(self, cache: CpuCache, layer: int) -> tuple[Tensor, Tensor]:
+        """What it reads of a layer, `[1, K, L, D]` each."""
+        if self.views is not None:
+            return self.views[layer]
+        keys_KND, values_KND = cache.layers[layer]
+        keys_KLD = keys_KND.index_select(1, self.places)
+        return keys_KLD[None], values_KND.index_select(1, self.places)[None]
 
     def mask(self, *, window: int | None, repeats: int, padding: int) -> Tensor:
         """What each query row may see, as numbers to add: `[rows of the piece x repeats, L]`."""
@@ -162,13 +183,13 @@ class CpuPages:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        caches: Sequence[tuple[Tensor, Tensor]],
+        cache: CpuCache,
         *,
         block_tokens: int,
         padding: int,
     ) -> None:
         """Work out once per pass what all layers need."""
-        self._caches = caches
+        self._cache = cache
         self._block_tokens = block_tokens
         self._padding = padding
         self._num_rows = sum(piece.num_rows for piece in pieces)
@@ -191,7 +212,7 @@ class CpuPages:
         window: int | None,
     ) -> Tensor:
         """Write the new keys and values, then read for each piece."""
-        keys_KND, values_KND = self._caches[layer]
+        keys_KND, values_KND = self._cache.layers[layer]
         rows = self._num_rows
         keys_KND.index_copy_(1, self._places_R, k_1KRD[0, :, :rows])
         values_KND.index_copy_(1, self._places_R, v_1KRD[0, :, :rows])
@@ -205,13 +226,14 @@ class CpuPages:
             q_SKGD = pad(q_KGRD[:, :, :singles].permute(2, 0, 1, 3), (0, 0, 0, -group % 4))
             outs = [
                 scaled_dot_product_attention(
-                    q_SKGD[i : i + 1],
-                    reading.keys(keys_KND),
-                    reading.keys(values_KND),
-                    attn_mask=masks[i],
+                    q_1KGD,
+                    *reading.keys_and_values(self._cache, layer),
+                    attn_mask=mask,
                     scale=scale,
                 )
-                for i, reading in enumerate(self._readings[:singles])
+                for q_1KGD, reading, mask in zip(
+                    q_SKGD.split(1), self._readings[:singles], masks[:singles], strict=True
+                )
             ]
             out_RKGD[:singles] = torch.cat(outs)[:, :, :group]
         for reading, mask in zip(self._readings[singles:], masks[singles:], strict=True):
@@ -220,8 +242,7 @@ class CpuPages:
             q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
             out_KXD = scaled_dot_product_attention(
                 q_KXD[None],
-                reading.keys(keys_KND),
-                reading.keys(values_KND),
+                *reading.keys_and_values(self._cache, layer),
                 attn_mask=mask,
                 scale=scale,
             )[0, :, : group * count]
@@ -262,16 +283,17 @@ class CpuPages:
         size = self._block_tokens
         num_keys = padded_keys(piece.start + piece.num_rows)
         blocks = piece.request.blocks[: -(-num_keys // size)]
-        places_in_cache = self._caches[0][0].shape[1]
         first = blocks[0] * size
-        is_run = all(block == blocks[0] + i for i, block in enumerate(blocks))
-        if is_run and first + num_keys <= places_in_cache:
-            return _Reading(piece, row, num_keys, first, None)
+        is_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(
+            block == blocks[0] + i for i, block in enumerate(blocks)
+        )
+        if is_run and first + num_keys <= self._cache.num_places:
+            views = self._cache.views(first, num_keys)
+            return _Reading(piece, row, num_keys, views, _NO_PLACES)
         starts = torch.tensor(blocks)[:, None] * size
         places = (starts + torch.arange(size)).flatten()
-        missing = max(0, num_keys - len(places))
-        places = torch.cat((places, torch.zeros(missing, dtype=torch.long)))[:num_keys]
-        return _Reading(piece, row, num_keys, first, places)
+        places = pad(places, (0, max(0, num_keys - len(places))))[:num_keys]
+        return _Reading(piece, row, num_keys, None, places)
 
 
 def padded_keys(count: int) -> int:
