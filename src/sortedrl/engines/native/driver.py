@@ -82,6 +82,7 @@ class Driver:
         self.config = model.config.get_text_config()
         _refuse_unsupported(model, self.config)
         self.replaced: dict[nn.Module, Callable[..., Any]] = {}
+        self._modules = list(model.modules())
 
     @property
     def device(self) -> torch.device:
@@ -128,18 +129,23 @@ class Driver:
     def driving(self) -> Iterator[None]:
         """The module with the engine's attention and linear layers; as it was, afterwards."""
         before = self.config._attn_implementation
-        was_training = self.model.training
+        training = [module for module in self._modules if module.training]
+        forwards = {m: m.__dict__["forward"] for m in self.replaced if "forward" in m.__dict__}
         self.config._attn_implementation = _NAME
         for module, forward in self.replaced.items():
             module.__dict__["forward"] = forward
         try:
-            self.model.train(False) if was_training else None
+            for module in training:
+                module.training = False
             yield
         finally:
             self.config._attn_implementation = before
             for module in self.replaced:
                 module.__dict__.pop("forward", None)
-            self.model.train(True) if was_training else None
+            for module, forward in forwards.items():
+                module.__dict__["forward"] = forward
+            for module in training:
+                module.training = True
 
     def forward(
         self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, pages: Pages
@@ -159,6 +165,9 @@ class Driver:
 def attention_shape(config: Any) -> tuple[int, int, int]:  # noqa: ANN401
     """Layers, key/value heads and head dimension of a model."""
     values = config.to_dict()
+    missing = {"num_attention_heads", "num_hidden_layers", "hidden_size"} - values.keys()
+    if missing:
+        raise ModelError(f"{type(config).__name__} does not name {', '.join(sorted(missing))}")
     heads = values["num_attention_heads"]
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     return values["num_hidden_layers"], values.get("num_key_value_heads") or heads, head_dim

@@ -8,6 +8,7 @@ given the next pass before the last one's results are read, so that its device n
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +30,8 @@ from sortedrl.engines.native.planner import Piece, Plan, Planner
 from sortedrl.engines.native.probe import probe, refuse_other_numbers
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome, Sampling
-from sortedrl.engines.native.weights import copy_weights
-from sortedrl.errors import RequestError
+from sortedrl.engines.native.weights import checked_weights, copy_weights
+from sortedrl.errors import ModelError, RequestError
 from sortedrl.types import Step, Trajectory, Weights
 
 Limit = Callable[[Trajectory], int]
@@ -88,7 +89,7 @@ class NativeEngine:
         """An empty engine; `stop_tokens` are the model's own unless given.
 
         `cache_bytes` is what the cache may take (by default most of the free GPU memory, or a
-        quarter of the RAM), `chunk_tokens` what one pass takes in of prompts at most.
+        quarter of the RAM), `chunk_tokens` how many rows a pass may have beyond one for each slot.
         """
         require(slots >= 1, f"slots must be at least 1, got {slots}")
         require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
@@ -195,6 +196,8 @@ class NativeEngine:
         What runs is stopped and taken on again: its cached tokens stand or are verified, as it
         was submitted.
         """
+        if weights.tensors is not None:
+            checked_weights(self._driver.model, weights.tensors)
         stopped = self._stop()
         written = [(request, request.result(self.version)) for request in stopped]
         if weights.tensors is not None:
@@ -289,16 +292,37 @@ class NativeEngine:
         request = self._intake.request(
             trial, tolerance=1e30, limit=trial.num_tokens, sampling=Sampling(), version=0
         )
+        # Submitted with it, the tokens would stand unread; now that they are read, all of them do.
+        request.tolerance = math.inf
         self.enqueue([request])
-        (read,) = self.step().finished
-        refuse_other_numbers(model, read)
+        try:
+            finished = self.step().finished
+        except (RuntimeError, TypeError) as error:
+            raise ModelError(f"{type(model).__name__} cannot be driven: {error}") from error
+        if not finished:
+            raise ModelError(f"{type(model).__name__} gives logits that are no numbers")
+        refuse_other_numbers(model, finished[0])
         self.reset_stats()
 
     def _launch(self, plan: Plan) -> None:
-        self._under_way.append((plan, self._runner.launch(plan)))
+        try:
+            ticket = self._runner.launch(plan)
+        except BaseException:
+            self._withdraw(plan)
+            raise
+        self._under_way.append((plan, ticket))
         self.stats.steps += 1
         self.stats.slot_steps += plan.num_running
         self.stats.prefilled_tokens += plan.num_prefilled
+
+    def _withdraw(self, plan: Plan) -> None:
+        """A pass broke off: nothing it was to write is in the cache."""
+        for piece in plan.sampled:
+            piece.request.in_flight -= 1
+            piece.request.pending -= piece.is_speculative
+        requests = self._planner.clear()
+        self._planner.pool.forget()
+        self._planner.enqueue(requests)
 
     def _absorb(self) -> int:
         """Take in the results of the oldest pass under way; gives the tokens it wrote."""

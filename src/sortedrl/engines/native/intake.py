@@ -67,6 +67,8 @@ class Intake:
         if sampling.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give one to the engine")
         tolerance = math.inf if tolerance is None else tolerance
+        if not tolerance >= 0:
+            raise RequestError(f"tolerance must be 0 or more nats, got {tolerance}")
         stands = tolerance == math.inf or all(
             segment.version == version for segment in trajectory.segments
         )

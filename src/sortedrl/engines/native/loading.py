@@ -22,7 +22,7 @@ def load_model(
     folder, gguf = _folder_and_gguf(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=kind)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
     _refuse_too_big(model, where)
     torch.nn.Module.to(model, where)

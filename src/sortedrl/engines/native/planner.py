@@ -143,6 +143,8 @@ class Planner:
         """A request is complete: its slot and blocks are free."""
         if request.slot is not None:
             self._evict(request)
+        else:  # preempted while its last row was under way
+            self._queue.remove(request)
 
     def clear(self) -> list[Request]:
         """Take out everything, the oldest first, then the queue in its order."""
@@ -174,7 +176,9 @@ class Planner:
     def _take_in(self, request: Request) -> bool:
         """Give a request a slot and blocks for all its tokens and one more, if there are enough."""
         shared = self.pool.match(request.tokens, limit=min(request.first_sampled, request.end - 1))
-        needed = self.pool.blocks_for(len(request.tokens) + 1) - len(shared.blocks)
+        length = len(request.tokens)
+        room = max(length, min(length + 1, request.max_length))
+        needed = self.pool.blocks_for(room) - len(shared.blocks)
         if needed > self.pool.num_free_without(shared):
             return False
         self.pool.hold(shared)

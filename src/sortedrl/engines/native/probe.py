@@ -25,8 +25,14 @@ def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
 def refuse_other_numbers(model: PreTrainedModel, read: Trajectory) -> None:
     """Refuse a model whose own log-probabilities of the probe are not those the engine read."""
     tokens = [*read.prompt.tokens, *read.tokens]
-    with torch.no_grad():
-        logits_TV = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0]
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0]
+    finally:
+        for module in training:
+            module.training = True
     plain_TV = logits_TV.float().log_softmax(-1).cpu()
     plain_T = plain_TV[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
     gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()

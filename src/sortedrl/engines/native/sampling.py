@@ -19,6 +19,7 @@ from sortedrl.config import require
 from sortedrl.engines.native.noise import exponential, row_keys, words
 
 _NOTHING_EXPECTED = -1
+_COLDEST = 1e-4
 _CACHED_NUMBERS = 1 << 16
 
 
@@ -42,8 +43,9 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         require(
-            self.temperature >= 0 and math.isfinite(self.temperature),
-            f"sampling.temperature must be 0 (greedy) or more, got {self.temperature}",
+            self.temperature == 0 or _COLDEST <= self.temperature < math.inf,
+            f"sampling.temperature must be 0 (greedy) or at least {_COLDEST}, "
+            f"got {self.temperature}",
         )
         require(
             self.top_k is None or self.top_k >= 1,
@@ -109,7 +111,8 @@ def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
     sorted_QV = sorted_QV.masked_fill(ranks_V >= keep.top_k_Q[:, None], -math.inf)
     mass_QV = sorted_QV.softmax(-1)
     before_QV = mass_QV.cumsum(-1) - mass_QV
-    is_kept_QV = (before_QV < keep.top_p_Q[:, None]) & (mass_QV > 0)
+    top_p_Q1 = keep.top_p_Q[:, None]
+    is_kept_QV = ((before_QV < top_p_Q1) | (top_p_Q1 >= 1)) & (ranks_V < keep.top_k_Q[:, None])
     is_kept_QV &= mass_QV >= keep.min_p_Q[:, None] * mass_QV[:, :1]
     last_Q1 = is_kept_QV.long().cumsum(-1).argmax(-1, keepdim=True)
     lowest_Q = sorted_QV.gather(-1, last_Q1)[:, 0]

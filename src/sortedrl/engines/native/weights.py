@@ -26,8 +26,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
-    """Copy named tensors into a model's parameters; nothing is copied unless all of them fit."""
+def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors for each parameter of a model, or a `ModelError`."""
     own = dict(model.named_parameters())
     tied = model.state_dict().keys() - own.keys()
     missing = sorted(own.keys() - tensors.keys())
@@ -38,7 +38,13 @@ def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
             f"missing: {', '.join(missing[:3]) or 'none'}; "
             f"unknown: {', '.join(unknown[:3]) or 'none'}"
         )
-    fitting = {name: _fitting(name, tensors[name], parameter) for name, parameter in own.items()}
+    return {name: _fitting(name, tensors[name], parameter) for name, parameter in own.items()}
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
+    """Copy named tensors into a model's parameters; nothing is copied unless all of them fit."""
+    fitting = checked_weights(model, tensors)
+    own = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(fitting[name])
