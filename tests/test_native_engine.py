@@ -1,6 +1,8 @@
 """The native engine on tiny models, in fp32 on the CPU, where everything is exact to the bit."""
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
@@ -852,3 +854,18 @@ def test_a_model_with_other_names_for_its_sizes_is_refused_or_driven_rightly():
     for trajectory in engine.generate([[5, 3], [9]], progress=False):
         plain = plain_logprobs(model, trajectory)
         assert trajectory.logprobs == pytest.approx(plain, abs=1e-5)
+
+
+def test_without_torch_the_extra_is_named():
+    program = "import sys; sys.modules['torch'] = None; import sortedrl.engines.native"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "the native engine needs torch; pip install 'sortedrl[native]'" in done.stderr
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, math.nan])
+def test_a_tolerance_below_zero_is_refused(tolerance):
+    engine = NativeEngine(shared_model(), slots=1)
+    with pytest.raises(RequestError, match="tolerance must be 0 or more nats"):
+        engine.submit([fresh([1, 2])], tolerance=tolerance)

@@ -9,7 +9,12 @@ sampling   logits and keyed noise -> tokens
 engine     submit, step, interrupt, load_weights
 """
 
-from sortedrl.engines.native.engine import NativeEngine
-from sortedrl.engines.native.sampling import Sampling
+try:
+    from sortedrl.engines.native.engine import NativeEngine
+    from sortedrl.engines.native.sampling import Sampling
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the native engine needs {error.name}; pip install 'sortedrl[native]'", name=error.name
+    ) from error
 
 __all__ = ["NativeEngine", "Sampling"]
