@@ -34,6 +34,7 @@ from sortedrl.engines.native.weights import checked_weights, copy_weights
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.types import Step, Trajectory, Weights
 
+_LOGITS_BYTES = 1 << 30
 Limit = Callable[[Trajectory], int]
 """The tokens an answer may have at most."""
 
@@ -115,8 +116,12 @@ class NativeEngine:
             tokenizer=tokenizer,
         )
         pool = BlockPool(self.cache.num_blocks, block_tokens=block_tokens)
+        most_logits = _LOGITS_BYTES // (4 * self._driver.vocabulary)
         self._planner = Planner(
-            slots=slots, pool=pool, max_rows=slots + chunk, max_sampled=slots + chunk
+            slots=slots,
+            pool=pool,
+            max_rows=slots + chunk,
+            max_sampled=max(slots, min(slots + chunk, most_logits)),
         )
         self._runner = _runner(
             self._driver, self.cache, slots=slots, max_rows=slots + chunk, is_compiled=is_compiled
