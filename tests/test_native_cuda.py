@@ -165,6 +165,21 @@ def test_stop_tokens_end_an_answer_although_the_device_runs_ahead():
         assert (tokens, logprobs) == (whole[key][0][:end], whole[key][1][:end])
 
 
+@ignores_interpreter
+def test_a_fresh_answer_starts_in_the_pass_that_verifies_another():
+    model = _model("llama", DTYPES[0])
+    engine = NativeEngine(model, slots=2, max_tokens=MAX_TOKENS, stop_tokens=())
+    trajectories = fresh_all((4, 6))
+    engine.submit(trajectories, tolerance=None)
+    whole = {}
+    while len(whole) < 2:
+        whole |= {t.key: t for t in engine.step().finished}
+    complete = replace(whole[(0, 0)], finish_reason=None)
+    engine.load_weights(Weights(1))
+    again = _write(engine, [complete, trajectories[1]], tolerance=0.0)
+    assert again == {key: (t.tokens, t.logprobs) for key, t in whole.items()}
+
+
 @cuda_only
 def test_a_cache_that_does_not_fit_says_what_would():
     with pytest.raises(ConfigError, match=r"does not fit.*would fit and hold"):

@@ -279,6 +279,8 @@ def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
     host[_TOKENS, rows] = piece.request.tokens[piece.start : end]
     host[_POSITIONS, rows] = range(piece.start, end)
     host[_SLOTS, rows] = piece.slot
+    if piece.is_speculative:
+        host[_COMMIT, row] = piece.slot
     _fill_expected(host, piece, row)
 
 
