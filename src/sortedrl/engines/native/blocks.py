@@ -35,7 +35,7 @@ class BlockPool:
         """All blocks free and empty."""
         self.block_tokens = block_tokens
         self.num_usable = num_blocks - 1
-        self._free: dict[int, None] = dict.fromkeys(range(1, num_blocks))
+        self._free: dict[int, None] = dict.fromkeys(range(PADDING_BLOCK + 1, num_blocks))
         self._holders = [0] * num_blocks
         self._remembered: dict[tuple[Content, tuple[int, ...]], tuple[int, Content]] = {}
         self._key_of: dict[int, tuple[Content, tuple[int, ...]]] = {}

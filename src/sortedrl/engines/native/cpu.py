@@ -223,7 +223,9 @@ class CpuPages:
         singles = self._num_single
         out_RKGD = q_1HRD.new_zeros(rows + self._padding, kv_heads, group, q_1HRD.shape[3])
         if singles:
-            q_SKGD = pad(q_KGRD[:, :, :singles].permute(2, 0, 1, 3), (0, 0, 0, -group % 4))
+            q_SKGD = pad(
+                q_KGRD[:, :, :singles].permute(2, 0, 1, 3), (0, 0, 0, -group % _QUERY_MULTIPLE)
+            )
             outs = [
                 scaled_dot_product_attention(
                     q_1KGD,

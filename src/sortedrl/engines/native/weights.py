@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors |= load_file(file)
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise DataError(file, f"is not a readable safetensors file: {error}") from error
     return tensors
 
