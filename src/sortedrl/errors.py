@@ -5,6 +5,7 @@
     ├── DataError          a file whose content cannot be used: names file, line and reason
     ├── ModelError         a model that the engine cannot write with
     ├── RequestError       a trajectory that the engine cannot take on
+    ├── RewardError        a reward function that raised, or gave something that is no reward
     ├── BufferStateError   a trajectory was moved along a path the buffer does not have
     └── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
 
@@ -45,6 +46,10 @@ class ModelError(SortedRLError, ValueError):
 
 class RequestError(SortedRLError, ValueError):
     """A trajectory that the engine cannot take on; those submitted with it are not taken either."""
+
+
+class RewardError(SortedRLError):
+    """A reward function that raised, or gave something that is no reward."""
 
 
 class BufferStateError(SortedRLError):

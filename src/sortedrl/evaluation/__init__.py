@@ -1,0 +1,1 @@
+"""From answers and their scores to numbers one can trust: estimates, intervals, comparisons."""

@@ -1,0 +1,1 @@
+"""Station 5: from answers to rewards, in worker processes beside the rollout."""

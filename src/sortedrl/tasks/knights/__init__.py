@@ -1,0 +1,1 @@
+"""Knights and Knaves: puzzles, their solutions, and the words for them."""
