@@ -110,6 +110,7 @@ def _row(trajectory: Trajectory, payload: _Payload) -> list[object]:
         trajectory.decoded_tokens,
         trajectory.finish_reason,
         trajectory.reward,
+        dict(trajectory.reward_parts),
         [
             [segment.version, payload.tokens(segment.tokens), payload.logprobs(segment.logprobs)]
             for segment in trajectory.segments
@@ -135,7 +136,8 @@ def _state(header: dict[str, Any], reader: _Reader) -> BufferState:
 
 
 def _trajectory(row: list[Any], prompts: dict[int, Prompt], reader: _Reader) -> Trajectory:
-    prompt, sample, group, seed, attempt, interruptions, decoded, reason, reward, segments = row
+    prompt, sample, group, seed, attempt, interruptions, decoded, reason, *scores, segments = row
+    reward, parts = scores
     return Trajectory(
         prompt=prompts[prompt],
         sample_index=sample,
@@ -150,6 +152,7 @@ def _trajectory(row: list[Any], prompts: dict[int, Prompt], reader: _Reader) -> 
         decoded_tokens=decoded,
         finish_reason=reason,
         reward=reward,
+        reward_parts=parts,
     )
 
 

@@ -51,6 +51,14 @@ class RequestError(SortedRLError, ValueError):
 class RewardError(SortedRLError):
     """A reward function that raised, or gave something that is no reward."""
 
+    def __init__(
+        self, message: str, *, prompt_id: int | None = None, response: str | None = None
+    ) -> None:
+        """Keep the answer it happened with."""
+        super().__init__(message)
+        self.prompt_id = prompt_id
+        self.response = response
+
 
 class BufferStateError(SortedRLError):
     """A trajectory was moved along a path the buffer does not have."""

@@ -18,6 +18,7 @@ FinishReason = Literal["stop", "length"]
 """Why an answer is complete: the model ended it, or it reached the token limit."""
 
 _NO_FIELDS: Mapping[str, object] = MappingProxyType({})
+_NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +74,7 @@ class Trajectory:
 
     `attempt` numbers the noise stream: it counts up only where the answer is redrawn.
     `decoded_tokens` counts every token ever decoded for it, also those thrown away since.
+    `reward` is `None` until it is scored, and for an answer whose scoring failed and is skipped.
     """
 
     prompt: Prompt
@@ -85,6 +87,7 @@ class Trajectory:
     decoded_tokens: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=lambda: _NO_PARTS, hash=False)
 
     @property
     def key(self) -> Key:

@@ -18,6 +18,10 @@ from types import MappingProxyType
 _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
+class NoScoreError(ValueError):
+    """What a function returned is no reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """A reward and the named parts it came with."""
@@ -33,14 +37,14 @@ class Score:
 
 
 def checked_score(returned: object) -> Score:
-    """The score a function returned; a `ValueError` or `TypeError` says why it is none."""
+    """The score a function returned; a `NoScoreError` says why it is none."""
     if not isinstance(returned, Mapping):
         return Score(_number(returned, "a reward"))
     if not returned:
-        raise ValueError("a reward with named parts must have at least one, got {}")
+        raise NoScoreError("a reward with named parts must have at least one, got {}")
     for name in returned:
         if not isinstance(name, str):
-            raise TypeError(f"the parts of a reward must have names, got {name!r}")
+            raise NoScoreError(f"the parts of a reward must have names, got {name!r}")
     parts = {name: _number(value, f"part {name!r}") for name, value in returned.items()}
     reward = parts.pop("reward") if "reward" in parts else math.fsum(parts.values())
     return Score(reward, parts)
@@ -49,8 +53,8 @@ def checked_score(returned: object) -> Score:
 def _number(value: object, what: str) -> float:
     """A finite number; also one of numpy or torch, which can be turned into a float."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} must be a number or named parts, got {value!r:.100}")
+        raise NoScoreError(f"{what} must be a number or named parts, got {value!r:.100}")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {number}")
+        raise NoScoreError(f"{what} must be a finite number, got {number}")
     return number

@@ -1,0 +1,78 @@
+"""From a row to the tokens the model sees: the chat template applied once, or plain text.
+
+A row that carries chat tags of its own is refused where a template would be put around it:
+the model would see two beginnings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sortedrl.data.row import Message, Row
+from sortedrl.data.settings import ChatUse
+from sortedrl.errors import ConfigError, DataError
+
+_CHAT_TAG = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\uff5c[^>]+\uff5c>")
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer, as transformers has it."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that turns messages into text; `None` in base models."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends an answer."""
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any:  # noqa: ANN401
+        """Messages as text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Text as tokens."""
+
+
+def encoded(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> list[int]:
+    """The tokens of the prompt, up to where the model's answer begins."""
+    has_template = tokenizer.chat_template is not None
+    if chat == "on" and not has_template:
+        raise ConfigError(
+            "data.chat is 'on', but the tokenizer has no chat template; "
+            "set it to 'auto' or 'off', or take the tokenizer of a chat model"
+        )
+    if chat == "off" or not has_template:
+        tokens = tokenizer.encode(_plain_text(row), add_special_tokens=True)
+        # Some tokenizers end every text; an answer must be able to follow.
+        return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens
+    messages = _messages(row)
+    _refuse_chat_tags(messages, row)
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _messages(row: Row) -> Sequence[Message]:
+    if isinstance(row.prompt, str):
+        return ({"role": "user", "content": row.prompt},)
+    return row.prompt
+
+
+def _plain_text(row: Row) -> str:
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return "\n\n".join(message["content"] for message in row.prompt) + "\n\n"
+
+
+def _refuse_chat_tags(messages: Sequence[Message], row: Row) -> None:
+    for message in messages:
+        found = _CHAT_TAG.search(message["content"])
+        if found is not None:
+            raise DataError(
+                row.place,
+                f"the prompt already holds the chat tag {found[0]!r}, and the template would be "
+                "put around it; take a column with the bare text, or set data.chat to 'off'",
+            )

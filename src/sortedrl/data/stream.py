@@ -1,0 +1,133 @@
+"""The stream of prompts: every row once per epoch, in an order that only the seed decides.
+
+Where a run stands in its data is one number, `position`: a stream opened there goes on with the
+same prompts under the same ids, in the middle of an epoch too.
+
+    position   0 1 2 3 | 4 5 6 7 | ...      4 rows
+    epoch      0       | 1       |
+    row        2 0 3 1 | 1 3 0 2 |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sortedrl.config import require
+from sortedrl.data.chat import Tokenizer, encoded
+from sortedrl.data.row import Row
+from sortedrl.data.settings import DataSettings
+from sortedrl.errors import ConfigError
+from sortedrl.randomness import mix
+from sortedrl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    """A row as the model and the reward will see it."""
+
+    tokens: Sequence[int]
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The rows that can be asked, and how many were too long."""
+
+    rows: Sequence[TokenizedRow]
+    num_too_long: int
+
+
+def tokenized(
+    rows: Iterable[Row],
+    tokenizer: Tokenizer,
+    settings: DataSettings,
+    *,
+    advance: Callable[[int], None] | None = None,
+) -> Tokenized:
+    """The rows with their tokens; `advance` is told how many are done."""
+    kept, num_too_long = [], 0
+    for number, row in enumerate(rows, start=1):
+        tokens = encoded(row, tokenizer, chat=settings.chat)
+        if settings.max_prompt_tokens is not None and len(tokens) > settings.max_prompt_tokens:
+            num_too_long += 1
+        else:
+            kept.append(TokenizedRow(array("i", tokens), _fields(row)))
+        if advance is not None:
+            advance(number)
+    if not kept:
+        raise ConfigError(
+            f"no prompt has at most data.max_prompt_tokens = {settings.max_prompt_tokens} tokens "
+            f"({num_too_long} are longer); raise it"
+            if num_too_long
+            else "the data set has no rows; check the path and the split"
+        )
+    return Tokenized(kept, num_too_long)
+
+
+class PromptStream:
+    """A `PromptSource` over tokenized rows."""
+
+    def __init__(
+        self,
+        rows: Sequence[TokenizedRow],
+        *,
+        epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        position: int = 0,
+    ) -> None:
+        """A stream that goes on at `position`, the number of prompts taken before."""
+        self._rows = rows
+        self._total = epochs * len(rows)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = -1
+        self._order: Sequence[int] = ()
+        require(
+            0 <= position <= self._total,
+            f"position must lie in 0..{self._total} ({epochs} epochs of {len(rows)} rows), "
+            f"got {position}; was the data another?",
+        )
+        self.position = position
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return self.position >= self._total
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the rows: a run must not be resumed on others."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(len(row.tokens).to_bytes(8, "little"))
+            digest.update(array("i", row.tokens).tobytes())
+        return digest.hexdigest()
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next prompts, with ids that count up; fewer than `count` only at the end."""
+        end = min(self.position + count, self._total)
+        prompts = [self._prompt(position) for position in range(self.position, end)]
+        self.position = end
+        return prompts
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._rows))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        row = self._rows[self._order[place]]
+        return Prompt(id=position, tokens=row.tokens, fields=row.fields)
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        rows = range(len(self._rows))
+        if not self._shuffle:
+            return rows
+        return sorted(rows, key=lambda row: mix(self._seed, epoch, row))
+
+
+def _fields(row: Row) -> Mapping[str, object]:
+    prompt = row.prompt if isinstance(row.prompt, str) else [dict(m) for m in row.prompt]
+    return {**row.fields, "prompt": prompt, "place": row.place}

@@ -1,0 +1,44 @@
+"""A call of a reward function for one answer, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sortedrl.rewards.score import Score
+from sortedrl.types import Prompt
+
+Failure = Literal["timeout", "memory", "died"]
+"""A call that ran into its time limit, into the memory limit, or killed its worker twice."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An answer to be scored.
+
+    `deaths` counts the workers that died over it: then it is tried once more, alone.
+    """
+
+    ticket: int
+    prompt: Prompt
+    sample_index: int
+    response: str
+    began: float = 0.0
+    deaths: int = 0
+    is_alone: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"answer {self.sample_index} to prompt {self.prompt.id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a call; `score` is `None` where the answer gets no reward."""
+
+    ticket: int
+    score: Score | None
+    seconds: float
+    failure: Failure | None = None

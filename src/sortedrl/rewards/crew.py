@@ -1,0 +1,318 @@
+"""The worker processes and who does what: an object of one thread, without locks.
+
+    waiting -> under way -> delivered          a score, or a failure
+                 |  the worker died, or answers that shared a call failed together
+                 v
+               alone -> under way -> delivered  tried once more, with a worker to itself
+
+Every call taken on is delivered exactly once, unless it is cancelled or the function raises.
+A worker that dies, or is killed for a call that takes too long, is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Protocol
+
+from sortedrl.errors import ConfigError, RewardError
+from sortedrl.rewards.calls import Call, Failure
+from sortedrl.rewards.process import Said, WorkerLostError, WorkerProcess
+from sortedrl.rewards.score import Score
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.rewards.source import RewardSource
+from sortedrl.rewards.worker import Ready, Refused, Report, Setup, Work
+
+_LOAD_SECONDS = 300.0
+_GRACE_SECONDS = 1.0  # an async worker ends its overdue calls itself; and for cancelled calls
+
+
+class Delivery(Protocol):
+    """Where the crew brings what it did."""
+
+    def scored(self, call: Call, score: Score, *, seconds: float) -> None:
+        """The function gave a score."""
+
+    def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
+        """The call came to nothing."""
+
+    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+        """The function raised for one of these, or gave something that is no score."""
+
+
+@dataclass(slots=True)
+class CrewStats:
+    """What happened to the workers."""
+
+    started: int = 0
+    killed: int = 0
+    died: int = 0
+
+
+class Crew:
+    """Workers, and the calls that wait for them."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        settings: RewardSettings,
+        delivery: Delivery,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A crew without workers yet."""
+        self.stats = CrewStats()
+        self._source = source
+        self._settings = settings
+        self._delivery = delivery
+        self._clock = clock
+        self._calls: dict[int, Call] = {}
+        self._waiting: deque[Call] = deque()
+        self._alone: deque[Call] = deque()
+        self._workers: list[WorkerProcess] = []
+
+    def start(self) -> None:
+        """Start the workers; they are not ready yet."""
+        self._fill_up()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some worker has loaded the function."""
+        return any(worker.kind is not None for worker in self._workers)
+
+    def take_on(self, call: Call) -> None:
+        """Score an answer."""
+        self._calls[call.ticket] = call
+        self._waiting.append(call)
+
+    def cancel(self, ticket: int) -> None:
+        """Drop an answer; if it is being scored, what comes of it is ignored."""
+        call = self._calls.get(ticket)
+        if call is not None:
+            call.is_cancelled = True
+
+    def turn(self, wake: Connection) -> None:
+        """Hand out work, then sleep until somebody has something to say or a limit is reached."""
+        self._hand_out()
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for found in wait([wake, *by_connection], self._seconds_to_limit()):
+            if isinstance(found, Connection) and found in by_connection:
+                self._listen(by_connection[found])
+        self._enforce_limits()
+        self._fill_up()
+
+    def end(self) -> None:
+        """Kill everybody."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+
+    def _fill_up(self) -> None:
+        memory = self._settings.memory_gib
+        setup = Setup(
+            source=replace(self._source, options=dict(self._source.options)),
+            time_limit_seconds=self._settings.time_limit_seconds,
+            memory_bytes=None if memory is None else int(memory * (1 << 30)),
+        )
+        while len(self._workers) < self._settings.num_workers:
+            self._workers.append(WorkerProcess.start(setup, now=self._clock()))
+            self.stats.started += 1
+
+    def _hand_out(self) -> None:
+        """Give work to whoever has the least, until nobody can take more or nothing waits."""
+        while self._waiting or self._alone:
+            for worker in sorted(self._workers, key=lambda worker: len(worker.under_way)):
+                if calls := self._work_for(worker):
+                    self._send(worker, calls)
+                    break
+            else:
+                return
+
+    def _work_for(self, worker: WorkerProcess) -> list[Call]:
+        """The calls this worker should be given now."""
+        if worker.kind is None:
+            return []
+        is_idle = not worker.under_way
+        if is_idle and (call := self._next(self._alone)):
+            return [call]
+        is_shared = worker.kind == "async" and not self._holds_alone(worker)
+        if is_idle or (is_shared and len(worker.under_way) < self._settings.concurrency):
+            most = self._settings.batch if worker.kind == "batched" else 1
+            calls: list[Call] = []
+            while len(calls) < most and (call := self._next(self._waiting)):
+                calls.append(call)
+            return calls
+        return []
+
+    def _next(self, line: deque[Call]) -> Call | None:
+        while line:
+            call = line.popleft()
+            if not call.is_cancelled:
+                return call
+            del self._calls[call.ticket]
+        return None
+
+    def _holds_alone(self, worker: WorkerProcess) -> bool:
+        return any(self._calls[ticket].is_alone for ticket in worker.under_way)
+
+    def _send(self, worker: WorkerProcess, calls: Sequence[Call]) -> None:
+        now = self._clock()
+        if not worker.under_way:
+            worker.began = now
+        for call in calls:
+            call.began = now
+            worker.under_way.append(call.ticket)
+        try:
+            worker.send(
+                Work(
+                    [call.ticket for call in calls],
+                    [replace(call.prompt, fields=dict(call.prompt.fields)) for call in calls],
+                    [call.response for call in calls],
+                )
+            )
+        except WorkerLostError:
+            self._lost(worker)
+
+    def _listen(self, worker: WorkerProcess) -> None:
+        try:
+            for said in worker.said():
+                self._heard(worker, said)
+        except WorkerLostError:
+            self._lost(worker)
+
+    def _heard(self, worker: WorkerProcess, said: Said) -> None:
+        if isinstance(said, Ready):
+            worker.kind = said.kind
+        elif isinstance(said, Refused):
+            if said.is_setting:
+                raise ConfigError(said.message)
+            raise RewardError(
+                f"the reward {self._source.function!r} cannot be loaded:\n{said.message}"
+            )
+        else:
+            self._reported(worker, said)
+
+    def _reported(self, worker: WorkerProcess, report: Report) -> None:
+        call = self._calls[report.ticket]
+        shared = [self._calls[ticket] for ticket in worker.under_way]
+        worker.under_way.remove(report.ticket)
+        if call.is_cancelled:
+            del self._calls[report.ticket]
+        elif report.score is not None:
+            del self._calls[report.ticket]
+            self._delivery.scored(call, report.score, seconds=report.seconds)
+        elif report.ending in ("raised", "no_score"):
+            self._delivery.broke(
+                shared if worker.kind == "batched" else [call],
+                words=report.words,
+                is_exception=report.ending == "raised",
+            )
+        elif report.ending == "memory":
+            if len(shared) > 1:
+                self._retry_alone(call)
+            else:
+                self._fail(
+                    call, "memory", f"it took more than {self._settings.memory_gib:g} GiB of memory"
+                )
+        else:
+            self._fail(call, "timeout", self._too_long())
+
+    def _fail(self, call: Call, failure: Failure, detail: str) -> None:
+        del self._calls[call.ticket]
+        self._delivery.failed(call, failure, seconds=self._clock() - call.began, detail=detail)
+
+    def _too_long(self) -> str:
+        return f"it took more than {self._settings.time_limit_seconds:g} seconds"
+
+    def _retry_alone(self, call: Call) -> None:
+        call.is_alone = True
+        self._alone.append(call)
+
+    def _lost(self, worker: WorkerProcess) -> None:
+        """A worker is gone: its answers are tried once more, each alone."""
+        calls = self._dismissed(worker)
+        status = worker.end()
+        if worker.kind is None:
+            raise RewardError(
+                f"a worker ended with status {status} while it loaded the reward "
+                f"{self._source.function!r}; the module must not end the process"
+            )
+        self.stats.died += 1
+        for call in calls:
+            call.deaths += 1
+            if call.deaths > 1:
+                self._fail(call, "died", f"the worker ended with status {status}, twice")
+            else:
+                self._retry_alone(call)
+
+    def _dismissed(self, worker: WorkerProcess) -> list[Call]:
+        """The calls of a worker that is leaving, without the cancelled ones."""
+        self._workers.remove(worker)
+        calls = [self._calls[ticket] for ticket in worker.under_way]
+        for call in calls:
+            if call.is_cancelled:
+                del self._calls[call.ticket]
+        return [call for call in calls if not call.is_cancelled]
+
+    def _enforce_limits(self) -> None:
+        now = self._clock()
+        for worker in list(self._workers):
+            if worker.kind is None:
+                if now - worker.began > _LOAD_SECONDS:
+                    raise RewardError(
+                        f"the reward {self._source.function!r} took more than "
+                        f"{_LOAD_SECONDS:.0f} seconds to load"
+                    )
+            elif overdue := {
+                ticket
+                for ticket in worker.under_way
+                if now >= self._calls[ticket].began + self._limit(worker)
+            }:
+                self._end_overdue(worker, overdue)
+            elif self._is_in_the_way(worker, now):
+                self._dismissed(worker)
+                self._kill(worker)
+
+    def _end_overdue(self, worker: WorkerProcess, overdue: set[int]) -> None:
+        calls = self._dismissed(worker)
+        self._kill(worker)
+        for call in reversed(calls):
+            if call.ticket not in overdue:
+                self._waiting.appendleft(call)
+            elif len(overdue) > 1:  # which of them is to blame cannot be seen
+                self._retry_alone(call)
+            else:
+                self._fail(call, "timeout", self._too_long())
+
+    def _is_in_the_way(self, worker: WorkerProcess, now: float) -> bool:
+        """Whether a worker is only busy with answers nobody wants, while others wait."""
+        return (
+            bool(worker.under_way)
+            and bool(self._waiting or self._alone)
+            and all(self._calls[ticket].is_cancelled for ticket in worker.under_way)
+            and now >= worker.began + _GRACE_SECONDS
+        )
+
+    def _kill(self, worker: WorkerProcess) -> None:
+        worker.end()
+        self.stats.killed += 1
+
+    def _limit(self, worker: WorkerProcess) -> float:
+        grace = _GRACE_SECONDS if worker.kind == "async" else 0.0
+        return self._settings.time_limit_seconds + grace
+
+    def _seconds_to_limit(self) -> float | None:
+        now = self._clock()
+        moments = []
+        for worker in self._workers:
+            if worker.kind is None:
+                moments.append(worker.began + _LOAD_SECONDS)
+            for ticket in worker.under_way:
+                call = self._calls[ticket]
+                moments.append(call.began + self._limit(worker))
+                if call.is_cancelled and (self._waiting or self._alone):
+                    moments.append(worker.began + _GRACE_SECONDS)
+        return max(0.0, min(moments) - now) if moments else None

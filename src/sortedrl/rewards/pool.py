@@ -1,0 +1,269 @@
+"""The reward pool: answers in, scores out in the order in which they are done.
+
+A thread of its own watches over the workers, so that scoring goes on while the engine writes.
+`submit` and `cancel` never wait.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sortedrl.errors import RewardError, SortedRLError
+from sortedrl.rewards.calls import Call, Failure, Outcome
+from sortedrl.rewards.crew import Crew, CrewStats
+from sortedrl.rewards.score import Score
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.rewards.source import RewardSource
+from sortedrl.types import Prompt
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """What the pool did so far."""
+
+    scored: int = 0
+    seconds: float = 0.0
+    """Time spent inside the function, over all workers."""
+    failures: Counter[Failure] = field(default_factory=Counter)
+    workers: CrewStats = field(default_factory=CrewStats)
+
+
+class RewardPool:
+    """Runs a reward function in worker processes; use it in a `with` block."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        settings: RewardSettings | None = None,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        """Start the workers, and wait until one has loaded the function.
+
+        Answers whose scoring failed are written to `folder`.
+        """
+        self.settings = settings if settings is not None else RewardSettings()
+        self.stats = PoolStats()
+        self._source = source
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._news: deque[Call | int] = deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._open: dict[int, Call] = {}
+        self._next_ticket = 0
+        self._error: SortedRLError | None = None
+        self._is_ready = False
+        self._is_closing = False
+        self._wake_reader, self._wake_writer = _wake_pipe()
+        self._thread = threading.Thread(target=self._supervise, name="rewards", daemon=True)
+        self._thread.start()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_ready or self._error is not None)
+                self._raise_error()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, prompt: Prompt, response: str, *, sample_index: int = 0) -> int:
+        """Start to score an answer; gives its ticket."""
+        with self._changed:
+            self._raise_error()
+            if self._is_closing:
+                raise RewardError("the reward pool is closed")
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            call = Call(ticket, prompt, sample_index, response)
+            self._open[ticket] = call
+            self._news.append(call)
+        self._wake()
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Forget an answer; nothing will come of it, and nobody waits for it."""
+        with self._changed:
+            self._outcomes.pop(ticket, None)
+            if self._open.pop(ticket, None) is None:
+                return
+            self._news.append(ticket)
+        self._wake()
+
+    def completed(self) -> list[Outcome]:
+        """What is done and was not given out yet, in the order in which it was done."""
+        with self._changed:
+            self._raise_error()
+            outcomes = list(self._outcomes.values())
+            self._outcomes.clear()
+        return outcomes
+
+    def wait(self, tickets: Sequence[int]) -> list[Outcome]:
+        """The outcomes of these answers, in this order, once all are done."""
+        with self._changed:
+            unknown = [t for t in tickets if t not in self._open and t not in self._outcomes]
+            if unknown:
+                raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
+            self._changed.wait_for(
+                lambda: self._error is not None or all(t in self._outcomes for t in tickets)
+            )
+            self._raise_error()
+            return [self._outcomes.pop(ticket) for ticket in tickets]
+
+    @property
+    def num_open(self) -> int:
+        """Answers submitted and not done yet."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """End the workers; what is not done is dropped."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def scored(self, call: Call, score: Score, *, seconds: float) -> None:
+        """The crew delivers a score."""
+        self.stats.scored += 1
+        self.stats.seconds += seconds
+        self._done(call, Outcome(ticket=call.ticket, score=score, seconds=seconds))
+
+    def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
+        """The crew delivers a failure: it is counted, written down and warned of."""
+        if call.ticket not in self._open:
+            return
+        self.stats.failures[failure] += 1
+        what = f"reward {self._source.function!r} for {call.name}: {detail}"
+        self._write_failure(call, failure)
+        if self.settings.on_failure == "stop":
+            self._stop(RewardError(what, prompt_id=call.prompt.id, response=call.response))
+            return
+        if self.stats.failures[failure] == 1:
+            _LOG.warning("%s; %s", what, self._consequence())
+        score = Score(self.settings.failure_reward) if self.settings.on_failure == "score" else None
+        self._done(call, Outcome(ticket=call.ticket, score=score, seconds=seconds, failure=failure))
+
+    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+        """The crew delivers an exception of the function, or what is no score: the run stops."""
+        if self._error is not None:
+            return
+        call = calls[0]
+        others = f" and {len(calls) - 1} more in one batch" if len(calls) > 1 else ""
+        saved = self._write_error(calls, words)
+        what = "raised" if is_exception else "gave no reward"
+        self._stop(
+            RewardError(
+                f"the reward {self._source.function!r} {what} for {call.name}{others} ({saved}):\n"
+                f"{words.rstrip()}",
+                prompt_id=call.prompt.id,
+                response=call.response,
+            )
+        )
+
+    def _done(self, call: Call, outcome: Outcome) -> None:
+        with self._changed:
+            if self._open.pop(call.ticket, None) is not None:
+                self._outcomes[call.ticket] = outcome
+                self._changed.notify_all()
+
+    def _stop(self, error: SortedRLError) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writer.fileno(), b".")
+        except (BlockingIOError, OSError):
+            return  # it is awake, or gone
+
+    def _supervise(self) -> None:
+        crew = Crew(self._source, self.settings, self)
+        self.stats.workers = crew.stats
+        try:
+            crew.start()
+            while not self._is_closing and self._error is None:
+                crew.turn(self._wake_reader)
+                self._take_news(crew)
+                if not self._is_ready and crew.is_ready:
+                    with self._changed:
+                        self._is_ready = True
+                        self._changed.notify_all()
+        except SortedRLError as error:
+            self._stop(error)
+        except Exception as error:  # noqa: BLE001  whoever waits for a score must not wait for ever
+            broken = RewardError(f"the reward pool cannot go on: {error!r}")
+            broken.__cause__ = error
+            self._stop(broken)
+        finally:
+            crew.end()
+
+    def _take_news(self, crew: Crew) -> None:
+        while self._wake_reader.poll():
+            os.read(self._wake_reader.fileno(), 4096)
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, Call):
+                crew.take_on(news)
+            else:
+                crew.cancel(news)
+
+    def _consequence(self) -> str:
+        if self.settings.on_failure == "skip":
+            return "the answer gets no reward (reward.on_failure is 'skip')"
+        return f"the answer gets the reward {self.settings.failure_reward:g} (failure_reward)"
+
+    def _write_failure(self, call: Call, failure: Failure) -> None:
+        if self._folder is not None:
+            with (self._folder / "reward-failures.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"failure": failure, **_described(call)}) + "\n")
+
+    def _write_error(self, calls: Sequence[Call], words: str) -> str:
+        if self._folder is None:
+            return "the exception holds the response"
+        path = self._folder / "reward-error.json"
+        content = {"error": words, "answers": [_described(call) for call in calls]}
+        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+        return f"prompt and response are in {path}"
+
+
+def _described(call: Call) -> dict[str, object]:
+    return {
+        "prompt_id": call.prompt.id,
+        "sample_index": call.sample_index,
+        "fields": dict(call.prompt.fields),
+        "response": call.response,
+    }
+
+
+def _wake_pipe() -> tuple[Connection, Connection]:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    return Connection(reader, writable=False), Connection(writer, readable=False)

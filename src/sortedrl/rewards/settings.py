@@ -1,0 +1,57 @@
+"""The settings of station 5: which workers score, how long they may take, what a failure means."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from sortedrl.config import require
+
+OnFailure = Literal["score", "skip", "stop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """The pool of processes that run a reward function."""
+
+    workers: int | None = None
+    """Worker processes; by default half of the cores, at least 1 and at most 8."""
+    time_limit_seconds: float = 10.0
+    """How long one call may take; a call that takes longer is ended, with its worker."""
+    memory_gib: float | None = 4.0
+    """Memory a worker may take beyond what loading the function took (on Linux)."""
+    on_failure: OnFailure = "score"
+    """What becomes of an answer whose call ran into a limit, or killed its worker twice.
+    score: it gets failure_reward. skip: it gets no reward and is not trained on.
+    stop: the run stops. Failures are counted, written down and warned of in any case."""
+    failure_reward: float = 0.0
+    """The reward of such an answer."""
+    batch: int = 32
+    """Answers that a batched function is given at once, at most."""
+    concurrency: int = 16
+    """Calls of an async function that one worker has under way, at most."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        counts = {"workers": self.workers, "batch": self.batch, "concurrency": self.concurrency}
+        for name, value in counts.items():
+            require(value is None or value >= 1, f"reward.{name} must be at least 1, got {value}")
+        require(
+            self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds),
+            f"reward.time_limit_seconds must be a positive number, got {self.time_limit_seconds}",
+        )
+        require(
+            self.memory_gib is None or self.memory_gib > 0,
+            f"reward.memory_gib must be positive, got {self.memory_gib}; leave it out for no limit",
+        )
+        require(
+            math.isfinite(self.failure_reward),
+            f"reward.failure_reward must be a finite number, got {self.failure_reward}",
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes to start."""
+        return self.workers or min(8, max(1, (os.cpu_count() or 2) // 2))
