@@ -214,9 +214,7 @@ class Crew:
             if len(shared) > 1:
                 self._retry_alone(call)
             else:
-                self._fail(
-                    call, "memory", f"it took more than {self._settings.memory_gib:g} GiB of memory"
-                )
+                self._fail(call, "memory", self._too_much())
         else:
             self._fail(call, "timeout", self._too_long())
 
@@ -226,6 +224,10 @@ class Crew:
 
     def _too_long(self) -> str:
         return f"it took more than {self._settings.time_limit_seconds:g} seconds"
+
+    def _too_much(self) -> str:
+        limit = self._settings.memory_gib
+        return "it ran out of memory" + ("" if limit is None else f" (limit {limit:g} GiB)")
 
     def _retry_alone(self, call: Call) -> None:
         call.is_alone = True
