@@ -1,0 +1,164 @@
+"""From a model and tasks to scored answers: all slots kept full, scoring beside the writing.
+
+Every answer that is scored is recorded at once, so a run that is cut off can be taken up again:
+the noise of an answer depends on the seed, its task, its row and its number, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sortedrl.data.stream import TokenizedRow
+from sortedrl.evaluation.answers import Answer
+from sortedrl.protocols import Engine
+from sortedrl.randomness import mix
+from sortedrl.rewards.calls import Outcome
+from sortedrl.rewards.pool import RewardPool
+from sortedrl.tasks.task import Task
+from sortedrl.types import Prompt, Trajectory
+
+AnswerKey = tuple[str, int, int]
+"""Task, row and number of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A task with the tokens of its rows, and the pool that scores it."""
+
+    task: Task
+    rows: Sequence[TokenizedRow]
+    pool: RewardPool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an evaluation has come."""
+
+    written: int
+    scored: int
+    total: int
+    tokens: int
+
+
+class Runner:
+    """Writes and scores the answers of an evaluation."""
+
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        *,
+        engine: Engine,
+        text: Callable[[Trajectory], str],
+        samples: int,
+        seed: int,
+        is_done: Callable[[AnswerKey], bool] = lambda _: False,
+    ) -> None:
+        """Answers for which `is_done` holds are left out."""
+        self._engine = engine
+        self._text = text
+        self._questions = {}
+        self._open: dict[tuple[RewardPool, int], tuple[Trajectory, str]] = {}
+        self._trajectories: list[Trajectory] = []
+        self._written = self._scored = self._tokens = 0
+        first = 0
+        for question in questions:
+            for index, row in enumerate(question.rows):
+                prompt = Prompt(id=first + index, tokens=row.tokens, fields=row.fields)
+                self._questions[prompt.id] = (question, index)
+                self._trajectories += [
+                    Trajectory(
+                        prompt=prompt,
+                        sample_index=sample,
+                        group=0,
+                        seed=mix(seed, _number(question.task.name), index, sample),
+                    )
+                    for sample in range(samples)
+                    if not is_done((question.task.name, index, sample))
+                ]
+            first += len(question.rows)
+
+    @property
+    def total(self) -> int:
+        """Answers to be written."""
+        return len(self._trajectories)
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return Progress(self._written, self._scored, self.total, self._tokens)
+
+    def run(self) -> Iterator[Answer | None]:
+        """The answers in the order in which they are scored; `None` after every engine step."""
+        self._engine.submit(self._trajectories, tolerance=None)
+        while self._written < self.total:
+            step = self._engine.step()
+            self._tokens += step.decoded_tokens
+            for trajectory in step.finished:
+                self._score(trajectory)
+            yield from self._scored_answers()
+            yield None
+        pools = {id(question.pool): question.pool for question, _ in self._questions.values()}
+        for pool in pools.values():
+            tickets = [ticket for of, ticket in self._open if of is pool]
+            for outcome in pool.wait(tickets):
+                yield self._answer(pool, outcome)
+
+    def _score(self, trajectory: Trajectory) -> None:
+        question, _ = self._questions[trajectory.prompt.id]
+        response = self._text(trajectory)
+        ticket = question.pool.submit(
+            trajectory.prompt, response, sample_index=trajectory.sample_index
+        )
+        self._open[question.pool, ticket] = (trajectory, response)
+        self._written += 1
+
+    def _scored_answers(self) -> Iterator[Answer]:
+        for pool in {of for of, _ in self._open}:
+            for outcome in pool.completed():
+                yield self._answer(pool, outcome)
+
+    def _answer(self, pool: RewardPool, outcome: Outcome) -> Answer:
+        trajectory, response = self._open.pop((pool, outcome.ticket))
+        question, index = self._questions[trajectory.prompt.id]
+        self._scored += 1
+        return _answer(question, index, trajectory, response, outcome)
+
+
+def _answer(
+    question: Question, index: int, trajectory: Trajectory, response: str, outcome: Outcome
+) -> Answer:
+    fields, score = trajectory.prompt.fields, outcome.score
+    is_correct = score is not None and outcome.failure is None
+    return Answer(
+        task=question.task.name,
+        prompt_id=index,
+        sample_index=trajectory.sample_index,
+        level=_words(fields.get("level")),
+        question=_question(fields),
+        gold=_words(fields.get("answer")),
+        response=response,
+        reward=None if score is None else score.reward,
+        parts={} if score is None else dict(score.parts),
+        is_correct=is_correct and score.is_correct(question.task.correct_from),
+        num_tokens=trajectory.num_tokens,
+        finish_reason=trajectory.finish_reason,
+        failure=outcome.failure,
+    )
+
+
+def _question(fields: Mapping[str, object]) -> str:
+    prompt = fields["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    assert isinstance(prompt, list)
+    return str(prompt[-1]["content"])
+
+
+def _words(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
