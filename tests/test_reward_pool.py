@@ -223,9 +223,15 @@ def test_an_async_function_that_ends_the_process_is_a_death():
         assert [o.failure for o in outcomes_of(pool, ["exit", "x"])] == ["died", None]
 
 
+def keep_busy(pool):
+    """The worker is at work, so that what is submitted next queues up."""
+    pool.submit(Prompt(id=99), "hang")
+    time.sleep(0.2)
+
+
 def test_a_batched_function_gets_many_answers_at_once():
     with pool_of("together", workers=1, batch=8) as pool:
-        pool.submit(Prompt(id=99), "hang")  # keeps the worker busy while the others queue up
+        keep_busy(pool)
         outcomes = outcomes_of(pool, ["a" * n for n in range(20)])
         assert [o.score.reward for o in outcomes] == list(range(20))
         assert max(o.score.parts["batch"] for o in outcomes) == 8
@@ -239,7 +245,7 @@ def test_a_batch_that_hangs_is_tried_one_by_one():
 
 def test_a_batched_function_that_raises_saves_the_whole_batch(tmp_path):
     with pool_of("together", workers=1, folder=tmp_path) as pool:
-        pool.submit(Prompt(id=99), "hang")
+        keep_busy(pool)
         with pytest.raises(RewardError, match="and 2 more in one batch"):
             outcomes_of(pool, ["a", "b", "raise"])
     saved = json.loads((tmp_path / "reward-error.json").read_text())
@@ -248,7 +254,7 @@ def test_a_batched_function_that_raises_saves_the_whole_batch(tmp_path):
 
 def test_a_batched_function_must_score_every_answer():
     with pool_of("together", workers=1) as pool:
-        pool.submit(Prompt(id=99), "hang")
+        keep_busy(pool)
         with pytest.raises(RewardError, match="one score for each of the 2 answers, got 1"):
             outcomes_of(pool, ["a", "short"])
 
@@ -263,6 +269,14 @@ def test_nobody_waits_for_a_cancelled_answer():
         assert time.monotonic() - began < 10
         with pytest.raises(ValueError, match="cancelled"):
             pool.wait([hanging])
+
+
+def test_answers_somebody_waits_for_go_first():
+    with pool_of("by_word", workers=1, time_limit_seconds=60) as pool:
+        later = [pool.submit(Prompt(id=i), "sleep:0.2") for i in range(10)]
+        wanted = pool.submit(Prompt(id=99), "ok")
+        pool.wait([wanted])
+        assert len(pool.completed()) < len(later) / 2
 
 
 def test_a_cancelled_answer_that_raises_is_nobodys_business():

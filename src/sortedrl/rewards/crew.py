@@ -94,6 +94,13 @@ class Crew:
         if call is not None:
             call.is_cancelled = True
 
+    def hurry(self, tickets: Sequence[int]) -> None:
+        """Somebody waits for these: they go before the others."""
+        wanted = set(tickets)
+        first = [call for call in self._waiting if call.ticket in wanted]
+        rest = [call for call in self._waiting if call.ticket not in wanted]
+        self._waiting = deque([*first, *rest])
+
     def turn(self, wake: Connection) -> None:
         """Hand out work, then sleep until somebody has something to say or a limit is reached."""
         self._hand_out()

@@ -59,7 +59,7 @@ class RewardPool:
         self._source = source
         self._folder = folder
         self._changed = threading.Condition()
-        self._news: deque[Call | int] = deque()
+        self._news: deque[Call | int | tuple[int, ...]] = deque()
         self._outcomes: dict[int, Outcome] = {}
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
@@ -109,11 +109,14 @@ class RewardPool:
         return outcomes
 
     def wait(self, tickets: Sequence[int]) -> list[Outcome]:
-        """The outcomes of these answers, in this order, once all are done."""
+        """The outcomes of these answers, in this order, once all are done; they go first."""
         with self._changed:
             unknown = [t for t in tickets if t not in self._open and t not in self._outcomes]
             if unknown:
                 raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
+            if self._open.keys() - set(tickets):
+                self._news.append(tuple(tickets))
+                self._wake()
             self._changed.wait_for(
                 lambda: self._error is not None or all(t in self._outcomes for t in tickets)
             )
@@ -232,6 +235,8 @@ class RewardPool:
             news = self._news.popleft()
             if isinstance(news, Call):
                 crew.take_on(news)
+            elif isinstance(news, tuple):
+                crew.hurry(news)
             else:
                 crew.cancel(news)
 

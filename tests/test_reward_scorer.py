@@ -1,0 +1,141 @@
+"""The scorer in the loop: every trained answer has the reward of exactly that answer."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.rewards.pool import RewardPool
+from sortedrl.rewards.score import NoScoreError, checked_score
+from sortedrl.rewards.scorer import PoolScorer
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.rewards.source import RewardSource, source_of
+from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.settings import Simulation
+from worlds import done, fresh, make_loop, simulations
+
+FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
+
+
+def words(trajectory):
+    return "x" * trajectory.num_tokens
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(RewardSource(f"{FUNCTIONS}:length"), RewardSettings(workers=1)) as pool:
+        yield pool
+
+
+@settings(deadline=None, max_examples=25)
+@given(simulation=simulations())
+def test_in_every_strategy_and_mode_answers_are_trained_with_their_own_reward(pool, simulation):
+    loop, _ = make_loop(simulation)
+    for batch in replace(loop, scorer=PoolScorer(pool, text=words)).run():
+        for trajectory in batch.trajectories:
+            assert trajectory.reward == trajectory.num_tokens
+    assert pool.completed() == []
+
+
+def test_an_answer_that_was_never_submitted_is_scored_when_it_is_collected(pool):
+    answer = done(fresh(0), tokens=4)
+    (scored,) = PoolScorer(pool, text=words).collect([answer])
+    assert scored == replace(answer, reward=4.0)
+
+
+def test_cancelling_an_answer_that_was_never_submitted_does_nothing(pool):
+    PoolScorer(pool, text=words).cancel(fresh(0))
+
+
+def test_an_answer_without_a_reward_stays_without():
+    settings = RewardSettings(workers=1, time_limit_seconds=0.2, on_failure="skip")
+    with RewardPool(RewardSource(f"{FUNCTIONS}:by_word"), settings) as pool:
+        scorer = PoolScorer(pool, text=lambda _: "hang")
+        (answer,) = scorer.collect([done(fresh(0))])
+    assert answer.reward is None
+
+
+def test_a_round_does_not_wait_for_the_rewards_of_renewed_answers():
+    """A first run tells which answers are renewed; in the second their reward hangs."""
+    simulation = Simulation(
+        groups=1,
+        schedule=Schedule(
+            mode="on_policy",
+            group_prompts=6,
+            samples_per_prompt=3,
+            update_batch=3,
+            harvest_unit="prompt",
+        ),
+        engine=EngineSettings(slots=4, max_tokens=200),
+        lengths=LengthSettings(median=20, sigma=1.0),
+    )
+    noted = _CancelNotes()
+    trained = trained_keys(simulation, noted)
+    assert noted.cancelled
+    settings = RewardSettings(workers=6, time_limit_seconds=100)
+    with RewardPool(RewardSource(f"{FUNCTIONS}:by_word"), settings) as pool:
+        scorer = PoolScorer(
+            pool, text=lambda t: "hang" if (t.key, t.attempt) in noted.cancelled else "ok"
+        )
+        began = time.monotonic()
+        assert trained_keys(simulation, scorer) == trained
+        assert time.monotonic() - began < 50
+        assert not pool.stats.failures
+
+
+def trained_keys(simulation, scorer):
+    loop, _ = make_loop(simulation)
+    return [t.key for batch in replace(loop, scorer=scorer).run() for t in batch.trajectories]
+
+
+class _CancelNotes:
+    def __init__(self):
+        self.cancelled = set()
+
+    def submit(self, trajectory):
+        pass
+
+    def cancel(self, trajectory):
+        self.cancelled.add((trajectory.key, trajectory.attempt))
+
+    def collect(self, trajectories):
+        return trajectories
+
+
+def test_a_number_of_numpy_or_torch_is_a_reward():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    assert checked_score(numpy.float32(0.5)).reward == 0.5
+    assert checked_score(torch.tensor(0.5)).reward == 0.5
+    assert checked_score(True).reward == 1.0
+
+
+def test_a_part_named_reward_is_the_reward_and_the_rest_is_for_the_log():
+    score = checked_score({"reward": 3, "length": 112, "correct": 1})
+    assert score.reward == 3.0
+    assert score.parts == {"length": 112.0, "correct": 1.0}
+
+
+def test_an_answer_counts_as_right_by_its_part_or_by_its_reward():
+    assert checked_score({"reward": -1, "correct": 1}).is_correct(1.0)
+    assert not checked_score({"reward": 5, "correct": 0}).is_correct(1.0)
+    assert checked_score(1.0).is_correct(1.0)
+    assert not checked_score(0.9).is_correct(1.0)
+
+
+@pytest.mark.parametrize("returned", ["1", b"1", None, [], {1: 2.0}, {"a": "b"}, float("inf")])
+def test_what_is_no_score_is_refused(returned):
+    with pytest.raises(NoScoreError):
+        checked_score(returned)
+
+
+def test_a_function_at_the_top_of_a_module_has_a_source():
+    source = source_of(done, tokens=3)
+    assert source == RewardSource("worlds:done", {"tokens": 3})
+
+
+def test_a_function_that_workers_cannot_import_is_refused():
+    with pytest.raises(ValueError, match="top of a module"):
+        source_of(lambda prompt, response: 1.0)
