@@ -1,0 +1,163 @@
+"""Rows of generated puzzles, in words for a language model or compact for a tiny one.
+
+Rows go round the numbers of people, so every stretch of them is spread evenly over the levels.
+The same settings give the same rows, and rows of `train` and `test` never share a puzzle, not
+even under other names, whatever their seeds and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sortedrl.config import require
+from sortedrl.data.row import Row
+from sortedrl.errors import unknown_name
+from sortedrl.randomness import mix
+from sortedrl.tasks.knights.canonical import Split, require_share
+from sortedrl.tasks.knights.cast import Roles, draw_names
+from sortedrl.tasks.knights.compact import PEOPLE, compact_answer, compact_prompt, compact_trace
+from sortedrl.tasks.knights.generator import FORMS, MAX_PEOPLE, MIN_PEOPLE, Form, Shape, generate
+from sortedrl.tasks.knights.puzzle import Assignment, Puzzle
+from sortedrl.tasks.knights.solver import solutions
+from sortedrl.tasks.knights.traces import trace
+from sortedrl.tasks.knights.wording import answer_text, quiz
+
+Style = Literal["words", "compact"]
+
+_SYSTEM = (
+    "You solve logic puzzles. Reason first, inside <think> </think>. Then give the result, and "
+    "nothing else, inside <answer> </answer>: one line for each person, numbered in the order in "
+    "which they are introduced. An answer begins like this:\n"
+    "<answer>\n(1) Zoey is {a_knight}\n(2) ...\n</answer>"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnightsSettings:
+    """Generated Knights-and-Knaves puzzles."""
+
+    people: tuple[int, int] = (3, 7)
+    """Fewest and most people of a puzzle, 2 to 8; the number is the level of the row."""
+    count: int = 1000
+    """Puzzles in all, spread evenly over the numbers of people."""
+    seed: int = 0
+    """Another seed gives other puzzles."""
+    split: Split = "train"
+    """Which part of all puzzles to draw from; the two have no puzzle in common."""
+    test_share: float = 0.1
+    """Share of all puzzles that belongs to test; keep it the same for both splits."""
+    forms: tuple[Form, ...] = FORMS
+    """Forms of statements: a plain claim about one person, or claims joined by a connective."""
+    width: int = 2
+    """Most parts of an and, and of an or."""
+    depth: int = 1
+    """Most connectives on the way down to a claim: 1 joins claims, 2 joins such joins."""
+    style: Style = "words"
+    """words: English sentences and a chat prompt.
+    compact: a few symbols, for a tiny model trained from scratch."""
+    roles: tuple[str, str] = ("knight", "knave")
+    """The words for those who tell the truth and those who lie; style words only."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        low, high = self.people
+        require(
+            MIN_PEOPLE <= low <= high <= MAX_PEOPLE,
+            f"knights.people must be two numbers in {MIN_PEOPLE}..{MAX_PEOPLE}, the smaller "
+            f"first, got {low} and {high}",
+        )
+        require(self.count >= 1, f"knights.count must be at least 1, got {self.count}")
+        for name, kind, names in (
+            (self.split, "split", get_args(Split)),
+            (self.style, "style", get_args(Style)),
+        ):
+            require(name in names, unknown_name(kind, name, names))
+        require_share(self.test_share)
+        require(
+            self.style == "words" or self.roles == ("knight", "knave"),
+            f"knights.roles needs style 'words', got {' and '.join(self.roles)} with style "
+            "'compact', which has letters instead; leave roles out",
+        )
+        # Both check their values when they are made.
+        _ = self.shape, Roles(*self.roles)
+
+    @property
+    def shape(self) -> Shape:
+        """What statements look like."""
+        return Shape(forms=self.forms, width=self.width, depth=self.depth)
+
+
+def knights_rows(settings: KnightsSettings) -> list[Row]:
+    """The rows of these settings; a `ConfigError` if there are not so many different puzzles."""
+    low, high = settings.people
+    levels = high - low + 1
+    puzzles = [
+        generate(
+            people,
+            len(range(people - low, settings.count, levels)),
+            shape=settings.shape,
+            seed=settings.seed,
+            split=settings.split,
+            test_share=settings.test_share,
+        )
+        for people in range(low, high + 1)
+    ]
+    return [
+        _generated_row(settings, puzzles[number % levels][number // levels], number)
+        for number in range(settings.count)
+    ]
+
+
+def row_in_words(
+    puzzle: Puzzle,
+    solution: Assignment,
+    *,
+    names: Sequence[str],
+    roles: Roles,
+    text: str,
+    place: str,
+) -> Row:
+    """A row that asks a language model for the solution of the puzzle the text words."""
+    system = _SYSTEM.format(a_knight=roles.a(True))
+    return Row(
+        prompt=({"role": "system", "content": system}, {"role": "user", "content": text}),
+        fields={
+            "names": list(names),
+            "solution": list(solution),
+            "statements": puzzle.text,
+            "level": puzzle.people,
+            "answer": answer_text(names, solution, roles=roles),
+            "roles": [roles.truthful, roles.lying],
+            "response": trace(puzzle, names, roles=roles),
+        },
+        place=place,
+    )
+
+
+def _generated_row(settings: KnightsSettings, puzzle: Puzzle, number: int) -> Row:
+    (solution,) = solutions(puzzle)
+    place = f"knights, seed {settings.seed}, {settings.split}:{number + 1}"
+    if settings.style == "compact":
+        return _compact_row(puzzle, solution, place)
+    roles = Roles(*settings.roles)
+    names = draw_names(puzzle.people, mix(settings.seed, number, 0))
+    text = quiz(puzzle, names, roles=roles, seed=mix(settings.seed, number, 1))
+    return row_in_words(puzzle, solution, names=names, roles=roles, text=text, place=place)
+
+
+def _compact_row(puzzle: Puzzle, solution: Assignment, place: str) -> Row:
+    return Row(
+        prompt=compact_prompt(puzzle),
+        fields={
+            "names": list(PEOPLE[: puzzle.people]),
+            "solution": list(solution),
+            "statements": puzzle.text,
+            "level": puzzle.people,
+            "answer": compact_answer(solution),
+            "roles": ["knight", "knave"],
+            "response": compact_trace(puzzle),
+        },
+        place=place,
+    )
