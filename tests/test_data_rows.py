@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sortedrl.data.chat import encoded
+from sortedrl.data.chat import rendered
 from sortedrl.data.columns import rows_of
 from sortedrl.data.files import Record
 from sortedrl.data.row import Row
@@ -43,7 +43,7 @@ def row(prompt):
 
 def tokens_of(prompt, *, chat="auto", **options):
     fast = tokenizer(**options)
-    return [WORDS[token] for token in encoded(row(prompt), fast, chat=chat)]
+    return [WORDS[token] for token in rendered(row(prompt), fast, chat=chat).tokens]
 
 
 def rows(*values, **settings):
@@ -160,4 +160,9 @@ def test_no_prompt_that_fits_is_refused():
 def test_the_reward_finds_the_prompt_and_its_place_among_the_fields():
     asked = Row(prompt="how", fields={"answer": 3}, place="rows.jsonl:7")
     (only,) = tokenized([asked], tokenizer(), DataSettings()).rows
-    assert only.fields == {"answer": 3, "prompt": "how", "place": "rows.jsonl:7"}
+    assert only.fields == {
+        "answer": 3,
+        "prompt": "how",
+        "prompt_end": "<s><user> how <assistant>",
+        "place": "rows.jsonl:7",
+    }

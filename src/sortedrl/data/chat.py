@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sortedrl.data.row import Message, Row
@@ -34,9 +35,23 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Text as tokens."""
 
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Text as `input_ids`."""
 
-def encoded(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> list[int]:
-    """The tokens of the prompt, up to where the model's answer begins."""
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Tokens as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as the model sees it, up to where its answer begins: the text and the tokens."""
+
+    text: str
+    tokens: list[int]
+
+
+def rendered(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> Rendered:
+    """The prompt of a row."""
     has_template = tokenizer.chat_template is not None
     if chat == "on" and not has_template:
         raise ConfigError(
@@ -44,15 +59,21 @@ def encoded(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> list[int]:
             "set it to 'auto' or 'off', or take the tokenizer of a chat model"
         )
     if chat == "off" or not has_template:
-        tokens = tokenizer.encode(_plain_text(row), add_special_tokens=True)
+        text = _plain_text(row)
+        tokens = tokenizer.encode(text, add_special_tokens=True)
         # Some tokenizers end every text; an answer must be able to follow.
-        return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens
+        is_ended = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
+        return Rendered(text, tokens[:-1] if is_ended else tokens)
     messages = _messages(row)
     _refuse_chat_tags(messages, row)
+    is_begun = messages[-1]["role"] == "assistant"
     text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=messages[-1]["role"] != "assistant"
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+    return Rendered(text, tokenizer.encode(text, add_special_tokens=False))
 
 
 def _messages(row: Row) -> Sequence[Message]:

@@ -11,17 +11,20 @@ same prompts under the same ids, in the middle of an epoch too.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.config import require
-from sortedrl.data.chat import Tokenizer, encoded
+from sortedrl.data.chat import Rendered, Tokenizer, rendered
 from sortedrl.data.row import Row
 from sortedrl.data.settings import DataSettings
 from sortedrl.errors import ConfigError
 from sortedrl.randomness import mix
 from sortedrl.types import Prompt
+
+_END_CHARACTERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,11 @@ def tokenized(
     """The rows with their tokens; `advance` is told how many are done."""
     kept, num_too_long = [], 0
     for number, row in enumerate(rows, start=1):
-        tokens = encoded(row, tokenizer, chat=settings.chat)
-        if settings.max_prompt_tokens is not None and len(tokens) > settings.max_prompt_tokens:
+        prompt = rendered(row, tokenizer, chat=settings.chat)
+        if len(prompt.tokens) > (settings.max_prompt_tokens or math.inf):
             num_too_long += 1
         else:
-            kept.append(TokenizedRow(array("i", tokens), _fields(row)))
+            kept.append(TokenizedRow(array("i", prompt.tokens), _fields(row, prompt)))
         if advance is not None:
             advance(number)
     if not kept:
@@ -128,6 +131,8 @@ class PromptStream:
         return sorted(rows, key=lambda row: mix(self._seed, epoch, row))
 
 
-def _fields(row: Row) -> Mapping[str, object]:
+def _fields(row: Row, rendered: Rendered) -> Mapping[str, object]:
+    """What the reward finds: the row, its place, and how the text the model saw ends."""
     prompt = row.prompt if isinstance(row.prompt, str) else [dict(m) for m in row.prompt]
-    return {**row.fields, "prompt": prompt, "place": row.place}
+    end = rendered.text[-_END_CHARACTERS:]
+    return {**row.fields, "prompt": prompt, "prompt_end": end, "place": row.place}

@@ -1,0 +1,194 @@
+"""The rule-based reward of Knights and Knaves: the form of the response, then its answer.
+
+    form      right: <think>...</think><answer>...</answer>, see `tags`
+    answer    right: everybody's role; partly right: somebody's; wrong: nobody's;
+              unparsable: not in the form, or not to be understood, see `claims`
+
+A prompt has the fields `names` and `solution` (for each name, whether it is a knight), and may have
+`roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (what the model saw).
+An answer earns `right` only if it gives everybody their role and nobody another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sortedrl.errors import DataError
+from sortedrl.rewards.claim_words import ROLES, vocabulary_fault
+from sortedrl.rewards.claims import Claims, Unclear, read_claims
+from sortedrl.rewards.tags import Untagged, ends_in_think, read_tags
+from sortedrl.types import Prompt
+
+Grade = Literal["right", "partly right", "wrong", "unparsable"]
+
+
+def logic_reward(
+    prompt: Prompt,
+    response: str,
+    *,
+    format_right: float = 1.0,
+    format_wrong: float = -1.0,
+    right: float = 2.0,
+    partly_right: float = -1.5,
+    wrong: float = -1.5,
+    unparsable: float = -2.0,
+) -> dict[str, float]:
+    """The score of an answer in words, such as `(1) Zoey is a knight (2) Ethan is a knave`."""
+    verdict = _judge(_puzzle(prompt), response, read=_read_words)
+    values: dict[Grade, float] = {"right": right, "partly right": partly_right}
+    values |= {"wrong": wrong, "unparsable": unparsable}
+    return _score(verdict, form=(format_right, format_wrong), answer=values)
+
+
+def compact_reward(
+    prompt: Prompt,
+    response: str,
+    *,
+    format_right: float = 1.0,
+    format_wrong: float = -1.0,
+    right: float = 2.0,
+    partly_right: float = -1.5,
+    wrong: float = -1.5,
+    unparsable: float = -2.0,
+) -> dict[str, float]:
+    """The score of an answer in letters, one for each person in order: `ABc`, knights capital."""
+    verdict = _judge(_lettered_puzzle(prompt), response, read=_read_letters)
+    values: dict[Grade, float] = {"right": right, "partly right": partly_right}
+    values |= {"wrong": wrong, "unparsable": unparsable}
+    return _score(verdict, form=(format_right, format_wrong), answer=values)
+
+
+def explain(prompt: Prompt, response: str) -> str:
+    """Why `logic_reward` scores a response as it does, in words for people."""
+    puzzle = _puzzle(prompt)
+    return _explanation(puzzle, _judge(puzzle, response, read=_read_words))
+
+
+def explain_compact(prompt: Prompt, response: str) -> str:
+    """Why `compact_reward` scores a response as it does, in words for people."""
+    puzzle = _lettered_puzzle(prompt)
+    return _explanation(puzzle, _judge(puzzle, response, read=_read_letters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Puzzle:
+    """The fields of a prompt, checked."""
+
+    names: tuple[str, ...]
+    solution: tuple[bool, ...]
+    roles: tuple[str, str]
+    is_prefilled: bool
+
+    def role(self, is_knight: bool) -> str:
+        return self.roles[0] if is_knight else self.roles[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """What a response claims and how good that is, or why it claims nothing."""
+
+    grade: Grade
+    is_in_form: bool
+    claimed: tuple[bool, ...] = ()
+    reason: str = ""
+
+
+def _judge(
+    puzzle: _Puzzle, response: str, *, read: Callable[[_Puzzle, str], Claims | Unclear]
+) -> _Verdict:
+    tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
+    if isinstance(tagged, Untagged):
+        return _Verdict(grade="unparsable", is_in_form=False, reason=tagged.reason)
+    claims = read(puzzle, tagged.answer)
+    if isinstance(claims, Unclear):
+        return _Verdict(grade="unparsable", is_in_form=True, reason=claims.reason)
+    hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
+    grade: Grade = "right" if all(hits) else "partly right" if any(hits) else "wrong"
+    return _Verdict(grade=grade, is_in_form=True, claimed=claims.is_knight)
+
+
+def _read_words(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
+    return read_claims(answer, names=puzzle.names, roles=puzzle.roles)
+
+
+def _read_letters(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
+    letters, expected = answer.strip(), "".join(puzzle.names).lower()
+    # Only ASCII: other letters, such as the Kelvin sign, become one of ours in lower case.
+    if not letters.isascii() or letters.lower() != expected:
+        return Unclear(f"must be {expected!r} with knights as capitals, got {letters[:40]!r}")
+    return Claims(tuple(letter.isupper() for letter in letters))
+
+
+def _score(
+    verdict: _Verdict, *, form: tuple[float, float], answer: Mapping[Grade, float]
+) -> dict[str, float]:
+    form_value = form[0] if verdict.is_in_form else form[1]
+    return {
+        "reward": form_value + answer[verdict.grade],
+        "format": form_value,
+        "answer": answer[verdict.grade],
+        "correct": 1.0 if verdict.grade == "right" else 0.0,
+    }
+
+
+def _explanation(puzzle: _Puzzle, verdict: _Verdict) -> str:
+    if not verdict.is_in_form:
+        return f"format: wrong, {verdict.reason}\nanswer: unparsable, since the format is wrong"
+    if verdict.grade == "unparsable":
+        return f"format: right\nanswer: unparsable, {verdict.reason}"
+    lines = []
+    name_width, role_width = (max(map(len, words)) for words in (puzzle.names, puzzle.roles))
+    for name, claimed, truth in zip(puzzle.names, verdict.claimed, puzzle.solution, strict=True):
+        comment = "right" if claimed == truth else f"wrong, should be {puzzle.role(truth)}"
+        lines.append(f"  {name:{name_width}}  {puzzle.role(claimed):{role_width}}  {comment}")
+    return "\n".join(["format: right", f"answer: {verdict.grade}", *lines])
+
+
+def _puzzle(prompt: Prompt) -> _Puzzle:
+    """The puzzle a prompt asks; a `DataError` says what is wrong with its fields."""
+    names = _words(prompt, "names", prompt.fields.get("names"))
+    roles = _words(prompt, "roles", prompt.fields.get("roles", ROLES))
+    if len(roles) != 2:
+        raise _fault(prompt, f"field roles must be two words, got {list(roles)}")
+    fault = vocabulary_fault(names, (roles[0], roles[1]))
+    if fault is not None:
+        raise _fault(prompt, fault)
+    solution = prompt.fields.get("solution")
+    if not isinstance(solution, Sequence) or not all(isinstance(who, bool) for who in solution):
+        raise _fault(prompt, f"field solution must be a list of booleans, got {solution!r:.100}")
+    if len(solution) != len(names):
+        raise _fault(
+            prompt,
+            f"field solution must have one boolean for each of {len(names)} names, "
+            f"got {len(solution)}",
+        )
+    return _Puzzle(
+        names=names,
+        solution=tuple(solution),
+        roles=(roles[0], roles[1]),
+        is_prefilled=ends_in_think(prompt.fields.get("prompt_end", prompt.fields.get("prompt"))),
+    )
+
+
+def _lettered_puzzle(prompt: Prompt) -> _Puzzle:
+    """A puzzle whose names are single letters."""
+    puzzle = _puzzle(prompt)
+    if not all(len(name) == 1 and name.isascii() for name in puzzle.names):
+        raise _fault(
+            prompt, f"names must be single letters for the compact form, got {list(puzzle.names)}"
+        )
+    return puzzle
+
+
+def _words(prompt: Prompt, field: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        words = [word for word in value if isinstance(word, str)]
+        if len(words) == len(value):
+            return tuple(words)
+    raise _fault(prompt, f"field {field} must be a list of words, got {value!r:.100}")
+
+
+def _fault(prompt: Prompt, reason: str) -> DataError:
+    return DataError(f"prompt {prompt.id}", reason)
