@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.data.stream import TokenizedRow
-from sortedrl.evaluation.answers import Answer
+from sortedrl.evaluation.answers import Answer, AnswerKey
 from sortedrl.protocols import Engine
 from sortedrl.randomness import mix
 from sortedrl.rewards.calls import Outcome
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.tasks.task import Task
 from sortedrl.types import Prompt, Trajectory
-
-AnswerKey = tuple[str, int, int]
-"""Task, row and number of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def _answer(
     question: Question, index: int, trajectory: Trajectory, response: str, outcome: Outcome
 ) -> Answer:
     fields, score = trajectory.prompt.fields, outcome.score
-    is_correct = score is not None and outcome.failure is None
+    assert trajectory.finish_reason is not None
     return Answer(
         task=question.task.name,
         prompt_id=index,
@@ -141,7 +138,9 @@ def _answer(
         response=response,
         reward=None if score is None else score.reward,
         parts={} if score is None else dict(score.parts),
-        is_correct=is_correct and score.is_correct(question.task.correct_from),
+        is_correct=score is not None
+        and outcome.failure is None
+        and score.is_correct(question.task.correct_from),
         num_tokens=trajectory.num_tokens,
         finish_reason=trajectory.finish_reason,
         failure=outcome.failure,

@@ -150,10 +150,8 @@ class Canvas:
         width, height = (number(side) for side in self._size)
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-                f'width="{width}" height="{height}" role="img" '
-                f"aria-label={quoteattr(_NOT_XML.sub('', self._label))}>",
-                f"<style>{_style()}</style>",
+                self._opening(),
+                f"<style>{stylesheet()}</style>",
                 '<defs><pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse" '
                 'patternTransform="rotate(45)"><rect class="discarded" width="1.7" height="4"/>'
                 "</pattern></defs>",
@@ -161,6 +159,18 @@ class Canvas:
                 *self._parts,
                 "</svg>\n",
             ]
+        )
+
+    def inline(self) -> str:
+        """The picture as part of a page that has `stylesheet` in its head."""
+        return "\n".join([self._opening(), *self._parts, "</svg>"])
+
+    def _opening(self) -> str:
+        width, height = (number(side) for side in self._size)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" '
+            f"aria-label={quoteattr(_NOT_XML.sub('', self._label))}>"
         )
 
     def _add(self, shape: str, *, element: str, title: str) -> None:
@@ -180,7 +190,8 @@ def _title(text: str) -> str:
     return f"<title>{_clean(text)}</title>" if text else ""
 
 
-def _style() -> str:
+def stylesheet() -> str:
+    """The look of all pictures."""
     layout = (
         f"text{{font:12px {_FONT}}}"
         "text.title{font-size:15px;font-weight:600}"

@@ -33,7 +33,13 @@ def load_model(
 def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
     """The tokenizer that belongs to a model."""
     folder, gguf = _folder_and_gguf(name)
-    return AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
+    # An answer is read as it was written, with its spaces before signs.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def _folder_and_gguf(name: str | Path) -> tuple[str, str | None]:

@@ -1,0 +1,296 @@
+"""An evaluation on disk: a folder that grows with every answer and survives being cut off.
+
+    samples.jsonl    one answer per line, appended as it comes
+    summary.json     model, settings and what was asked from the start; the numbers at the end
+    page.html        the same for the eyes, written by the report
+
+`samples.jsonl` is the record and everything else can be made again from it.
+A last line without its newline is an answer that was being written when the run was cut off: it is
+left out on reading and cut away before the file grows again. Only JSON is read and written, and
+never a number that JSON does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NoReturn, Self, get_args
+
+from sortedrl.errors import DataError, unknown_name
+from sortedrl.evaluation.answers import Answer, AnswerKey, Asked, Evaluation, Failure
+from sortedrl.evaluation.estimates import Summary, summarise
+from sortedrl.evaluation.tables import summary_rows
+from sortedrl.types import FinishReason
+
+SAMPLES = "samples.jsonl"
+SUMMARY = "summary.json"
+PAGE = "page.html"
+
+_NAMES = tuple(field.name for field in fields(Answer))
+_VALUES = attrgetter(*_NAMES)
+_WHOLE = ("prompt_id", "sample_index", "num_tokens")
+_WORDS = ("task", "question", "response")
+_WORDS_OR_NOTHING = ("level", "gold")
+
+
+class ResultsWriter:
+    """Appends answers to a folder as they come.
+
+    A folder that already holds answers is taken up only with `resume`, and only by the same model
+    under the same settings; more may be asked than before.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        label: str,
+        settings: Mapping[str, object],
+        asked: Mapping[str, Asked],
+        resume: bool = False,
+    ) -> None:
+        """Open the folder, and write down what is asked."""
+        self._folder = folder
+        self._head = Evaluation(
+            label=label, answers=(), asked=dict(asked), settings=_plain(folder, settings)
+        )
+        self._answers = _taken_up(folder, head=self._head, resume=resume)
+        self._done = {answer.key for answer in self._answers}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_summary(folder, self._head, summary=None)
+            self._file: IO[str] = _opened(folder / SAMPLES)
+        except OSError as error:
+            raise DataError(folder, f"cannot be written ({error.strerror})") from error
+
+    def is_done(self, key: AnswerKey) -> bool:
+        """Whether the folder holds this answer: `(task, prompt_id, sample_index)`."""
+        return key in self._done
+
+    @property
+    def num_done(self) -> int:
+        """Answers in the folder."""
+        return len(self._answers)
+
+    def append(self, answer: Answer) -> None:
+        """Write one answer to the disk."""
+        path = self._folder / SAMPLES
+        if answer.key in self._done:
+            raise DataError(path, f"the answer {answer.key} is already there")
+        try:
+            line = json.dumps(_row(answer), allow_nan=False, separators=(",", ":"))
+        except (ValueError, TypeError) as error:
+            raise DataError(path, f"the answer {answer.key} is no JSON ({error})") from error
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(path, f"cannot be written ({error.strerror})") from error
+        self._answers.append(answer)
+        self._done.add(answer.key)
+
+    def finish(self) -> tuple[Evaluation, Summary]:
+        """Close the folder with its numbers in place."""
+        self.close()
+        evaluation = replace(self._head, answers=tuple(self._answers))
+        summary = summarise(evaluation)
+        try:
+            _write_summary(self._folder, self._head, summary=summary)
+        except OSError as error:
+            raise DataError(self._folder, f"cannot be written ({error.strerror})") from error
+        return evaluation, summary
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_results(folder: Path) -> Evaluation:
+    """The evaluation in a folder, complete or cut off.
+
+    Without a `summary.json` the folder's name is the label, and what was asked is not known.
+    """
+    if not (folder / SAMPLES).exists():
+        raise DataError(folder, f"an evaluation's folder must hold {SAMPLES}; check the path")
+    unknown = Evaluation(label=folder.resolve().name, answers=())
+    head = _read_head(folder / SUMMARY) or unknown
+    return replace(head, answers=tuple(_read_samples(folder / SAMPLES)))
+
+
+def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
+    """The answers already there; refused where they belong to something else."""
+    if not (folder / SAMPLES).exists():
+        return []
+    answers = list(_read_samples(folder / SAMPLES))
+    if not answers:
+        return []
+    if not resume:
+        raise DataError(
+            folder, f"already holds {len(answers)} answers; resume it, or choose another folder"
+        )
+    before = _read_head(folder / SUMMARY)
+    if before is not None:
+        _check_same(folder, before, head)
+    return answers
+
+
+def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:
+    """Refuse to mix answers of different models or settings."""
+    old = {"model": before.label, **before.settings}
+    new = {"model": now.label, **now.settings}
+    changed = [
+        f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise DataError(
+            folder,
+            f"can be resumed only with the same model and settings, but {'; '.join(changed)}; "
+            "choose another folder",
+        )
+
+
+def _plain(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings as they come back from JSON; what JSON has no form for, in words."""
+    try:
+        plain: dict[str, object] = json.loads(json.dumps(settings, allow_nan=False, default=str))
+    except ValueError as error:
+        raise DataError(folder, f"the settings must be JSON values ({error})") from error
+    return plain
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file at its end, without a last line that was cut off."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+    return path.open("a", encoding="utf-8", newline="\n")
+
+
+def _write_summary(folder: Path, head: Evaluation, *, summary: Summary | None) -> None:
+    """Write `summary.json` whole or not at all."""
+    content = {
+        "label": head.label,
+        "settings": head.settings,
+        "asked": {task: asdict(asked) for task, asked in head.asked.items()},
+        "estimates": None if summary is None else summary_rows(summary),
+    }
+    text = json.dumps(content, allow_nan=False, indent=2)
+    partial = folder / (SUMMARY + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / SUMMARY)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read_head(path: Path) -> Evaluation | None:
+    """The evaluation without its answers; `None` without the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        label, settings = content["label"], content["settings"]
+        if not isinstance(label, str) or not isinstance(settings, dict):
+            raise TypeError("label must be a text and settings an object")
+        asked = {task: Asked(**counts) for task, counts in content["asked"].items()}
+        return Evaluation(label=label, answers=(), asked=asked, settings=settings)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            path, f"not the summary of an evaluation ({error!r}); delete it to go on without"
+        ) from error
+
+
+def _read_samples(path: Path) -> Iterator[Answer]:
+    seen: dict[AnswerKey, int] = {}
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    answer = _answer(json.loads(line, parse_constant=_refuse))
+                except (ValueError, RecursionError) as error:
+                    raise DataError(path, str(error), line=number) from error
+                if answer.key in seen:
+                    reason = f"the answer {answer.key} is already in line {seen[answer.key]}"
+                    raise DataError(path, reason, line=number)
+                seen[answer.key] = number
+                yield answer
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror})") from error
+
+
+def _row(answer: Answer) -> dict[str, object]:
+    row = dict(zip(_NAMES, _VALUES(answer), strict=True))
+    return row | {"parts": dict(answer.parts)}
+
+
+def _answer(row: object) -> Answer:
+    """The answer a line holds; `ValueError` says why it holds none."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {row!r:.80}")
+    for name in row:
+        if name not in _NAMES:
+            raise ValueError(unknown_name("field", name, _NAMES))
+    for name in _NAMES:
+        if name not in row:
+            raise ValueError(f"an answer must have the field {name!r}")
+        _check_field(name, row[name])
+    return Answer(**row)
+
+
+def _check_field(name: str, value: object) -> None:
+    choices: tuple[object, ...]
+    if name in _WORDS:
+        fits, wanted = isinstance(value, str), "a text"
+    elif name in _WORDS_OR_NOTHING:
+        fits, wanted = value is None or isinstance(value, str), "a text or null"
+    elif name in _WHOLE:
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        wanted = "a whole number of at least 0"
+    elif name == "reward":
+        fits, wanted = value is None or _is_number(value), "a number or null"
+    elif name == "parts":
+        fits = isinstance(value, dict) and all(map(_is_number, value.values()))
+        wanted = "named numbers"
+    elif name == "is_correct":
+        fits, wanted = isinstance(value, bool), "true or false"
+    else:
+        choices = get_args(FinishReason) if name == "finish_reason" else (*get_args(Failure), None)
+        fits, wanted = value in choices, f"one of {', '.join(map(str, choices))}"
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"numbers must be finite, got {constant}")

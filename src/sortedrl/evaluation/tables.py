@@ -1,0 +1,208 @@
+"""The numbers of evaluations and comparisons as rows, to print and to dump as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sortedrl.evaluation.comparison import Comparison, Difference
+from sortedrl.evaluation.estimates import Estimates, Summary
+from sortedrl.evaluation.intervals import Estimate
+
+MACRO = "macro average"
+"""The name of the row in which every task counts the same."""
+
+Table = tuple[list[str], list[list[str]]]
+"""Headings, and rows of words."""
+
+
+def summary_rows(summary: Summary) -> list[dict[str, object]]:
+    """One flat row for each task, level and the macro average, for scripts and `summary.json`.
+
+    The macro average stands under the task name `MACRO`; what it has no number for is `None`.
+    """
+    told = [_row(part) for part in summary.parts]
+    if summary.macro:
+        empty = dict.fromkeys(told[0])
+        told.append(empty | {"task": MACRO} | _pass_columns(summary.macro))
+    return told
+
+
+def summary_table(summary: Summary) -> Table:
+    """Headings and rows of words, for a table on the terminal."""
+    samples = {part.samples for part in summary.tasks}
+    sizes = sorted({k for part in summary.tasks for k in part.passes if k > 1})
+    mean = f"mean@{samples.pop()}" if len(samples) == 1 else "mean"
+    columns = ["task", "level", "prompts", mean, "95 % interval"]
+    columns += [*(f"pass@{k}" for k in sizes), "reward", "tokens", "truncated"]
+    lines = [
+        [
+            part.task,
+            "" if part.level is None else level_name(part.level),
+            f"{part.num_prompts:,}",
+            *_told(part.mean),
+            *(percent(part.passes[k].value) if k in part.passes else "" for k in sizes),
+            "" if part.reward is None else f"{part.reward:.3f}",
+            f"{part.tokens:,.0f}",
+            percent(part.truncated),
+        ]
+        for part in summary.parts
+    ]
+    if summary.macro:
+        passes = [percent(summary.macro[k].value) if k in summary.macro else "" for k in sizes]
+        lines.append([MACRO, "", "", *_told(summary.macro[1]), *passes, "", "", ""])
+    return columns, lines
+
+
+def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
+    """One flat row for each task, level and the macro average, for scripts."""
+    told: list[dict[str, object]] = [
+        {
+            "task": part.task,
+            "level": part.level,
+            "prompts": part.num_prompts,
+            "better": part.num_better,
+            "worse": part.num_worse,
+            "equal": part.num_equal,
+            **_change_columns(part.passes),
+        }
+        for part in comparison.parts
+    ]
+    if comparison.macro:
+        told.append(dict.fromkeys(told[0]) | {"task": MACRO} | _change_columns(comparison.macro))
+    return told
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Headings and rows of words, for a table on the terminal."""
+    columns = ["task", "level", "prompts", comparison.before, comparison.after, "change"]
+    columns += ["95 % interval", "p", "better", "worse", "equal"]
+    lines = [
+        [
+            part.task,
+            "" if part.level is None else level_name(part.level),
+            f"{part.num_prompts:,}",
+            *_change_told(part.mean),
+            f"{part.num_better:,}",
+            f"{part.num_worse:,}",
+            f"{part.num_equal:,}",
+        ]
+        for part in comparison.parts
+    ]
+    if comparison.macro:
+        lines.append([MACRO, "", "", *_change_told(comparison.macro[1]), "", "", ""])
+    return columns, lines
+
+
+def pass_table(comparison: Comparison) -> Table:
+    """The changes of pass@k beyond k = 1, in words; without rows where there is only k = 1."""
+    sizes = sorted({k for part in comparison.tasks for k in part.passes if k > 1})
+    columns = ["task", "level", *(f"pass@{k}" for k in sizes)]
+    told = [
+        (part.task, "" if part.level is None else level_name(part.level), part.passes)
+        for part in comparison.parts
+    ]
+    if comparison.macro:
+        told.append((MACRO, "", comparison.macro))
+    lines = [
+        [task, level, *(_pass_change(passes[k]) if k in passes else "" for k in sizes)]
+        for task, level, passes in told
+    ]
+    return columns, lines if sizes else []
+
+
+def level_name(level: str) -> str:
+    """A level that says what it is.
+
+    >>> level_name("3"), level_name("3 people")
+    ('level 3', '3 people')
+    """
+    return f"level {level}" if level.replace(".", "", 1).isdigit() else level
+
+
+def percent(share: float) -> str:
+    """A share in per cent, to a tenth."""
+    return f"{100 * share:.1f} %"
+
+
+def points(change: float) -> str:
+    """A difference of shares in percentage points, with its sign.
+
+    >>> points(0.0312), points(-0.00001)
+    ('+3.1', '0.0')
+    """
+    words = f"{100 * change:+.1f}".replace("-", "\N{MINUS SIGN}")
+    return "0.0" if words[1:] == "0.0" else words
+
+
+def chance(p: float) -> str:
+    """A p-value in as many digits as it deserves.
+
+    >>> chance(0.00002), chance(0.0312), chance(0.57)
+    ('< 0.001', '0.031', '0.57')
+    """
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def _told(rate: Estimate) -> tuple[str, str]:
+    return percent(rate.value), f"{100 * rate.low:.1f} to {100 * rate.high:.1f}"
+
+
+def _row(part: Estimates) -> dict[str, object]:
+    return {
+        "task": part.task,
+        "level": part.level,
+        "samples": part.samples,
+        "prompts": part.num_prompts,
+        "short": part.num_short,
+        "missing": part.num_missing,
+        "answers": part.num_answers,
+        **_pass_columns(part.passes),
+        "reward": part.reward,
+        "tokens": part.tokens,
+        "truncated": part.truncated,
+        "failures": dict(part.failures),
+    }
+
+
+def _pass_columns(passes: Mapping[int, Estimate]) -> dict[str, object]:
+    mean = passes[1]
+    columns: dict[str, object] = {"mean": mean.value, "mean_low": mean.low, "mean_high": mean.high}
+    for k, rate in passes.items():
+        if k > 1:
+            columns |= {
+                f"pass@{k}": rate.value,
+                f"pass@{k}_low": rate.low,
+                f"pass@{k}_high": rate.high,
+                f"pass@{k}_prompts": rate.num_prompts,
+            }
+    return columns
+
+
+def _change_told(mean: Difference) -> tuple[str, str, str, str, str]:
+    return (
+        percent(mean.before),
+        percent(mean.after),
+        points(mean.change.value),
+        f"{points(mean.change.low)} to {points(mean.change.high)}",
+        chance(mean.p_value),
+    )
+
+
+def _pass_change(difference: Difference) -> str:
+    change = difference.change
+    return f"{points(change.value)} ({points(change.low)} to {points(change.high)})"
+
+
+def _change_columns(passes: Mapping[int, Difference]) -> dict[str, object]:
+    columns: dict[str, object] = {}
+    for k, difference in passes.items():
+        name = "mean" if k == 1 else f"pass@{k}"
+        columns |= {
+            f"{name}_before": difference.before,
+            f"{name}_after": difference.after,
+            f"{name}_change": difference.change.value,
+            f"{name}_low": difference.change.low,
+            f"{name}_high": difference.change.high,
+            f"{name}_p": difference.p_value,
+        }
+    return columns

@@ -1,0 +1,93 @@
+"""Pages that open from disk: one file, nothing fetched, everything from outside shown as text.
+
+Text goes into the page through `escape`; data for the script goes through `data_script`, whose
+content is plain ASCII without `<`, so that nothing in it can end the element. The policy in the
+head lets the browser run and apply exactly the script and the style that the page was made with.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+
+_NOT_TEXT = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+)
+"""What a page may not contain: controls, halves of characters, and code points that are none."""
+
+
+def escape(text: str) -> str:
+    """Text for the inside of an element or of a quoted attribute.
+
+    >>> escape('<b title="x">')
+    '&lt;b title=&quot;x&quot;&gt;'
+    """
+    return html.escape(_NOT_TEXT.sub("\ufffd", text))
+
+
+def page(*, title: str, body: str, style: str, script: str) -> str:
+    """A whole page."""
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<meta name="referrer" content="no-referrer">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            f"<body>\n{body}\n<script>{script}</script>\n</body>",
+            "</html>\n",
+        ]
+    )
+
+
+def data_script(name: str, data: object) -> str:
+    """Data for the page's script: JSON in an element that is not run."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # `<!--` and `</script` would end or change the element; inside JSON strings these are the same
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return f'<script type="application/json" id="{escape(name)}">{text}</script>'
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, quiet: Sequence[bool]
+) -> str:
+    """A table that scrolls sideways where it is too wide; `quiet` rows are set back.
+
+    Cells are escaped; the first column is to the left and names its row, the others to the right.
+    """
+    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
+    lines = []
+    for row, is_quiet in zip(rows, quiet, strict=True):
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        mark = ' class="quiet"' if is_quiet else ""
+        lines.append(f'<tr{mark}><th scope="row">{escape(row[0])}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def asset(name: str) -> str:
+    """A style or script that lies beside this module."""
+    return (files("sortedrl.report") / name).read_text(encoding="utf-8").strip()
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
