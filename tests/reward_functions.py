@@ -83,3 +83,15 @@ def wants_three(prompt, response, extra):
 
 class NotAFunction:
     pass
+
+
+def starts_with_a_capital(prompt, response):
+    return float(response[:1].isupper())
+
+
+def hangs(prompt, response):
+    time.sleep(60)
+
+
+def raises(prompt, response):
+    return 1 / 0

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sortedrl.data.chat import rendered
-from sortedrl.data.columns import rows_of
+from sortedrl.data.columns import rows_of, with_system
 from sortedrl.data.files import Record
 from sortedrl.data.row import Row
 from sortedrl.data.settings import DataSettings
@@ -70,8 +70,7 @@ def test_chat_messages_are_a_prompt_too():
 
 
 def test_a_system_message_is_put_before_the_prompt():
-    (only,) = rows({"prompt": "how"}, system="be brief")
-    assert only.prompt == (
+    assert with_system(row("how"), "be brief").prompt == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "how"},
     )
@@ -88,16 +87,16 @@ def test_a_system_message_is_put_before_the_prompt():
         ({"prompt": [{"role": "user"}]}, {}, "must have `role` and `content`"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, {}, "did you mean 'user'"),
         ({"prompt": [{"role": "user", "content": 1}]}, {}, "content must be text"),
-        (
-            {"prompt": [{"role": "system", "content": "x"}]},
-            {"system": "y"},
-            "has a system message of its own",
-        ),
     ],
 )
 def test_a_malformed_row_is_refused_with_its_place(values, settings, words):
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*{words}"):
         rows(values, **settings)
+
+
+def test_a_row_keeps_its_own_system_message():
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the row has a system message of its own"):
+        with_system(row(({"role": "system", "content": "x"},)), "y")
 
 
 def test_the_chat_template_is_applied_once():
@@ -144,7 +143,7 @@ def test_a_row_with_chat_tags_of_its_own_is_refused(tag):
 def test_prompts_that_are_too_long_are_left_out_and_counted():
     asked = [row("how"), row("how many be brief"), row("many")]
     done = []
-    result = tokenized(asked, tokenizer(), DataSettings(max_prompt_tokens=4), advance=done.append)
+    result = tokenized(asked, tokenizer(), max_prompt_tokens=4, advance=done.append)
     assert len(result.rows) == 2
     assert result.num_too_long == 1
     assert done == [1, 2, 3]
@@ -152,14 +151,14 @@ def test_prompts_that_are_too_long_are_left_out_and_counted():
 
 def test_no_prompt_that_fits_is_refused():
     with pytest.raises(ConfigError, match=r"max_prompt_tokens = 2 tokens \(1 are longer\)"):
-        tokenized([row("how many")], tokenizer(), DataSettings(max_prompt_tokens=2))
+        tokenized([row("how many")], tokenizer(), max_prompt_tokens=2)
     with pytest.raises(ConfigError, match="no rows"):
-        tokenized([], tokenizer(), DataSettings())
+        tokenized([], tokenizer())
 
 
 def test_the_reward_finds_the_prompt_and_its_place_among_the_fields():
     asked = Row(prompt="how", fields={"answer": 3}, place="rows.jsonl:7")
-    (only,) = tokenized([asked], tokenizer(), DataSettings()).rows
+    (only,) = tokenized([asked], tokenizer()).rows
     assert only.fields == {
         "answer": 3,
         "prompt": "how",

@@ -107,7 +107,7 @@ def test_the_numbers_are_in_the_summary_at_the_end(tmp_path):
 
 def test_a_folder_with_answers_is_not_overwritten(tmp_path):
     filled(tmp_path, [answer(0, 0)])
-    with pytest.raises(DataError, match="already holds 1 answers; resume it, or choose another"):
+    with pytest.raises(DataError, match="already holds 1 answers; go on with it \\(--resume\\)"):
         opened(tmp_path)
     assert len(read_results(tmp_path).answers) == 1
 

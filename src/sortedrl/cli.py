@@ -10,7 +10,7 @@ from importlib import import_module
 from sortedrl import __version__
 from sortedrl.errors import SortedRLError, unknown_name
 
-COMMANDS = ("simulate", "compare", "tune", "fit", "presets")
+COMMANDS = ("simulate", "compare", "tune", "fit", "presets", "data", "eval")
 
 HELP = """\
 SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
@@ -23,6 +23,11 @@ Know before you rent: these commands run the real scheduler on a simulated engin
   sortedrl tune paper                   the best settings for these lengths and this hardware
   sortedrl fit events.jsonl             the constants of your machine, from a run's events
   sortedrl presets                      the named workloads and hardware, with their arithmetic
+
+What a model is trained and evaluated on:
+
+  sortedrl data show knights_knaves     tasks, as a person reads them; sortedrl data --help
+  sortedrl eval MODEL --tasks gsm8k     models on tasks, with intervals; two models, compared
 
 Every command explains itself: sortedrl compare --help
 """

@@ -45,7 +45,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under headings, the first column to the left and the others to the right."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(columns):
-        grid.add_column(name, justify="right" if number else "left", no_wrap=True)
+        # Where the terminal is too narrow, names are folded and numbers stay whole.
+        if number:
+            grid.add_column(name, justify="right", no_wrap=True)
+        else:
+            grid.add_column(name, overflow="fold")
     for row in rows:
         grid.add_row(*row)
     console = Console(highlight=False)

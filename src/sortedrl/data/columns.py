@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from sortedrl.data.files import Record
 from sortedrl.data.row import Message, Row
@@ -23,8 +24,6 @@ def _row(record: Record, settings: DataSettings) -> Row:
     prompt = _prompt(_taken(fields, settings.prompt_field, record), record)
     if settings.answer_field is not None:
         fields["answer"] = _taken(fields, settings.answer_field, record)
-    if settings.system is not None:
-        prompt = _with_system(prompt, settings.system, record)
     return Row(prompt=prompt, fields=fields, place=record.place)
 
 
@@ -61,12 +60,10 @@ def _message(message: object, record: Record) -> Message:
     return {"role": role, "content": content}
 
 
-def _with_system(
-    prompt: str | tuple[Message, ...], system: str, record: Record
-) -> tuple[Message, ...]:
+def with_system(row: Row, system: str) -> Row:
+    """The row with a system message before its prompt."""
+    prompt = row.prompt
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
-        raise DataError(
-            record.place, "the row has a system message of its own; leave data.system out"
-        )
-    return ({"role": "system", "content": system}, *messages)
+        raise DataError(row.place, "the row has a system message of its own; leave system out")
+    return replace(row, prompt=({"role": "system", "content": system}, *messages))

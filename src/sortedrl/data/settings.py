@@ -1,4 +1,4 @@
-"""The settings of station 1: which column is what, and in which order rows become prompts."""
+"""The settings of station 1: what of a row is what, and in which order rows become prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ChatUse = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """How rows become prompts."""
+    """What of a row is the prompt, and how the model sees it."""
 
     prompt_field: str = "prompt"
     """The column with the question: text, or a list of chat messages."""
@@ -24,6 +24,12 @@ class DataSettings:
     chat: ChatUse = "auto"
     """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
     on: the same, and a tokenizer without a template is refused. off: plain text as it stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """In which order prompts come, and which do not."""
+
     max_prompt_tokens: int | None = None
     """Longer prompts are left out, and counted."""
     shuffle: bool = True
@@ -33,8 +39,8 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(self.epochs >= 1, f"data.epochs must be at least 1, got {self.epochs}")
+        require(self.epochs >= 1, f"stream.epochs must be at least 1, got {self.epochs}")
         require(
             self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
-            f"data.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}",
+            f"stream.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}",
         )

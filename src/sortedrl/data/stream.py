@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from sortedrl.config import require
 from sortedrl.data.chat import Rendered, Tokenizer, rendered
 from sortedrl.data.row import Row
-from sortedrl.data.settings import DataSettings
+from sortedrl.data.settings import ChatUse
 from sortedrl.errors import ConfigError
 from sortedrl.randomness import mix
 from sortedrl.types import Prompt
@@ -46,15 +46,16 @@ class Tokenized:
 def tokenized(
     rows: Iterable[Row],
     tokenizer: Tokenizer,
-    settings: DataSettings,
     *,
+    chat: ChatUse = "auto",
+    max_prompt_tokens: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Tokenized:
     """The rows with their tokens; `advance` is told how many are done."""
     kept, num_too_long = [], 0
     for number, row in enumerate(rows, start=1):
-        prompt = rendered(row, tokenizer, chat=settings.chat)
-        if len(prompt.tokens) > (settings.max_prompt_tokens or math.inf):
+        prompt = rendered(row, tokenizer, chat=chat)
+        if len(prompt.tokens) > (max_prompt_tokens or math.inf):
             num_too_long += 1
         else:
             kept.append(TokenizedRow(array("i", prompt.tokens), _fields(row, prompt)))
@@ -62,7 +63,7 @@ def tokenized(
             advance(number)
     if not kept:
         raise ConfigError(
-            f"no prompt has at most data.max_prompt_tokens = {settings.max_prompt_tokens} tokens "
+            f"no prompt has at most max_prompt_tokens = {max_prompt_tokens} tokens "
             f"({num_too_long} are longer); raise it"
             if num_too_long
             else "the data set has no rows; check the path and the split"

@@ -143,7 +143,9 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
         return []
     if not resume:
         raise DataError(
-            folder, f"already holds {len(answers)} answers; resume it, or choose another folder"
+            folder,
+            f"already holds {len(answers)} answers; go on with it (--resume), "
+            "or choose another folder",
         )
     before = _read_head(folder / SUMMARY)
     if before is not None:

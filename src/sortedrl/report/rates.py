@@ -20,7 +20,7 @@ SERIES = 6
 """Series that have a colour of their own."""
 
 _WIDTH = 400
-_NAMES, _VALUES = 112, 58
+_NAMES, _VALUES = 126, 58
 _THIN, _THICK, _AIR = 12, 16, 8
 _HEAD, _FOOT = 12, 26
 _BINS = 24
@@ -220,5 +220,5 @@ def _interval(rate: Estimate) -> str:
 
 def _fitting(name: str) -> str:
     """The name, cut where it would leave its column."""
-    room = int((_NAMES - 8) / text_width("x", size=13))
+    room = int((_NAMES - 8) / text_width("x", size=15))  # bold letters are wider
     return name if len(name) <= room else name[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"

@@ -1,0 +1,240 @@
+"""`sortedrl data`: make, look at and measure what a model is trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Literal
+
+import tyro
+
+from sortedrl.arguments import parse
+from sortedrl.build import tokenizer_of
+from sortedrl.config import require
+from sortedrl.data.chat import Tokenizer, rendered
+from sortedrl.data.row import Row
+from sortedrl.data.settings import DataSettings
+from sortedrl.evaluation.answers import in_order
+from sortedrl.tasks.catalogue import described, open_task, reward_from
+from sortedrl.tasks.task import Task
+from sortedrl.terminal import write_text
+
+HELP = """Make tasks, look at them, measure them.
+
+  sortedrl data list                                           the built-in tasks
+  sortedrl data show knights_knaves:people=3-4                 some rows as a person reads them
+  sortedrl data show mine.jsonl --count 5                      the same for rows of your own
+  sortedrl data stats gsm8k:split=train --tokenizer MODEL      levels, and lengths in tokens
+  sortedrl data generate knights_knaves:count=5000 --out kk.jsonl
+
+A task is a name with options (name:option=value,option=value), a file or a hub name.
+A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
+"""
+
+Verb = Literal["list", "show", "stats", "generate"]
+_BARS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to do with which tasks."""
+
+    verb: tyro.conf.Positional[Verb]
+    """list, show, stats or generate."""
+    tasks: tyro.conf.Positional[tuple[str, ...]] = ()
+    """The tasks."""
+    count: int = 3
+    """show: how many rows, evenly taken from all."""
+    out: Path | None = None
+    """generate: the JSONL file to write."""
+    folder: Path | None = None
+    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    tokenizer: str | None = None
+    """A model: show what it sees, and measure lengths in its tokens instead of characters."""
+    json: bool = False
+    """Print JSON: list, stats and show."""
+    data: DataSettings = field(default_factory=DataSettings)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl data", description=HELP)
+    if given.verb == "list":
+        _list(given)
+        return
+    require(bool(given.tasks), f"give at least one task; sortedrl data {given.verb} TASK")
+    tasks = [_task(spec, given) for spec in given.tasks]
+    tokenizer = None if given.tokenizer is None else tokenizer_of(given.tokenizer)
+    if given.verb == "generate":
+        _generate(tasks, given)
+    elif given.verb == "show":
+        _show(tasks, tokenizer, given)
+    else:
+        _stats(tasks, tokenizer, given)
+
+
+def _task(spec: str, given: Arguments) -> Task:
+    environment = os.environ.get("SORTEDRL_DATA")
+    folder = given.folder or (Path(environment) if environment else None)
+    # Only the rows are looked at here, so rows of the user's own need no reward.
+    is_own = spec.partition(":")[0] not in {name for name, _ in described()}
+    reward = reward_from("logic") if is_own else None
+    return open_task(spec, folder=folder, reward=reward, data=given.data)
+
+
+def _list(given: Arguments) -> None:
+    tasks = dict(described())
+    if given.json:
+        print(json.dumps(tasks, indent=2))
+        return
+    for name, words in tasks.items():
+        print(f"{name:<16}{words}")
+
+
+def _generate(tasks: Sequence[Task], given: Arguments) -> None:
+    require(given.out is not None, "give the file to write: --out rows.jsonl")
+    assert given.out is not None
+    lines = [json.dumps(_plain(row), ensure_ascii=False) for task in tasks for row in task.rows]
+    write_text(given.out, "\n".join(lines) + "\n")
+    print(f"{len(lines):,} rows", file=sys.stderr)
+
+
+def _plain(row: Row) -> dict[str, object]:
+    return {"prompt": row.prompt if isinstance(row.prompt, str) else list(row.prompt), **row.fields}
+
+
+def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
+    require(given.count >= 1, f"count must be at least 1, got {given.count}")
+    chosen = [(task, row) for task in tasks for row in _spread(task.rows, given.count)]
+    if given.json:
+        print(json.dumps([_plain(row) | {"task": task.name} for task, row in chosen], indent=2))
+        return
+    for task, row in chosen:
+        print(f"── {task.name}, {row.place} ".ljust(_width(), "─"))
+        if tokenizer is None:
+            _say_messages(row)
+        else:
+            prompt = rendered(row, tokenizer, chat=given.data.chat)
+            _say(f"what the model sees, {len(prompt.tokens)} tokens", prompt.text)
+        for name, value in row.fields.items():
+            _say(name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        print()
+
+
+def _spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """That many rows from all over."""
+    count = min(count, len(rows))
+    return [rows[number * len(rows) // count] for number in range(count)]
+
+
+def _say_messages(row: Row) -> None:
+    if isinstance(row.prompt, str):
+        _say("prompt", row.prompt)
+        return
+    for message in row.prompt:
+        _say(message["role"], message["content"])
+
+
+def _say(name: str, text: str) -> None:
+    wrapped = [
+        part
+        for line in text.splitlines() or [""]
+        for part in textwrap.wrap(line, _width() - 4, drop_whitespace=True) or [""]
+    ]
+    if len(wrapped) == 1 and len(name) + len(wrapped[0]) + 4 < _width():
+        print(f"{name}: {wrapped[0]}")
+        return
+    print(f"{name}:")
+    for line in wrapped:
+        print(f"    {line}".rstrip())
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
+    measured = {task.name: _measured(task, tokenizer, given.data) for task in tasks}
+    if given.json:
+        print(json.dumps(measured, indent=2))
+        return
+    unit = "characters" if tokenizer is None else "tokens"
+    for task in tasks:
+        _print_stats(task, measured[task.name], unit=unit)
+
+
+def _measured(task: Task, tokenizer: Tokenizer | None, settings: DataSettings) -> dict[str, object]:
+    """Counts and lengths of a task's rows."""
+    prompts = [_prompt_length(row, tokenizer, settings) for row in task.rows]
+    responses = [
+        _length(str(row.fields["response"]), tokenizer)
+        for row in task.rows
+        if "response" in row.fields
+    ]
+    levels = Counter(str(row.fields["level"]) for row in task.rows if "level" in row.fields)
+    return {
+        "rows": len(task.rows),
+        "levels": {level: levels[level] for level in in_order(levels)},
+        "prompt_lengths": prompts,
+        "response_lengths": responses,
+    }
+
+
+def _prompt_length(row: Row, tokenizer: Tokenizer | None, settings: DataSettings) -> int:
+    if tokenizer is not None:
+        return len(rendered(row, tokenizer, chat=settings.chat).tokens)
+    if isinstance(row.prompt, str):
+        return len(row.prompt)
+    return sum(len(message["content"]) for message in row.prompt)
+
+
+def _length(text: str, tokenizer: Tokenizer | None) -> int:
+    if tokenizer is None:
+        return len(text)
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _print_stats(task: Task, measured: Mapping[str, object], *, unit: str) -> None:
+    print(f"{task.name}: {len(task.rows):,} rows")
+    levels = measured["levels"]
+    if isinstance(levels, dict) and levels:
+        print("\nlevel")
+        _bars([(level, count) for level, count in levels.items()])
+    for name in ("prompt", "response"):
+        lengths = measured[f"{name}_lengths"]
+        if isinstance(lengths, list) and lengths:
+            print(
+                f"\n{name} length in {unit}: shortest {min(lengths):,}, "
+                f"median {median(lengths):,.0f}, mean {fmean(lengths):,.0f}, "
+                f"longest {max(lengths):,}"
+            )
+            _bars(_bins(lengths))
+    print()
+
+
+def _bins(lengths: Sequence[int]) -> list[tuple[str, int]]:
+    """Equal steps from the shortest to the longest, and how many fall into each."""
+    low, high = min(lengths), max(lengths)
+    step = max(1, -(-(high - low + 1) // _BARS))
+    counts = Counter((length - low) // step for length in lengths)
+    return [
+        (f"{low + number * step:,} to {low + (number + 1) * step - 1:,}", counts[number])
+        for number in range((high - low) // step + 1)
+    ]
+
+
+def _bars(counts: Sequence[tuple[str, int]]) -> None:
+    most = max(count for _, count in counts)
+    label_width = max(len(label) for label, _ in counts)
+    room = max(10, _width() - label_width - 14)
+    for label, count in counts:
+        bar = "█" * round(room * count / most) or ("▏" if count else "")
+        print(f"  {label:>{label_width}}  {count:>7,}  {bar}".rstrip())

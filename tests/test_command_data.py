@@ -1,0 +1,117 @@
+"""`sortedrl data` as a person uses it."""
+
+import json
+
+import pytest
+
+from sortedrl.cli import main
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs a command that must go well, and gives what it printed."""
+
+    def run(*words):
+        assert main(["data", *words]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(*words):
+        try:
+            code = main(["data", *words])
+        except SystemExit as error:
+            code = error.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        return " ".join(err.split())
+
+    return run
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": f"question {n}", "answer": str(n), "level": 1 + n % 3} for n in range(7)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_tasks_are_listed(said):
+    listed = json.loads(said("list", "--json"))
+    assert {"knights_knaves", "gsm8k", "reasoning_gym"} <= set(listed)
+    assert all(name in said("list") for name in listed)
+
+
+def test_a_generated_task_is_read_back_as_the_same_rows(said, tmp_path):
+    spec, out = "knights_knaves:people=2-3,count=6", tmp_path / "kk.jsonl"
+    assert said("generate", spec, "--out", str(out)) == ""
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(written) == 6
+    shown = json.loads(said("show", spec, "--count", "6", "--json"))
+    assert [row | {"task": spec} for row in written] == shown
+    again = json.loads(said("show", str(out), "--count", "6", "--json"))
+    assert [row | {"task": spec} for row in again] == shown
+
+
+def test_rows_are_shown_as_a_person_reads_them(said, mine):
+    shown = said("show", str(mine), "--count", "2")
+    assert "prompt: question 0" in shown
+    assert "answer: 3" in shown
+    assert shown.count("──  ") == 0
+    puzzle = said("show", "knights_knaves:people=2-2,count=1")
+    assert "(1) " in puzzle
+    assert "user:\n" in puzzle
+    assert max(map(len, puzzle.splitlines())) <= 100
+
+
+def test_levels_and_lengths_are_counted(said, mine):
+    measured = json.loads(said("stats", str(mine), "--json"))[str(mine)]
+    assert measured["rows"] == 7
+    assert measured["levels"] == {"1": 3, "2": 2, "3": 2}
+    assert measured["prompt_lengths"] == [len("question 0")] * 7
+    assert measured["response_lengths"] == []
+    drawn = said("stats", str(mine))
+    assert "7 rows" in drawn
+    assert "prompt length in characters: shortest 10, median 10" in drawn
+    bars = [line for line in drawn.splitlines() if "█" in line]
+    assert len(bars) == 4
+
+
+def test_a_histogram_counts_every_row(said):
+    spec = "knights_knaves:people=3-5,count=30"
+    measured = json.loads(said("stats", spec, "--json"))[spec]
+    drawn = said("stats", spec).split("response length")[1]
+    counts = [int(line.split()[3]) for line in drawn.splitlines()[1:] if " to " in line]
+    assert sum(counts) == 30 == len(measured["response_lengths"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["show"], "give at least one task"),
+        (["show", "knight_knaves"], "did you mean 'knights_knaves'"),
+        (["show", "knights_knaves:peple=3-4"], "did you mean 'people'"),
+        (["show", "knights_knaves:people=three"], "must be a number, got 'three'"),
+        (["show", "knights_knaves:people=1-4"], "in 2..8"),
+        (["show", "knights_knaves:people"], "must be written option=value"),
+        (["show", "knights_knaves:split=dev"], "must be one of train, test"),
+        (["show", "gsm8k:split=dev"], "must be train or test"),
+        (["show", "logic_rl"], "needs the path"),
+        (["show", "none.jsonl"], "none.jsonl: cannot be read"),
+        (["generate", "knights_knaves:count=1"], "--out"),
+        (["show", "knights_knaves", "--count", "0"], "count must be at least 1"),
+        (["look", "knights_knaves"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_refused_with_the_reason(refused, words, reason):
+    assert reason in refused(*words)
+
+
+def test_a_malformed_file_is_refused_with_its_line(refused, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "x"}\n{"question": "y"}\n')
+    assert "bad.jsonl:2: unknown column 'prompt'" in refused("show", str(path))

@@ -1,0 +1,200 @@
+"""`sortedrl eval` from end to end, on tiny models and real worker processes."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from native_worlds import tiny_model
+from sortedrl.cli import main
+from sortedrl.evaluation.results import read_results
+from sortedrl.tasks.knights.compact import ALPHABET
+
+FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
+PUZZLES = "knights_knaves:people=2-3,count=6,style=compact,split=test"
+
+
+def save_model(folder, *, seed):
+    words = ["<pad>", *ALPHABET]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tiny_model(vocab_size=len(words), seed=seed).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return save_model(root / "before", seed=0), save_model(root / "after", seed=1)
+
+
+@pytest.fixture
+def evaluated(capsys, tmp_path, monkeypatch):
+    """Runs an evaluation in an empty folder, and gives its JSON."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        words = ["eval", *words, "--json", "--workers", "1", "--slots", "4", "--max-tokens", "12"]
+        assert main(words) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def refused(capsys, *words):
+    try:
+        code = main(["eval", *words])
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    return " ".join(err.split())
+
+
+def test_a_model_is_evaluated_on_several_tasks_and_every_answer_is_kept(evaluated, two_models):
+    other = "knights_knaves:people=2-2,count=2,style=compact"
+    result = evaluated(two_models[0], "--tasks", PUZZLES, other, "--samples", "2")
+    kept = read_results(Path("evals/before"))
+    assert Counter(answer.task for answer in kept.answers) == {PUZZLES: 12, other: 4}
+    assert {(a.prompt_id, a.sample_index) for a in kept.answers if a.task == PUZZLES} == {
+        (p, s) for p in range(6) for s in range(2)
+    }
+    (only,) = result["evaluations"]
+    names = [(row["task"], row["level"], row["prompts"]) for row in only["rows"]]
+    assert names == [
+        (PUZZLES, None, 6),
+        (PUZZLES, "2", 3),
+        (PUZZLES, "3", 3),
+        (other, None, 2),
+        ("macro average", None, None),
+    ]
+    assert Path("evals/before/page.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(Path("evals/before/summary.json").read_text())["label"] == "before"
+
+
+def test_a_reward_of_the_users_own_decides(evaluated, two_models, tmp_path):
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "A:b;", "answer": "x"}) + "\n" for _ in range(3)))
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def reward(prompt, response):\n"
+        "    return {'reward': len(response), 'correct': prompt.fields['place'].endswith(':2')}\n"
+    )
+    result = evaluated(two_models[0], "--tasks", str(rows), "--reward", f"{mine}:reward")
+    (row,) = result["evaluations"][0]["rows"]
+    assert row["mean"] == pytest.approx(1 / 3)
+    kept = {a.prompt_id: a for a in read_results(Path("evals/before")).answers}
+    assert [kept[i].is_correct for i in range(3)] == [False, True, False]
+    assert kept[0].reward == len(kept[0].response)
+
+
+def test_two_models_are_compared_prompt_by_prompt(evaluated, two_models):
+    words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:starts_with_a_capital"]
+    both = evaluated(*two_models, *words)
+    (comparison,) = both["comparisons"]
+    assert (comparison["before"], comparison["after"]) == ("before", "after")
+    whole = comparison["rows"][0]
+    assert whole["prompts"] == 6
+    assert whole["better"] + whole["worse"] + whole["equal"] == 6
+    before, after = (e["rows"][0]["mean"] for e in both["evaluations"])
+    assert whole["mean_change"] == pytest.approx(after - before)
+    assert Path("evals/before-and-after.html").exists()
+    assert evaluated("evals/before", "evals/after") == both
+
+
+def test_the_same_seed_gives_the_same_answers_whatever_else_is_asked(evaluated, two_models):
+    def answers(*words):
+        evaluated(two_models[0], *words, "--samples", "2")
+        kept = read_results(Path(words[words.index("--out") + 1]) / "before").answers
+        return {(a.prompt_id, a.sample_index): a.response for a in kept if a.task == PUZZLES}
+
+    alone = answers("--tasks", PUZZLES, "--out", "a")
+    assert (
+        answers("--tasks", "knights_knaves:count=5,style=compact", PUZZLES, "--out", "b") == alone
+    )
+    assert answers("--tasks", PUZZLES, "--seed", "1", "--out", "c") != alone
+    fewer = answers("--tasks", PUZZLES, "--limit", "2", "--out", "d")
+    assert fewer == {key: alone[key] for key in fewer}
+    assert len(fewer) == 4
+
+
+def test_a_run_that_was_cut_off_goes_on(evaluated, two_models):
+    words = [two_models[0], "--tasks", PUZZLES, "--samples", "2"]
+    whole = evaluated(*words, "--out", "whole")
+    evaluated(*words, "--out", "cut")
+    samples = Path("cut/before/samples.jsonl")
+    lines = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(lines[:5]) + lines[5][:20])
+    assert evaluated(*words, "--out", "cut", "--resume") == whole
+    assert len(samples.read_text().splitlines()) == 12
+    assert sorted(samples.read_text().splitlines()[:5]) == sorted(s.strip() for s in lines[:5])
+
+
+def test_an_answer_whose_reward_fails_is_wrong_and_counted(evaluated, two_models, capsys):
+    words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:hangs", "--time-limit-seconds", "0.1"]
+    result = evaluated(two_models[0], *words)
+    row = result["evaluations"][0]["rows"][0]
+    assert row["mean"] == 0.0
+    assert row["failures"] == {"timeout": 6}
+    assert len(Path("evals/before/reward-failures.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_raising_reward_stops_the_evaluation_and_keeps_the_answer(two_models, tmp_path):
+    words = [two_models[0], "--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:raises"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sortedrl", "eval", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "ZeroDivisionError" in done.stderr
+    assert "reward-error.json" in done.stderr
+    saved = json.loads((tmp_path / "evals/before/reward-error.json").read_text())
+    assert saved["answers"][0]["fields"]["level"] in (2, 3)
+
+
+def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *two_models, "--tasks", PUZZLES, "--max-tokens", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "mean@1" in printed
+    assert "before against after, paired by prompt" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "give at least one model"),
+        (["some/model"], "give at least one task"),
+        (["some/model", "--tasks", "gsm9k"], "did you mean 'gsm8k'"),
+        (["some/model", "--tasks", PUZZLES, PUZZLES], "each task can be given once"),
+        (["some/model", "some/model", "--tasks", PUZZLES], "each model can be given once"),
+        (["some/model", "--tasks", PUZZLES, "--reward", "lgoic"], "did you mean 'logic'"),
+        (["some/model", "--tasks", PUZZLES, "--reward", "none:f"], "there is no module 'none'"),
+        (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
+        (["no/such/model", "--tasks", PUZZLES], "no/such/model has no tokenizer"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(
+    words, reason, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert reason in refused(capsys, *words)
+
+
+def test_other_settings_do_not_go_on_with_the_same_folder(evaluated, two_models, capsys):
+    evaluated(two_models[0], "--tasks", PUZZLES)
+    again = [two_models[0], "--tasks", PUZZLES, "--max-tokens", "12", "--slots", "4"]
+    assert "--resume" in refused(capsys, *again)
+    assert "seed" in refused(capsys, *again, "--resume", "--seed", "1")
