@@ -1,6 +1,7 @@
 """SortedRL: reinforcement learning of language models, made fast by scheduling rollouts by length.
 
-    1 prompts      data set -> Prompt
+      tasks        what the rows are, and the reward that belongs to them
+    1 data         data set -> Prompt
     2 buffer       Prompt -> waiting, running, ready
     3 controller   buffer -> decisions: start which? stop now? train on which?
     4 engines      decisions -> tokens
@@ -10,7 +11,7 @@
     8 weights      weights -> engine, with a version
       loop         1 to 8 in order, on one page
 
-Stations 1 to 4 and the loop are here, with simulated parts in the place of the others.
+Stations 1 to 5 and the loop are here, with simulated parts in the place of the others.
 """
 
 from sortedrl.buffer import Buffer

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from typing import Literal
+from typing import Literal, TypeVar
 
 import tyro
 
@@ -40,6 +40,7 @@ A file has one row per line: a prompt (text or chat messages), and whatever the 
 """
 
 Verb = Literal["list", "show", "stats", "generate"]
+_Item = TypeVar("_Item")
 _BARS = 12
 
 
@@ -52,7 +53,7 @@ class Arguments:
     tasks: tyro.conf.Positional[tuple[str, ...]] = ()
     """The tasks."""
     count: int = 3
-    """show: how many rows, evenly taken from all."""
+    """show: how many rows, from all levels and from first to last."""
     out: Path | None = None
     """generate: the JSONL file to write."""
     folder: Path | None = None
@@ -130,9 +131,19 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
 
 
 def _spread(rows: Sequence[Row], count: int) -> list[Row]:
-    """That many rows from all over."""
-    count = min(count, len(rows))
-    return [rows[number * len(rows) // count] for number in range(count)]
+    """That many rows from all over the task: of every level, and from first to last."""
+    levels: dict[str, list[Row]] = {}
+    for row in rows:
+        levels.setdefault(str(row.fields.get("level")), []).append(row)
+    chosen = _evenly([levels[name] for name in in_order(levels)], count)
+    each = -(-count // len(chosen))
+    turns = [_evenly(level, each) for level in chosen]
+    return [turn[n] for n in range(each) for turn in turns if n < len(turn)][:count]
+
+
+def _evenly(items: Sequence[_Item], count: int) -> list[_Item]:
+    count = min(count, len(items))
+    return [items[number * len(items) // count] for number in range(count)]
 
 
 def _say_messages(row: Row) -> None:
@@ -147,7 +158,7 @@ def _say(name: str, text: str) -> None:
     wrapped = [
         part
         for line in text.splitlines() or [""]
-        for part in textwrap.wrap(line, _width() - 4, drop_whitespace=True) or [""]
+        for part in textwrap.wrap(line, _width() - 4, break_on_hyphens=False) or [""]
     ]
     if len(wrapped) == 1 and len(name) + len(wrapped[0]) + 4 < _width():
         print(f"{name}: {wrapped[0]}")

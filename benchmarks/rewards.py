@@ -1,0 +1,194 @@
+"""What the reward pool costs per call, what it gains over scoring one by one, and what it hides.
+
+    python benchmarks/rewards.py            a few minutes; --json for a script
+
+overhead   a function that does nothing, per call: what the pool itself takes
+speed-up   functions that wait or compute, against the same calls one by one in this process
+overlap    rewards while an engine writes, against writing first and scoring afterwards
+
+Each figure is the median of several repeats, all in one run of this program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from sortedrl.rewards.pool import RewardPool
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.rewards.source import RewardSource, load
+from sortedrl.types import Prompt
+
+HERE = str(Path(__file__).resolve())
+PROMPT = Prompt(id=0, tokens=tuple(range(200)), fields={"answer": "42", "level": 3})
+RESPONSE = "some words of an answer " * 80
+
+
+def nothing(prompt: Prompt, response: str) -> float:
+    """The cheapest reward."""
+    return 1.0
+
+
+def nothing_batched(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+    """The cheapest reward, for many answers at once."""
+    return [1.0] * len(responses)
+
+
+async def nothing_async(prompt: Prompt, response: str) -> float:
+    """The cheapest reward that could wait."""
+    return 1.0
+
+
+def waits(prompt: Prompt, response: str) -> float:
+    """Waits 20 ms, as for a judge at the other end of a line."""
+    time.sleep(0.02)
+    return 1.0
+
+
+def computes(prompt: Prompt, response: str) -> float:
+    """Computes for about 10 ms, as a sandbox or a proof checker does."""
+    return float(sum(math.sin(number) for number in range(100_000)) < math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """How long to measure."""
+
+    calls: int = 2000
+    """Calls of cheap functions; slow ones get a tenth."""
+    repeats: int = 5
+    """Repeats of everything."""
+    workers: tuple[int, ...] = (1, 2, 4, 8)
+    """Sizes of the pool."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def main() -> None:
+    """Measure and print."""
+    given = tyro.cli(Arguments, description=__doc__)
+    result = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
+        "overhead_us": _overhead(given),
+        "speed_up": _speed_up(given),
+        "overlap": _overlap(given),
+    }
+    if given.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(result["machine"])
+    for title in ("overhead_us", "speed_up", "overlap"):
+        print(f"\n{title}")
+        rows = result[title]
+        assert isinstance(rows, list)
+        for row in rows:
+            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+
+
+def _timed(action: Callable[[], object], repeats: int) -> tuple[float, float, float]:
+    """Median, least and most seconds."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), min(seconds), max(seconds)
+
+
+def _pool(name: str, workers: int) -> RewardPool:
+    return RewardPool(RewardSource(f"{HERE}:{name}"), RewardSettings(workers=workers))
+
+
+def _score_all(pool: RewardPool, calls: int) -> None:
+    pool.wait([pool.submit(PROMPT, RESPONSE) for _ in range(calls)])
+
+
+def _serial(name: str, calls: int) -> None:
+    function, _ = load(RewardSource(f"{HERE}:{name}"))
+    for _ in range(calls):
+        function(PROMPT, RESPONSE)
+
+
+def _overhead(given: Arguments) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name in ("nothing", "nothing_batched", "nothing_async"):
+        for workers in given.workers[:2]:
+            with _pool(name, workers) as pool:
+                _score_all(pool, 50)
+                times = _timed(lambda pool=pool: _score_all(pool, given.calls), given.repeats)  # type: ignore[misc]
+            mid, low, high = (1e6 * seconds / given.calls for seconds in times)
+            spread = f"{low:.0f} to {high:.0f}"
+            rows.append({"function": name, "workers": workers, "us": round(mid), "spread": spread})
+    return rows
+
+
+def _speed_up(given: Arguments) -> list[dict[str, object]]:
+    calls = max(20, given.calls // 10)
+    rows: list[dict[str, object]] = []
+    for name in ("waits", "computes"):
+        serial, *_ = _timed(lambda name=name: _serial(name, calls), given.repeats)  # type: ignore[misc]
+        for workers in given.workers:
+            with _pool(name, workers) as pool:
+                _score_all(pool, workers)
+                times = _timed(lambda pool=pool: _score_all(pool, calls), given.repeats)  # type: ignore[misc]
+            mid, low, high = (serial / seconds for seconds in times)
+            rows.append(
+                {
+                    "function": name,
+                    "workers": workers,
+                    "times_serial": round(mid, 2),
+                    "spread": f"{high:.2f} to {low:.2f}",
+                }
+            )
+    return rows
+
+
+def _overlap(given: Arguments) -> list[dict[str, object]]:
+    """An engine that completes an answer every 5 ms without the CPU, and rewards of 20 ms."""
+    answers = max(20, given.calls // 20)
+
+    def write() -> None:
+        time.sleep(0.005)
+
+    rows: list[dict[str, object]] = []
+    for workers in given.workers:
+        with _pool("waits", workers) as pool:
+
+            def beside(pool: RewardPool = pool) -> None:
+                tickets = []
+                for _ in range(answers):
+                    write()
+                    tickets.append(pool.submit(PROMPT, RESPONSE))
+                pool.wait(tickets)
+
+            def after(pool: RewardPool = pool) -> None:
+                for _ in range(answers):
+                    write()
+                _score_all(pool, answers)
+
+            hidden, *_ = _timed(beside, given.repeats)
+            shown, *_ = _timed(after, given.repeats)
+        writing = answers * 0.005
+        rows.append(
+            {
+                "workers": workers,
+                "writing_s": writing,
+                "beside_s": round(hidden, 2),
+                "afterwards_s": round(shown, 2),
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()
