@@ -4,7 +4,8 @@
 
 overhead   a function that does nothing, per call: what the pool itself takes
 speed-up   functions that wait or compute, against the same calls one by one in this process
-overlap    rewards while an engine writes, against writing first and scoring afterwards
+overlap    rewards of 20 ms while the native engine writes (a small random model on the CPU),
+           against writing first and scoring afterwards
 
 Each figure is the median of several repeats, all in one run of this program.
 """
@@ -21,12 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from sortedrl.engines.native import NativeEngine
+from sortedrl.engines.native.generation import fresh_trajectories
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource, load
-from sortedrl.types import Prompt
+from sortedrl.types import Prompt, Trajectory
 
 HERE = str(Path(__file__).resolve())
 PROMPT = Prompt(id=0, tokens=tuple(range(200)), fields={"answer": "42", "level": 3})
@@ -154,40 +159,62 @@ def _speed_up(given: Arguments) -> list[dict[str, object]]:
 
 
 def _overlap(given: Arguments) -> list[dict[str, object]]:
-    """An engine that completes an answer every 5 ms without the CPU, and rewards of 20 ms."""
-    answers = max(20, given.calls // 20)
+    engine = _engine()
+    lengths = [8 + 7 * number % 89 for number in range(96)]
+    prompts = [[1 + number] * 16 for number in range(len(lengths))]
 
-    def write() -> None:
-        time.sleep(0.005)
+    def write(done: Callable[[Trajectory], object]) -> None:
+        """Long-tailed answers, complete at different times."""
+        requests = [
+            engine.request(trajectory, tolerance=None, limit=limit)
+            for trajectory, limit in zip(
+                fresh_trajectories(prompts, samples_per_prompt=1, seed=0), lengths, strict=True
+            )
+        ]
+        engine.enqueue(requests)
+        left = len(requests)
+        while left:
+            for trajectory in engine.step().finished:
+                done(trajectory)
+                left -= 1
 
+    write(lambda _: None)
     rows: list[dict[str, object]] = []
     for workers in given.workers:
         with _pool("waits", workers) as pool:
 
             def beside(pool: RewardPool = pool) -> None:
-                tickets = []
-                for _ in range(answers):
-                    write()
-                    tickets.append(pool.submit(PROMPT, RESPONSE))
+                tickets: list[int] = []
+                write(lambda t: tickets.append(pool.submit(t.prompt, RESPONSE)))
                 pool.wait(tickets)
 
             def after(pool: RewardPool = pool) -> None:
-                for _ in range(answers):
-                    write()
-                _score_all(pool, answers)
+                write(lambda _: None)
+                _score_all(pool, len(lengths))
 
-            hidden, *_ = _timed(beside, given.repeats)
-            shown, *_ = _timed(after, given.repeats)
-        writing = answers * 0.005
-        rows.append(
-            {
-                "workers": workers,
-                "writing_s": writing,
-                "beside_s": round(hidden, 2),
-                "afterwards_s": round(shown, 2),
+            seconds = {
+                "writing_s": _timed(lambda: write(lambda _: None), given.repeats),
+                "beside_s": _timed(beside, given.repeats),
+                "afterwards_s": _timed(after, given.repeats),
             }
-        )
+        medians = {name: round(times[0], 2) for name, times in seconds.items()}
+        rows.append({"workers": workers, "scoring_s": len(lengths) * 0.02 / workers, **medians})
     return rows
+
+
+def _engine() -> NativeEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    return NativeEngine(LlamaForCausalLM(config).eval(), slots=16, max_tokens=128)
 
 
 if __name__ == "__main__":

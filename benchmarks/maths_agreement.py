@@ -1,0 +1,211 @@
+r"""How far the maths reward agrees with the golds of the maths sets.
+
+    python benchmarks/maths_agreement.py --folder FOLDER               all sets, minutes on a core
+    python benchmarks/maths_agreement.py --folder FOLDER --sets aime24 amc23
+    python benchmarks/maths_agreement.py --folder FOLDER --json result.json
+
+Each row is scored by the real reward, in worker processes with a time limit, in four ways, and
+once by math-verify alone:
+
+    library     the gold in a box against the gold in a box, by math-verify with its own settings
+    itself      the gold in a box must be right
+    respelled   the gold in another spelling, which only sympy or exact numbers can see, must too
+    solution    the worked solution of the row, if it has one with a box, should be right
+    neighbour   the gold of the next row, if it is another text, should be wrong
+
+What comes out otherwise is listed. In `solution` that is mostly a mistake of the set, and in
+`neighbour` two spellings of one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import tyro
+
+from sortedrl.rewards.boxed import boxed_answer
+from sortedrl.rewards.latex import is_words, parts, tidied
+from sortedrl.rewards.maths import math_reward
+from sortedrl.rewards.numerals import numeral
+from sortedrl.rewards.pool import RewardPool
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.rewards.source import RewardSource, source_of
+from sortedrl.tasks.maths import MathsSettings, maths_examples
+from sortedrl.tasks.maths_sets import MATHS_SETS, Example
+from sortedrl.types import Prompt
+
+_NO_FORMULA = re.compile(r"=|\\(?:begin|cup|in|infty|text|le|ge)(?![A-Za-z])|<|>|_\{?\d|:|%|!$")
+_KINDS = ("library", "itself", "respelled", "solution", "neighbour")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to look at."""
+
+    folder: Path
+    """The folder with the files of the sets."""
+    sets: tuple[str, ...] = tuple(MATHS_SETS)
+    """The sets to look at."""
+    json: Path | None = None
+    """Where to write everything that was found."""
+    workers: int = 2
+    """Worker processes."""
+    limit: int | None = None
+    """The first so many rows of each set only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A response to a row, and whether it should be right."""
+
+    kind: str
+    place: str
+    prompt: Prompt
+    response: str
+    should_be_right: bool
+
+
+@dataclass(slots=True)
+class Count:
+    """How one kind of trial came out for a set."""
+
+    trials: int = 0
+    agreed: int = 0
+    seconds: float = 0.0
+    timeouts: int = 0
+    unread_golds: list[str] = field(default_factory=list)
+    exceptions: list[str] = field(default_factory=list)
+
+
+def library_alone(prompt: Prompt, response: str) -> dict[str, float]:
+    """What math-verify makes of the golds without our readers."""
+    from math_verify import parse, verify
+
+    gold = parse(rf"\boxed{{{written(prompt.fields['answer'])}}}", parsing_timeout=None)
+    is_equal = verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None)
+    return {"correct": float(is_equal)}
+
+
+def written(gold: object) -> str:
+    """The gold as a model would put it into a box."""
+    return gold if isinstance(gold, str) else ", ".join(gold)  # type: ignore[arg-type]
+
+
+def respelled(gold: str) -> str | None:
+    """The gold in another spelling; `None` where there is no safe one."""
+    tidy = tidied(gold)
+    number = numeral(tidy)
+    if number is not None:
+        double, sign = 2 * number.value, "%" if number.is_percent else ""
+        if number.step:
+            return None if sign else f"{float(number.value):.12e}"
+        return rf"\dfrac{{{double.numerator}}}{{{2 * double.denominator}}}{sign}"
+    if is_words(tidy) or len(parts(tidy)) != 1 or "," in tidy or _NO_FORMULA.search(tidy):
+        return None
+    return f"0 + 1 \\cdot ({tidy})"
+
+
+def trials(pairs: Sequence[tuple[str, Example]]) -> Iterator[Trial]:
+    """What is scored for the rows of a set."""
+    for number, (place, example) in enumerate(pairs):
+        prompt = Prompt(id=number, fields={"answer": example.answer, **example.fields})
+        gold = written(example.answer)
+        yield Trial("library", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
+        yield Trial("itself", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
+        other = respelled(gold) if isinstance(example.answer, str) else None
+        if other is not None:
+            yield Trial("respelled", place, prompt, rf"So it is \boxed{{{other}}}.", True)
+        if example.solution is not None and boxed_answer(example.solution):
+            yield Trial("solution", place, prompt, example.solution, True)
+        next_gold = written(pairs[(number + 1) % len(pairs)][1].answer)
+        if next_gold != gold:
+            yield Trial("neighbour", place, prompt, rf"So it is \boxed{{{next_gold}}}.", False)
+
+
+def examine(
+    pairs: Sequence[tuple[str, Example]], pool: RewardPool, library: RewardPool
+) -> dict[str, Count]:
+    """Every trial of a set, counted by kind."""
+    counts = {kind: Count() for kind in _KINDS}
+    wanted = list(trials(pairs))
+    pools = [library if trial.kind == "library" else pool for trial in wanted]
+    tickets = [
+        to.submit(trial.prompt, trial.response) for to, trial in zip(pools, wanted, strict=True)
+    ]
+    for trial, to, ticket in zip(wanted, pools, tickets, strict=True):
+        (outcome,) = to.wait([ticket])
+        count = counts[trial.kind]
+        count.trials += 1
+        count.seconds += outcome.seconds
+        count.timeouts += outcome.failure is not None
+        score_parts = {} if outcome.score is None else outcome.score.parts
+        if score_parts.get("unread_gold", 0.0) > 0:
+            count.unread_golds.append(str(trial.prompt.fields["answer"]))
+        is_right = score_parts.get("correct", 0.0) > 0
+        if is_right == trial.should_be_right:
+            count.agreed += 1
+        else:
+            count.exceptions.append(
+                f"{Path(trial.place).name}: gold {trial.prompt.fields['answer']!r}, answer "
+                f"{boxed_answer(trial.response)!r}"
+                + (f" ({outcome.failure})" if outcome.failure else "")
+            )
+    return counts
+
+
+def show(name: str, counts: dict[str, Count]) -> None:
+    """One line for each kind of trial, and its exceptions."""
+    for kind, count in counts.items():
+        if count.trials:
+            print(
+                f"{name:20} {kind:10} {count.agreed:6} of {count.trials:6}  "
+                f"{count.agreed / count.trials:8.2%}  {count.seconds:7.1f} s  "
+                f"{1000 * count.seconds / count.trials:6.1f} ms each"
+                + (f"  {len(count.unread_golds)} golds unread" if count.unread_golds else "")
+                + (f"  {count.timeouts} time-outs" if count.timeouts else "")
+            )
+    for kind, count in counts.items():
+        for exception in count.exceptions:
+            print(f"    {kind}: {exception}")
+        for gold in count.unread_golds:
+            print(f"    {kind}: math-verify cannot read the gold {gold!r}")
+
+
+def main() -> None:
+    """Examine and print."""
+    settings = tyro.cli(Settings, description=__doc__, args=sys.argv[1:])
+    found = {}
+    began = time.perf_counter()
+    pool_settings = RewardSettings(workers=settings.workers, on_failure="skip")
+    alone = RewardSource(f"{Path(__file__).resolve()}:library_alone")
+    with (
+        RewardPool(source_of(math_reward), pool_settings) as pool,
+        RewardPool(alone, pool_settings) as library,
+    ):
+        for name in settings.sets:
+            for split in MATHS_SETS[name].files:
+                chosen = MathsSettings(name=name, split=split, folder=settings.folder)
+                pairs = list(maths_examples(chosen))[: settings.limit]
+                found[f"{name}/{split}"] = examine(pairs, pool, library)
+                show(f"{name}/{split}", found[f"{name}/{split}"])
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.0f} s with {settings.workers} workers")
+    if settings.json is not None:
+        result = {
+            "seconds": seconds,
+            "sets": {
+                name: {kind: asdict(count) for kind, count in counts.items()}
+                for name, counts in found.items()
+            },
+        }
+        settings.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

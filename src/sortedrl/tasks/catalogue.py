@@ -1,0 +1,158 @@
+"""All tasks by name: what a spec such as `gsm8k:split=train` stands for.
+
+knights_knaves    generated puzzles                people=3-7,count=1000,seed=0,split=train
+logic_rl          the published puzzles            path=FOLDER
+gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv, mawps
+                  maths questions                  split=test
+reasoning_gym     a task of reasoning-gym          name=countdown,count=100
+rows.jsonl        the user's own file (.jsonl, .json, .parquet)
+owner/name        the user's own data set by its hub name, or a folder with it: split=train
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from sortedrl.config import require
+from sortedrl.data.columns import rows_of, with_system
+from sortedrl.data.files import SUFFIXES, read_records
+from sortedrl.data.hub import read_hub
+from sortedrl.data.settings import DataSettings
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.rewards.source import RewardSource
+from sortedrl.tasks.gym import GymSettings, gym_rows
+from sortedrl.tasks.knights.published import published_rows
+from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
+from sortedrl.tasks.maths import MathsSettings, maths_rows
+from sortedrl.tasks.maths_sets import MATHS_SETS
+from sortedrl.tasks.spec import parsed, settings_from
+from sortedrl.tasks.task import Task
+
+REWARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "logic": "sortedrl.rewards.knights_knaves:logic_reward",
+        "compact": "sortedrl.rewards.knights_knaves:compact_reward",
+        "maths": "sortedrl.rewards.maths:math_reward",
+        "reasoning_gym": "sortedrl.rewards.gym:gym_reward",
+    }
+)
+"""The rewards of the built-in tasks, by short names."""
+
+TASKS = ("knights_knaves", "logic_rl", *MATHS_SETS, "reasoning_gym")
+"""The built-in tasks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedSettings:
+    """Published Knights-and-Knaves puzzles in Parquet files."""
+
+    path: Path
+    """A file, or a folder with files at any depth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """A data set of the `datasets` library."""
+
+    split: str = "train"
+    """Which part of it."""
+    subset: str | None = None
+    """Which of its variants."""
+
+
+def open_task(
+    spec: str,
+    *,
+    folder: Path | None = None,
+    reward: RewardSource | None = None,
+    data: DataSettings | None = None,
+) -> Task:
+    """The task a spec stands for.
+
+    `folder` holds the files of the maths sets and of the published puzzles. A `reward` given takes
+    the place of the task's own; the user's own rows need one. `data` says which column is what in
+    the user's own rows, and which system message to put before the prompts of all.
+    """
+    data = data if data is not None else DataSettings()
+    name, options = parsed(spec)
+    if name in TASKS:
+        task = _built_in(spec, name, options, folder)
+        task = task if reward is None else replace(task, reward=reward)
+    else:
+        task = _own(spec, name, options, reward=reward, data=data)
+    if data.system is None:
+        return task
+    return replace(task, rows=[with_system(row, data.system) for row in task.rows])
+
+
+def reward_from(address: str) -> RewardSource:
+    """A reward by its short name or by its address."""
+    if address in REWARDS:
+        return RewardSource(REWARDS[address])
+    if ":" not in address and not address.endswith(".py"):
+        raise ConfigError(
+            unknown_name("reward", address, REWARDS)
+            + "; or give my_module:my_function or my_file.py:my_function"
+        )
+    return RewardSource(address)
+
+
+def described() -> Iterator[tuple[str, str]]:
+    """Every built-in task with one line about it."""
+    yield "knights_knaves", "generated puzzles of 2 to 8 people, with a split that never overlaps"
+    yield "logic_rl", "the published puzzles, 3 to 7 people, from Parquet files"
+    for name, found in MATHS_SETS.items():
+        yield name, f"maths questions ({found.hub})"
+    yield "reasoning_gym", "any task of reasoning-gym by its name"
+
+
+def _own(
+    spec: str,
+    name: str,
+    options: Mapping[str, str],
+    *,
+    reward: RewardSource | None,
+    data: DataSettings,
+) -> Task:
+    """Rows of the user's own."""
+    if name.endswith(SUFFIXES):
+        require(not options, f"task {spec!r}: a file has no options")
+        records = read_records(Path(name))
+    elif "/" in name or Path(name).is_dir():
+        hub = settings_from(HubSettings, options, spec=spec)
+        records = read_hub(name, subset=hub.subset, split=hub.split)
+    else:
+        raise ConfigError(
+            unknown_name("task", name, TASKS)
+            + f"; or give a file ({', '.join(SUFFIXES)}) or a hub name (owner/name)"
+        )
+    if reward is None:
+        raise ConfigError(
+            f"task {spec!r} has rows of your own, which need a reward of yours: give "
+            f"my_module:my_function, my_file.py:my_function or one of {', '.join(REWARDS)}"
+        )
+    return Task(name=spec, rows=list(rows_of(records, data)), reward=reward)
+
+
+def _built_in(spec: str, name: str, options: Mapping[str, str], folder: Path | None) -> Task:
+    if name == "knights_knaves":
+        knights = settings_from(KnightsSettings, options, spec=spec)
+        reward = REWARDS["compact" if knights.style == "compact" else "logic"]
+        return Task(name=spec, rows=knights_rows(knights), reward=RewardSource(reward))
+    if name == "logic_rl":
+        if "path" not in options and folder is not None:
+            options = {**options, "path": str(folder / "kk_logic_rl")}
+        if "path" not in options:
+            raise ConfigError("task logic_rl needs the path of its files: logic_rl:path=FOLDER")
+        published = settings_from(PublishedSettings, options, spec=spec)
+        rows = published_rows(published.path)
+        return Task(name=spec, rows=rows, reward=RewardSource(REWARDS["logic"]))
+    if name == "reasoning_gym":
+        gym = settings_from(GymSettings, options, spec=spec)
+        return Task(name=spec, rows=gym_rows(gym), reward=RewardSource(REWARDS["reasoning_gym"]))
+    where = {} if "folder" in options else {"folder": folder}
+    maths = settings_from(MathsSettings, options, spec=spec, name=name, **where)
+    return Task(name=spec, rows=maths_rows(maths), reward=RewardSource(REWARDS["maths"]))
