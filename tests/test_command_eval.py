@@ -109,6 +109,15 @@ def test_two_models_are_compared_prompt_by_prompt(evaluated, two_models):
     assert evaluated("evals/before", "evals/after") == both
 
 
+def test_two_evaluations_of_one_model_are_told_apart(evaluated, two_models):
+    for seed in ("0", "1"):
+        words = ["--tasks", PUZZLES, "--samples", "2", "--seed", seed, "--out", f"seed{seed}"]
+        evaluated(two_models[0], *words)
+    both = evaluated("seed0/before", "seed1/before")
+    assert [e["label"] for e in both["evaluations"]] == ["seed0-before", "seed1-before"]
+    assert Path("evals/seed0-before-and-seed1-before.html").exists()
+
+
 def test_the_same_seed_gives_the_same_answers_whatever_else_is_asked(evaluated, two_models):
     def answers(*words):
         evaluated(two_models[0], *words, "--samples", "2")

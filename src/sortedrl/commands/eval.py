@@ -85,7 +85,9 @@ def run(arguments: Sequence[str]) -> None:
     is_saved = [_is_saved(model) for model in given.models]
     tasks = [] if all(is_saved) else _tasks(given)
     evaluations = [
-        read_results(Path(model)) if saved else _evaluated(given, model, label, tasks)
+        replace(read_results(Path(model)), label=label)
+        if saved
+        else _evaluated(given, model, label, tasks)
         for model, label, saved in zip(given.models, labels, is_saved, strict=True)
     ]
     summaries = [summarise(evaluation) for evaluation in evaluations]
