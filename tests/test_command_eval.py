@@ -178,6 +178,8 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr().out
     assert "mean@1" in printed
     assert "before against after, paired by prompt" in printed
+    assert "note: before" in printed
+    assert "only 0.0 % of the responses give an answer in the form asked for" in printed
 
 
 @pytest.mark.parametrize(

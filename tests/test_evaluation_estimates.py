@@ -143,6 +143,16 @@ def test_truncated_failed_and_unscored_answers_are_counted():
     assert part.mean.value == 0.25
 
 
+def test_named_parts_of_the_reward_are_averaged_over_the_answers_that_have_them():
+    answers = [
+        answer(0, 0, parts={"answered": 1.0, "length": 4.0}),
+        answer(0, 1, parts={"answered": 0.0}),
+        answer(1, 0, parts={"answered": 0.0}),
+    ]
+    (part,) = summarise(Evaluation(label="model", answers=answers)).parts
+    assert part.reward_parts == {"answered": 0.25, "length": 4.0}
+
+
 def test_without_any_reward_there_is_no_mean_reward():
     answers = [answer(0, 0, failure="died", reward=None)]
     assert summarise(Evaluation(label="model", answers=answers)).parts[0].reward is None

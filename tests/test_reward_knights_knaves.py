@@ -564,10 +564,10 @@ def test_a_response_to_a_prompt_that_ends_in_think_starts_inside_it(response, ex
 
 
 def test_the_scores_are_those_of_the_method():
-    right = {"reward": 3.0, "format": 1.0, "answer": 2.0, "correct": 1.0}
+    right = {"reward": 3.0, "format": 1.0, "answer": 2.0, "correct": 1.0, "answered": 1.0}
     assert logic_reward(PUZZLE, tagged(LIST)) == right
     partly = logic_reward(PUZZLE, tagged("Everyone is a knight"))
-    assert partly == {"reward": -0.5, "format": 1.0, "answer": -1.5, "correct": 0.0}
+    assert partly == right | {"reward": -0.5, "answer": -1.5, "correct": 0.0}
     assert logic_reward(PUZZLE, tagged("No idea"))["reward"] == -1.0
     assert logic_reward(PUZZLE, LIST)["reward"] == -3.0
 

@@ -33,6 +33,7 @@ from sortedrl.evaluation.tables import (
     summary_table,
 )
 from sortedrl.report.evaluation import evaluation_page
+from sortedrl.report.findings import notes
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.tasks.catalogue import open_task, reward_from
@@ -188,6 +189,8 @@ def _print(
     for evaluation, summary in zip(evaluations, summaries, strict=True):
         print(evaluation.label)
         _table(summary_table(summary))
+        for note in notes(evaluation, summary):
+            print(f"note: {note}")
         print()
     for comparison in comparisons:
         print(f"{comparison.before} against {comparison.after}, paired by prompt")

@@ -52,6 +52,8 @@ class Estimates:
     """Share of the answers that reached the token limit."""
     failures: Mapping[Failure, int]
     """Answers without a verdict, which count as wrong."""
+    reward_parts: Mapping[str, float]
+    """Means of the named parts of the reward."""
 
     @property
     def mean(self) -> Estimate:
@@ -179,17 +181,33 @@ def _estimates(
         tokens=_mean_of(prompts, lambda answer: answer.num_tokens) or 0.0,
         truncated=_mean_of(prompts, lambda answer: answer.finish_reason == "length") or 0.0,
         failures=dict(sorted(failures.items())),
+        reward_parts=_means_of_parts(prompts),
     )
     return part, draws
+
+
+def _means_of_parts(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    names = dict.fromkeys(name for siblings in prompts for a in siblings for name in a.parts)
+    means = {}
+    for name in names:
+        parts = [[answer.parts.get(name) for answer in siblings] for siblings in prompts]
+        mean = _mean(parts)
+        if mean is not None:
+            means[name] = mean
+    return means
 
 
 def _mean_of(
     prompts: Sequence[Sequence[Answer]], number: Callable[[Answer], float | None]
 ) -> float | None:
+    return _mean([list(map(number, answers)) for answers in prompts])
+
+
+def _mean(prompts: Sequence[Sequence[float | None]]) -> float | None:
     """The mean over prompts of the mean over their answers; `None` where nothing has a number."""
     means = []
-    for answers in prompts:
-        present = [value for value in map(number, answers) if value is not None]
+    for numbers in prompts:
+        present = [value for value in numbers if value is not None]
         if present:
             means.append(math.fsum(present) / len(present))
     return math.fsum(means) / len(means) if means else None

@@ -161,6 +161,7 @@ def _row(part: Estimates) -> dict[str, object]:
         "tokens": part.tokens,
         "truncated": part.truncated,
         "failures": dict(part.failures),
+        "reward_parts": dict(part.reward_parts),
     }
 
 

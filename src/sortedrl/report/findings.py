@@ -12,6 +12,8 @@ from sortedrl.evaluation.tables import chance, percent, points
 
 _MANY_TRUNCATED = 0.05
 """Share of truncated answers from which it is worth a note."""
+_FEW_ANSWERED = 0.95
+"""Share of answers in the form asked for below which it is worth a note."""
 
 
 def summary_words(
@@ -65,9 +67,9 @@ def comparison_words(comparison: Comparison) -> tuple[str, str]:
 
 def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
     """What a reader of the numbers must know: what is missing, failed or was truncated."""
-    answered = {part.task for part in summary.tasks}
+    begun = {part.task for part in summary.tasks}
     for task in evaluation.asked:
-        if task not in answered:
+        if task not in begun:
             yield f"{evaluation.label}, {task}: no answer yet, so it counts nowhere."
     for part in summary.tasks:
         name = f"{evaluation.label}, {part.task}"
@@ -83,6 +85,12 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
             yield f"{name}: no verdict on {count}, counted as wrong ({kinds})."
         if part.truncated >= _MANY_TRUNCATED:
             yield f"{name}: {percent(part.truncated)} of the answers reached the token limit."
+        answered = part.reward_parts.get("answered", 1.0)
+        if answered < _FEW_ANSWERED:
+            yield (
+                f"{name}: only {percent(answered)} of the responses give an answer in the form "
+                "asked for; the others count as wrong."
+            )
 
 
 def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:

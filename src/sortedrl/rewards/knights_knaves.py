@@ -130,6 +130,7 @@ def _score(
         "format": form_value,
         "answer": answer[verdict.grade],
         "correct": 1.0 if verdict.grade == "right" else 0.0,
+        "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
     }
 
 
