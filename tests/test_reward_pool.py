@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource
 from sortedrl.types import Prompt
 
+LIMIT = 1.5
+"""Seconds: long enough for a call that does nothing on a machine that is busy."""
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 
 
@@ -26,7 +29,7 @@ def source(name, **options):
 
 
 def pool_of(name, *, folder=None, options=None, **given_settings):
-    given_settings = {"workers": 2, "time_limit_seconds": 0.5} | given_settings
+    given_settings = {"workers": 2, "time_limit_seconds": LIMIT} | given_settings
     return RewardPool(
         source(name, **(options or {})), RewardSettings(**given_settings), folder=folder
     )
@@ -47,8 +50,8 @@ def test_scores_come_back_in_the_order_they_are_asked_for():
 
 
 def test_scores_are_given_out_in_the_order_in_which_they_are_done():
-    with pool_of("by_word") as pool:
-        slow = pool.submit(Prompt(id=0), "sleep:0.3")
+    with pool_of("by_word", time_limit_seconds=20) as pool:
+        slow = pool.submit(Prompt(id=0), "sleep:2")
         quick = [pool.submit(Prompt(id=i), "ok") for i in range(1, 4)]
         pool.wait([])
         done = []
@@ -87,7 +90,7 @@ def test_a_hanging_call_is_killed_counted_and_gets_the_configured_reward(tmp_pat
         assert pool.stats.failures == {"timeout": 2}
         assert pool.stats.workers.killed == 2
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "by_word' for answer 0 to prompt 1: it took more than 0.5 seconds" in warning
+    assert re.search("by_word' for answer 0 to prompt [13]: it took more than 1.5 sec", warning)
     assert "gets the reward -1" in warning
     saved = [
         json.loads(line) for line in (tmp_path / "reward-failures.jsonl").read_text().splitlines()
@@ -361,10 +364,10 @@ def test_files_beside_the_reward_can_be_imported_from_it(tmp_path):
 FAULTS = ("ok", "sleep:0.05", "hang", "abort:1", "exit:2")
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(FAULTS), st.booleans()), min_size=1, max_size=12))
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FAULTS), st.booleans()), min_size=1, max_size=9))
 def test_every_answer_ends_exactly_once_whatever_happens(work):
-    with pool_of("by_word", time_limit_seconds=0.2) as pool:
+    with pool_of("by_word", time_limit_seconds=1.0) as pool:
         tickets = [pool.submit(Prompt(id=i), what) for i, (what, _) in enumerate(work)]
         for ticket, (_, is_cancelled) in zip(tickets, work, strict=True):
             if is_cancelled:
