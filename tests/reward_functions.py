@@ -95,3 +95,19 @@ def hangs(prompt, response):
 
 def raises(prompt, response):
     return 1 / 0
+
+
+def exits(prompt, response):
+    sys.exit(3)
+
+
+def eats(prompt, response):
+    return len([bytearray(1 << 24) for _ in range(200)])
+
+
+def nan(prompt, response):
+    return float("nan")
+
+
+def text(prompt, response):
+    return "good"

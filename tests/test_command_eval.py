@@ -155,6 +155,41 @@ def test_an_answer_whose_reward_fails_is_wrong_and_counted(evaluated, two_models
     assert len(Path("evals/before/reward-failures.jsonl").read_text().splitlines()) == 6
 
 
+def test_the_values_of_a_reward_can_be_set(evaluated, two_models):
+    words = ["--tasks", PUZZLES, "--reward-options", "format_wrong=-5", "unparsable=-7"]
+    rows = evaluated(two_models[0], *words)["evaluations"][0]["rows"]
+    assert rows[0]["reward"] == -12.0
+
+
+@pytest.mark.parametrize(
+    ("function", "failures"), [("exits", {"died": 6}), ("eats", {"memory": 6})]
+)
+def test_what_a_failing_reward_costs_is_told(evaluated, two_models, function, failures):
+    words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:{function}", "--memory-gib", "0.25"]
+    rows = evaluated(two_models[0], *words)["evaluations"][0]["rows"]
+    assert rows[0]["failures"] == failures
+    assert rows[0]["mean"] == 0.0
+    page = Path("evals/before/page.html").read_text()
+    assert "no verdict on 6 answers, counted as wrong" in page
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "ZeroDivisionError: division by zero"),
+        ("nan", "gave no reward for answer 0 to prompt"),
+        ("text", "a reward must be a number or named parts, got 'good'"),
+    ],
+)
+def test_a_reward_that_cannot_be_trusted_stops_the_evaluation(
+    function, words, two_models, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    given = [two_models[0], "--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:{function}"]
+    assert words in refused(capsys, *given, "--workers", "1")
+    assert json.loads(Path("evals/before/reward-error.json").read_text())["answers"]
+
+
 def test_a_raising_reward_stops_the_evaluation_and_keeps_the_answer(two_models, tmp_path):
     words = [two_models[0], "--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:raises"]
     done = subprocess.run(
@@ -193,6 +228,8 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
         (["some/model", "--tasks", PUZZLES, "--reward", "lgoic"], "did you mean 'logic'"),
         (["some/model", "--tasks", PUZZLES, "--reward", "none:f"], "there is no module 'none'"),
         (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
+        (["some/model", "--tasks", PUZZLES, "--reward-options", "rihgt=1"], "'rihgt'"),
+        (["some/model", "--tasks", PUZZLES, "--reward-options", "right"], "name=value"),
         (["no/such/model", "--tasks", PUZZLES], "no/such/model has no tokenizer"),
     ],
 )

@@ -37,3 +37,20 @@ def test_generate_writes_two_answers_to_each_prompt(folder):
     assert done.stdout.count("> 1 2 3\n") == done.stdout.count("> 4 5\n") == 2
     assert done.stdout.count(" tokens, ") == 4
     assert "4/4 answers" in done.stderr
+
+
+def test_a_reward_of_ones_own_is_tried_out_and_a_call_that_hangs_is_ended():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "own_reward.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [
+        ["0.991", "scored"],
+        ["-0.017", "scored"],
+        ["-1.000", "timeout"],
+    ]
+    assert "it took more than 1 seconds; the answer gets the reward -1" in done.stderr

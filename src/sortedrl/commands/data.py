@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import textwrap
@@ -18,12 +17,13 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.build import tokenizer_of
+from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.chat import Tokenizer, rendered
 from sortedrl.data.row import Row
 from sortedrl.data.settings import DataSettings
 from sortedrl.evaluation.answers import in_order
-from sortedrl.tasks.catalogue import described, open_task, reward_from
+from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
 from sortedrl.terminal import write_text
 
@@ -83,12 +83,10 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _task(spec: str, given: Arguments) -> Task:
-    environment = os.environ.get("SORTEDRL_DATA")
-    folder = given.folder or (Path(environment) if environment else None)
     # Only the rows are looked at here, so rows of the user's own need no reward.
-    is_own = spec.partition(":")[0] not in {name for name, _ in described()}
+    is_own = spec.partition(":")[0] not in TASKS
     reward = reward_from("logic") if is_own else None
-    return open_task(spec, folder=folder, reward=reward, data=given.data)
+    return opened(spec, folder=given.folder, reward=reward, data=given.data)
 
 
 def _list(given: Arguments) -> None:

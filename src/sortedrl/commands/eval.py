@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.build import evaluation_engine, tokenizer_of
+from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.settings import DataSettings
 from sortedrl.data.stream import tokenized
@@ -36,7 +36,8 @@ from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.findings import notes
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
-from sortedrl.tasks.catalogue import open_task, reward_from
+from sortedrl.tasks.catalogue import reward_from
+from sortedrl.tasks.spec import options_from
 from sortedrl.tasks.task import Task
 from sortedrl.terminal import progress, table, write_text
 
@@ -65,6 +66,8 @@ class Arguments:
     """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
     reward: str | None = None
     """A reward for all tasks in place of their own: my_module:my_function or my_file.py:..."""
+    reward_options: tuple[str, ...] = ()
+    """Keyword arguments of the reward, written name=value, such as right=3 unparsable=-1."""
     out: Path = Path("evals")
     """Where results are kept: a folder for each model."""
     resume: bool = False
@@ -105,14 +108,21 @@ def run(arguments: Sequence[str]) -> None:
 
 def _tasks(given: Arguments) -> list[Task]:
     require(bool(given.tasks), "give at least one task with --tasks; see sortedrl data --help")
-    environment = os.environ.get("SORTEDRL_DATA")
-    folder = given.folder or (Path(environment) if environment else None)
     reward = None if given.reward is None else reward_from(given.reward)
-    tasks = [open_task(spec, folder=folder, reward=reward, data=given.data) for spec in given.tasks]
+    tasks = [
+        opened(spec, folder=given.folder, reward=reward, data=given.data) for spec in given.tasks
+    ]
     if len({task.name for task in tasks}) < len(tasks):
         raise ConfigError(f"each task can be given once, got {', '.join(given.tasks)}")
-    limit = given.settings.limit
-    return [replace(task, rows=task.rows[:limit]) for task in tasks]
+    options = options_from(given.reward_options)
+    return [
+        replace(
+            task,
+            rows=task.rows[: given.settings.limit],
+            reward=replace(task.reward, options={**task.reward.options, **options}),
+        )
+        for task in tasks
+    ]
 
 
 def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) -> Evaluation:

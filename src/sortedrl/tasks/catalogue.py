@@ -11,7 +11,7 @@ owner/name        the user's own data set by its hub name, or a folder with it: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -69,17 +69,19 @@ def open_task(
     folder: Path | None = None,
     reward: RewardSource | None = None,
     data: DataSettings | None = None,
+    advance: Callable[[float], None] | None = None,
 ) -> Task:
     """The task a spec stands for.
 
     `folder` holds the files of the maths sets and of the published puzzles. A `reward` given takes
     the place of the task's own; the user's own rows need one. `data` says which column is what in
-    the user's own rows, and which system message to put before the prompts of all.
+    the user's own rows, and which system message to put before the prompts of all. Where making
+    rows takes long, `advance` is told what share of them is there.
     """
     data = data if data is not None else DataSettings()
     name, options = parsed(spec)
     if name in TASKS:
-        task = _built_in(spec, name, options, folder)
+        task = _built_in(spec, name, options, folder=folder, advance=advance)
         task = task if reward is None else replace(task, reward=reward)
     else:
         task = _own(spec, name, options, reward=reward, data=data)
@@ -137,11 +139,19 @@ def _own(
     return Task(name=spec, rows=list(rows_of(records, data)), reward=reward)
 
 
-def _built_in(spec: str, name: str, options: Mapping[str, str], folder: Path | None) -> Task:
+def _built_in(
+    spec: str,
+    name: str,
+    options: Mapping[str, str],
+    *,
+    folder: Path | None,
+    advance: Callable[[float], None] | None,
+) -> Task:
     if name == "knights_knaves":
         knights = settings_from(KnightsSettings, options, spec=spec)
         reward = REWARDS["compact" if knights.style == "compact" else "logic"]
-        return Task(name=spec, rows=knights_rows(knights), reward=RewardSource(reward))
+        rows = knights_rows(knights, advance=advance)
+        return Task(name=spec, rows=rows, reward=RewardSource(reward))
     if name == "logic_rl":
         if "path" not in options and folder is not None:
             options = {**options, "path": str(folder / "kk_logic_rl")}

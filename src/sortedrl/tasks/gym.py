@@ -6,7 +6,6 @@ seeds 0 and 1 share all entries but one; ours are spread out, and rows of two se
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ from sortedrl.data.row import Row
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.randomness import mix
 from sortedrl.rewards.gym import packed
+from sortedrl.tasks.spec import options_from
 
 INSTRUCTION = (
     "Think it through first. Then give the final answer, and nothing else, inside "
@@ -47,16 +47,12 @@ class GymSettings:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         require(self.count >= 1, f"gym.count must be at least 1, got {self.count}")
-        for option in self.options:
-            require(
-                "=" in option.strip("="),
-                f"gym.options must be written name=value, got {option!r}",
-            )
+        options_from(self.options)
 
 
 def gym_rows(settings: GymSettings) -> list[Row]:
     """The rows of these settings."""
-    options = _options(settings)
+    options = options_from(settings.options)
     dataset = _dataset(settings, options)
     # One of the tasks prints dots, and one runs programs that write files where they are run.
     with redirect_stdout(StringIO()), TemporaryDirectory() as folder, chdir(folder):
@@ -65,17 +61,6 @@ def gym_rows(settings: GymSettings) -> list[Row]:
         _row(entry, number, settings=settings, options=options)
         for number, entry in enumerate(entries)
     ]
-
-
-def _options(settings: GymSettings) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for option in settings.options:
-        name, _, text = option.partition("=")
-        try:
-            found[name.strip()] = json.loads(text)
-        except json.JSONDecodeError:
-            found[name.strip()] = text.strip()
-    return found
 
 
 def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # noqa: ANN401

@@ -10,8 +10,9 @@ The same words stand on a command line and in a TOML file.
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -33,6 +34,20 @@ def parsed(spec: str) -> tuple[str, Mapping[str, str]]:
             )
         options[option.strip()] = value.strip()
     return name, options
+
+
+def options_from(words: Sequence[str]) -> dict[str, object]:
+    """Options written name=value; values are JSON, and what is no JSON is text."""
+    options: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"an option must be written name=value, got {word!r}")
+        try:
+            options[name.strip()] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name.strip()] = text.strip()
+    return options
 
 
 def settings_from(

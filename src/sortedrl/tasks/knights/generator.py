@@ -10,7 +10,7 @@ fits the speaker's role: so knights and knaves, and the forms of both, come out 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -72,8 +72,12 @@ def generate(
     seed: int = 0,
     split: Split = "train",
     test_share: float = 0.1,
+    advance: Callable[[], None] | None = None,
 ) -> list[Puzzle]:
-    """`count` different puzzles; a `ConfigError` if so many cannot be found."""
+    """`count` different puzzles; a `ConfigError` if so many cannot be found.
+
+    `advance` is called for each.
+    """
     require(
         MIN_PEOPLE <= people <= MAX_PEOPLE,
         f"knights.people must lie in {MIN_PEOPLE}..{MAX_PEOPLE}, got {people}",
@@ -103,6 +107,8 @@ def generate(
         keys.add(key)
         if split_of_key(key, test_share) == split:
             found.append(puzzle)
+            if advance is not None:
+                advance()
     return found
 
 

@@ -7,7 +7,8 @@ even under other names, whatever their seeds and counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -89,9 +90,20 @@ class KnightsSettings:
         return Shape(forms=self.forms, width=self.width, depth=self.depth)
 
 
-def knights_rows(settings: KnightsSettings) -> list[Row]:
-    """The rows of these settings; a `ConfigError` if there are not so many different puzzles."""
+def knights_rows(
+    settings: KnightsSettings, *, advance: Callable[[float], None] | None = None
+) -> list[Row]:
+    """The rows of these settings; a `ConfigError` if there are not so many different puzzles.
+
+    `advance` is told what share of them is there.
+    """
     low, high = settings.people
+    number_found = itertools.count(1)
+
+    def one_more() -> None:
+        if advance is not None:
+            advance(next(number_found) / settings.count)
+
     levels = high - low + 1
     puzzles = [
         generate(
@@ -101,6 +113,7 @@ def knights_rows(settings: KnightsSettings) -> list[Row]:
             seed=settings.seed,
             split=settings.split,
             test_share=settings.test_share,
+            advance=one_more,
         )
         for people in range(low, high + 1)
     ]
