@@ -146,6 +146,15 @@ def test_a_run_that_was_cut_off_goes_on(evaluated, two_models):
     assert sorted(samples.read_text().splitlines()[:5]) == sorted(s.strip() for s in lines[:5])
 
 
+def test_more_can_be_asked_later(evaluated, two_models):
+    words = [two_models[0], "--temperature", "0.6"]
+    other = "knights_knaves:people=2-2,count=2,style=compact"
+    evaluated(*words, "--tasks", PUZZLES, "--samples", "1", "--limit", "3")
+    more = evaluated(*words, "--tasks", PUZZLES, other, "--samples", "2", "--resume")
+    whole = evaluated(*words, "--tasks", PUZZLES, other, "--samples", "2", "--out", "whole")
+    assert more == whole
+
+
 def test_an_answer_whose_reward_fails_is_wrong_and_counted(evaluated, two_models, capsys):
     words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:hangs", "--time-limit-seconds", "0.1"]
     result = evaluated(two_models[0], *words)

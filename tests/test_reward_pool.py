@@ -361,6 +361,14 @@ def test_files_beside_the_reward_can_be_imported_from_it(tmp_path):
         assert rewards_of(pool, ["x"]) == [7.0]
 
 
+def test_a_file_called_like_a_module_does_not_take_its_place(tmp_path):
+    (tmp_path / "json.py").write_text(
+        "def reward(prompt, response):\n    import json\n    return json.loads(response)\n"
+    )
+    with RewardPool(RewardSource(str(tmp_path / "json.py")), RewardSettings(workers=1)) as pool:
+        assert rewards_of(pool, ["2.5"]) == [2.5]
+
+
 FAULTS = ("ok", "sleep:0.05", "hang", "abort:1", "exit:2")
 
 

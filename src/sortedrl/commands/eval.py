@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tyro
@@ -132,7 +132,7 @@ def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) 
             ResultsWriter(
                 folder,
                 label=label,
-                settings={"model": model, "evaluation": asdict(settings)},
+                settings=_told(given, model),
                 asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
                 resume=given.resume,
             )
@@ -157,6 +157,21 @@ def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) 
         evaluation, _ = writer.finish()
     write_text(folder / PAGE, evaluation_page([evaluation], None))
     return evaluation
+
+
+def _told(given: Arguments, model: str) -> dict[str, object]:
+    """What an answer and its score depend on; more rows or samples may be asked for later."""
+    return {
+        "model": model,
+        "temperature": given.settings.sampling_temperature,
+        "top_p": given.settings.top_p,
+        "max_tokens": given.settings.max_tokens,
+        "seed": given.settings.seed,
+        "chat": given.data.chat,
+        "system": given.data.system,
+        "reward": given.reward,
+        "reward_options": list(given.reward_options),
+    }
 
 
 def _pools(

@@ -55,7 +55,8 @@ class Runner:
         """Answers for which `is_done` holds are left out."""
         self._engine = engine
         self._text = text
-        self._questions = {}
+        self._pools = list({id(question.pool): question.pool for question in questions}.values())
+        self._questions: dict[int, tuple[Question, int]] = {}
         self._open: dict[tuple[RewardPool, int], tuple[Trajectory, str]] = {}
         self._trajectories: list[Trajectory] = []
         self._written = self._scored = self._tokens = 0
@@ -96,8 +97,7 @@ class Runner:
                 self._score(trajectory)
             yield from self._scored_answers()
             yield None
-        pools = {id(question.pool): question.pool for question, _ in self._questions.values()}
-        for pool in pools.values():
+        for pool in self._pools:
             tickets = [ticket for of, ticket in self._open if of is pool]
             for outcome in pool.wait(tickets):
                 yield self._answer(pool, outcome)
@@ -112,7 +112,7 @@ class Runner:
         self._written += 1
 
     def _scored_answers(self) -> Iterator[Answer]:
-        for pool in {of for of, _ in self._open}:
+        for pool in self._pools:
             for outcome in pool.completed():
                 yield self._answer(pool, outcome)
 

@@ -99,13 +99,15 @@ def _module(source: RewardSource) -> ModuleType:
     path = Path(source.place)
     if not path.is_file():
         raise ConfigError(f"reward {source.function!r}: there is no file {source.place}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A file called like a module that is loaded already must not take its place.
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_reward"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # What stands beside the file can be imported from it, as if it were run.
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
