@@ -17,7 +17,7 @@ class RewardSettings:
     """The pool of processes that run a reward function."""
 
     workers: int | None = None
-    """Worker processes; by default half of the cores, at least 1 and at most 8."""
+    """Worker processes; by default half of the cores, at least 2 and at most 8."""
     time_limit_seconds: float = 10.0
     """How long one call may take; a call that takes longer is ended, with its worker."""
     memory_gib: float | None = 4.0
@@ -54,4 +54,4 @@ class RewardSettings:
     @property
     def num_workers(self) -> int:
         """Worker processes to start."""
-        return self.workers or min(8, max(1, (os.cpu_count() or 2) // 2))
+        return self.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
