@@ -92,6 +92,14 @@ def test_levels_and_lengths_are_counted(said, mine):
     assert len(bars) == 4
 
 
+def test_prompts_that_are_too_long_are_counted(said, mine):
+    with mine.open("a") as file:
+        file.write(json.dumps({"prompt": "a longer question"}) + "\n")
+    words = ["stats", str(mine), "--max-prompt-tokens", "12"]
+    assert json.loads(said(*words, "--json"))[str(mine)]["too_long"] == 1
+    assert "1 prompts are too long" in said(*words)
+
+
 def test_a_histogram_counts_every_row(said):
     spec = "knights_knaves:people=3-5,count=30"
     measured = json.loads(said("stats", spec, "--json"))[spec]

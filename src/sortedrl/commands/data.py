@@ -60,6 +60,8 @@ class Arguments:
     """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
     tokenizer: str | None = None
     """A model: show what it sees, and measure lengths in its tokens instead of characters."""
+    max_prompt_tokens: int | None = None
+    """stats: also count the prompts that are longer (with --tokenizer in tokens)."""
     json: bool = False
     """Print JSON: list, stats and show."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -171,7 +173,7 @@ def _width() -> int:
 
 
 def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
-    measured = {task.name: _measured(task, tokenizer, given.data) for task in tasks}
+    measured = {task.name: _measured(task, tokenizer, given) for task in tasks}
     if given.json:
         print(json.dumps(measured, indent=2))
         return
@@ -180,9 +182,10 @@ def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments)
         _print_stats(task, measured[task.name], unit=unit)
 
 
-def _measured(task: Task, tokenizer: Tokenizer | None, settings: DataSettings) -> dict[str, object]:
+def _measured(task: Task, tokenizer: Tokenizer | None, given: Arguments) -> dict[str, object]:
     """Counts and lengths of a task's rows."""
-    prompts = [_prompt_length(row, tokenizer, settings) for row in task.rows]
+    prompts = [_prompt_length(row, tokenizer, given.data) for row in task.rows]
+    longest = given.max_prompt_tokens
     responses = [
         _length(str(row.fields["response"]), tokenizer)
         for row in task.rows
@@ -191,6 +194,7 @@ def _measured(task: Task, tokenizer: Tokenizer | None, settings: DataSettings) -
     levels = Counter(str(row.fields["level"]) for row in task.rows if "level" in row.fields)
     return {
         "rows": len(task.rows),
+        "too_long": None if longest is None else sum(length > longest for length in prompts),
         "levels": {level: levels[level] for level in in_order(levels)},
         "prompt_lengths": prompts,
         "response_lengths": responses,
@@ -213,6 +217,8 @@ def _length(text: str, tokenizer: Tokenizer | None) -> int:
 
 def _print_stats(task: Task, measured: Mapping[str, object], *, unit: str) -> None:
     print(f"{task.name}: {len(task.rows):,} rows")
+    if measured["too_long"] is not None:
+        print(f"{measured['too_long']:,} prompts are too long")
     levels = measured["levels"]
     if isinstance(levels, dict) and levels:
         print("\nlevel")
