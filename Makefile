@@ -25,7 +25,7 @@ check: setup ## lint, format check, types, import order
 	$(BIN)/lint-imports
 
 test: check ## everything CI runs: check, then the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 bench: setup ## time the scheduler itself (a few minutes)
 	$(BIN)/python benchmarks/scheduler.py

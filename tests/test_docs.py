@@ -32,7 +32,8 @@ def sessions():
 
 
 def run(command, folder):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    ours = ("MAKE", "MFLAGS", "COLUMNS", "LINES")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         command,
