@@ -274,6 +274,16 @@ def test_nobody_waits_for_a_cancelled_answer():
             pool.wait([hanging])
 
 
+def test_the_pool_sleeps_while_it_waits_for_answers_beside_a_cancelled_one():
+    with pool_of("later", workers=1, concurrency=2, time_limit_seconds=3) as pool:
+        cancelled, wanted, _ = (pool.submit(Prompt(id=i), "hang") for i in range(3))
+        time.sleep(0.2)
+        pool.cancel(cancelled)
+        began = time.process_time()
+        pool.wait([wanted])
+        assert time.process_time() - began < 1
+
+
 def test_answers_somebody_waits_for_go_first():
     with pool_of("by_word", workers=1, time_limit_seconds=60) as pool:
         later = [pool.submit(Prompt(id=i), "sleep:0.2") for i in range(10)]

@@ -297,12 +297,14 @@ class Crew:
                 self._fail(call, "timeout", self._too_long())
 
     def _is_in_the_way(self, worker: WorkerProcess, now: float) -> bool:
+        return self._could_be_in_the_way(worker) and now >= worker.began + _GRACE_SECONDS
+
+    def _could_be_in_the_way(self, worker: WorkerProcess) -> bool:
         """Whether a worker is only busy with answers nobody wants, while others wait."""
         return (
             bool(worker.under_way)
             and bool(self._waiting or self._alone)
             and all(self._calls[ticket].is_cancelled for ticket in worker.under_way)
-            and now >= worker.began + _GRACE_SECONDS
         )
 
     def _kill(self, worker: WorkerProcess) -> None:
@@ -319,9 +321,8 @@ class Crew:
         for worker in self._workers:
             if worker.kind is None:
                 moments.append(worker.began + _LOAD_SECONDS)
-            for ticket in worker.under_way:
-                call = self._calls[ticket]
-                moments.append(call.began + self._limit(worker))
-                if call.is_cancelled and (self._waiting or self._alone):
-                    moments.append(worker.began + _GRACE_SECONDS)
+            if self._could_be_in_the_way(worker):
+                moments.append(worker.began + _GRACE_SECONDS)
+            limit = self._limit(worker)
+            moments += [self._calls[ticket].began + limit for ticket in worker.under_way]
         return max(0.0, min(moments) - now) if moments else None
