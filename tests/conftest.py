@@ -1,10 +1,13 @@
-"""How hard the laws are tried: `pytest --hypothesis-profile=hunt` looks for bugs for longer.
+"""How hard the laws are tried, and where the published data sets lie.
 
+`pytest --hypothesis-profile=hunt` looks for bugs for longer.
 On CI the examples are the same every time; elsewhere they are new ones.
 """
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
@@ -20,3 +23,11 @@ settings.register_profile(
     "hunt", max_examples=4000, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.load_profile("modest")
+
+
+@pytest.fixture
+def published_data():
+    """The folder with whole data sets of others, which are not ours to ship."""
+    if "SORTEDRL_DATA" not in os.environ:
+        pytest.skip("needs the published data sets: SORTEDRL_DATA names no folder")
+    return Path(os.environ["SORTEDRL_DATA"])

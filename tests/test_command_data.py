@@ -19,7 +19,9 @@ def said(capsys):
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(capsys, monkeypatch):
+    monkeypatch.delenv("SORTEDRL_DATA", raising=False)
+
     def run(*words):
         try:
             code = main(["data", *words])

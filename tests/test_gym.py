@@ -187,6 +187,7 @@ def test_only_the_last_answer_after_the_thoughts_counts():
     assert tagged_answer("<think><answer>1</answer></think>") is None
     assert tagged_answer("<answer>1</answer></think>", after_thoughts=False) == "1"
     assert tagged_answer("<think>Hm. <answer>1</answer>") is None
+    assert tagged_answer("Hm. <answer>1</answer>", is_prefilled=True) is None
     assert tagged_answer("<answer>1") is None
     assert tagged_answer("</answer><answer>") is None
     assert tagged_answer("1") is None

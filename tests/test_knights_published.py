@@ -1,6 +1,4 @@
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -146,10 +144,8 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
         published_rows(tmp_path / "a.parquet")
 
 
-def test_every_published_row_is_read_and_solved():
-    if "SORTEDRL_DATA" not in os.environ:
-        pytest.skip("SORTEDRL_DATA names no folder with the published sets")
-    folder = Path(os.environ["SORTEDRL_DATA"]) / "kk_logic_rl"
+def test_every_published_row_is_read_and_solved(published_data):
+    folder = published_data / "kk_logic_rl"
     rows = published_rows(folder)
     assert len(rows) == 4500
     records = []

@@ -4,7 +4,6 @@ SORTEDRL_DATA=FOLDER pytest tests/test_maths_sets.py
 """
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -331,12 +330,11 @@ SIZES = {
 }
 
 
-@pytest.mark.skipif("SORTEDRL_DATA" not in os.environ, reason="SORTEDRL_DATA names no folder")
 @pytest.mark.parametrize(("name", "split"), SIZES)
-def test_every_row_of_the_real_sets_is_read_and_its_gold_is_right(name, split):
+def test_every_row_of_the_real_sets_is_read_and_its_gold_is_right(name, split, published_data):
     pytest.importorskip("math_verify", reason="needs math-verify: pip install 'sortedrl[maths]'")
-    folder = Path(os.environ["SORTEDRL_DATA"])
-    examples = list(maths_examples(MathsSettings(name=name, split=split, folder=folder)))
+    settings = MathsSettings(name=name, split=split, folder=published_data)
+    examples = list(maths_examples(settings))
     assert len(examples) == SIZES[name, split]
     wrong = 0
     for number, (place, found) in enumerate(examples):

@@ -1,10 +1,9 @@
 """The reward of Knights and Knaves: laws, then a table of answers that can be read as its rules."""
 
-import os
 import re
 import time
+from functools import partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from sortedrl.errors import DataError
 from sortedrl.rewards.claim_words import vocabulary_fault
 from sortedrl.rewards.claims import Claims, Unclear, read_claims
-from sortedrl.rewards.knights_knaves import compact_reward, explain, explain_compact, logic_reward
+from sortedrl.rewards.knights_knaves import logic_reward
 from sortedrl.rewards.score import checked_score
 from sortedrl.types import Prompt
 
@@ -26,6 +25,9 @@ VALUES = {
     "unparsable": (1.0, -2.0),
     "not in the form": (-1.0, -2.0),
 }
+
+
+compact_reward = partial(logic_reward, is_compact=True)
 
 
 def puzzle(names, solution, **fields):
@@ -300,7 +302,6 @@ def test_capitals_and_spaces_mean_nothing(answer):
 def test_no_response_makes_the_reward_raise(text, is_tagged):
     response = tagged(text) if is_tagged else text
     assert grade(PUZZLE, response) in VALUES
-    assert explain(PUZZLE, response).startswith("format: ")
     checked_score(logic_reward(PUZZLE, response))
 
 
@@ -672,27 +673,6 @@ def test_no_response_makes_the_compact_reward_raise(text):
     prompt = puzzle("ABC", [True, True, False])
     for response in (text, tagged(text)):
         assert grade(prompt, response, compact_reward) in VALUES
-        assert explain_compact(prompt, response).startswith("format: ")
-
-
-def test_a_score_is_explained_in_words():
-    assert explain(PUZZLE, tagged("Knights: Zoey. Knaves: Ethan, Mia")) == (
-        "format: right\n"
-        "answer: partly right\n"
-        "  Zoey   knight  right\n"
-        "  Ethan  knave   right\n"
-        "  Mia    knave   wrong, should be knight"
-    )
-    assert explain(PUZZLE, tagged(f"Maybe {LIST}")) == (
-        "format: right\nanswer: unparsable, 'maybe' leaves open what is claimed"
-    )
-    assert explain(PUZZLE, f"{THOUGHT}<answer>{LIST}") == (
-        "format: wrong, </answer> must stand exactly once, found 0\n"
-        "answer: unparsable, since the format is wrong"
-    )
-    assert explain_compact(puzzle("AB", [True, False]), tagged("ba")) == (
-        "format: right\nanswer: unparsable, must be 'ab' with knights as capitals, got 'ba'"
-    )
 
 
 @pytest.mark.parametrize(
@@ -742,12 +722,9 @@ def test_a_name_that_is_not_one_word_cannot_be_read(name):
     assert vocabulary_fault([name]) is not None
 
 
-def test_the_solutions_of_the_published_puzzles_are_right():
-    root = os.environ.get("SORTEDRL_DATA")
-    if root is None:
-        pytest.skip("SORTEDRL_DATA does not name the folder of the data sets")
+def test_the_solutions_of_the_published_puzzles_are_right(published_data):
     parquet = pytest.importorskip("pyarrow.parquet")
-    for path in sorted(Path(root).glob("kk_logic_rl/*/train.parquet")):
+    for path in sorted(published_data.glob("kk_logic_rl/*/train.parquet")):
         for row in parquet.read_table(path).slice(0, 100).to_pylist():
             prompt = Prompt(id=row["index"], fields=row)
             for text in (row["solution_text_format"], row["solution_text"]):

@@ -463,7 +463,7 @@ def test_only_the_last_box_counts():
 def test_a_box_in_the_thoughts_is_no_answer():
     assert score("5", r"<think>\boxed{5}</think> So it is five.")["answered"] == 0.0
     assert score("5", r"\boxed{5}</think> So: five.", after_thoughts=False)["correct"] == 1.0
-    assert score("5", r"Well, \boxed{5}", is_prefilled=True)["answered"] == 0.0
+    assert score("5", r"Well, \boxed{5}", fields={"prompt_end": "<think>"})["answered"] == 0.0
 
 
 @pytest.mark.parametrize("gold", [72, 72.0, "72", ["72"]])

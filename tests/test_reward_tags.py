@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.rewards.tags import Tagged, Untagged, ends_in_think, read_tags
+from sortedrl.rewards.tags import Tagged, Untagged, read_tags, starts_in_thoughts
+from sortedrl.types import Prompt
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 INSIDE = st.text().filter(lambda text: not any(tag in text for tag in TAGS))
@@ -92,4 +93,10 @@ def test_a_thought_opened_again_is_told_of_the_prompt():
     ],
 )
 def test_a_prompt_is_pre_filled_when_its_last_text_ends_in_the_tag(prompt, answer):
-    assert ends_in_think(prompt) is answer
+    assert starts_in_thoughts(Prompt(id=0, fields={"prompt": prompt})) is answer
+
+
+def test_how_the_text_the_model_saw_ends_goes_before_the_prompt():
+    fields = {"prompt": "Solve it.", "prompt_end": "<|assistant|>\n<think>\n"}
+    assert starts_in_thoughts(Prompt(id=0, fields=fields))
+    assert not starts_in_thoughts(Prompt(id=0, fields={"prompt": "<think>", "prompt_end": "Go."}))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from array import array
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from sortedrl.buffer import BufferState
 from sortedrl.errors import BufferFileError
 from sortedrl.types import Prompt, Segment, Trajectory
+from sortedrl.whole_file import write_whole
 
 _MAGIC = b"sortedrl-buffer 1\n"
 _LISTS = ("fresh", "returned", "ready")
@@ -54,15 +54,7 @@ def save_buffer(state: BufferState, path: Path) -> None:
         raise BufferFileError(
             f"{path}: prompt fields must be JSON values to be saved ({error})"
         ) from error
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(_MAGIC + line + b"\n" + payload.data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, _MAGIC + line + b"\n" + payload.data)
 
 
 def load_buffer(path: Path) -> BufferState:

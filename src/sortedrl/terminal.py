@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sortedrl.errors import DataError
+from sortedrl.whole_file import write_whole
 
 Advance = Callable[[str, float], None]
 """Tell what is being done, and how much of the total is done by now."""
@@ -70,14 +71,10 @@ def thousands(value: float) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, and say where it is."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise DataError(path, f"cannot be written ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -1,11 +1,9 @@
-"""The settings of station 1: what of a row is what, and in which order rows become prompts."""
+"""The settings of station 1: what of a row is the prompt, and how the model sees it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-from sortedrl.config import require
 
 ChatUse = Literal["auto", "on", "off"]
 
@@ -24,23 +22,3 @@ class DataSettings:
     chat: ChatUse = "auto"
     """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
     on: the same, and a tokenizer without a template is refused. off: plain text as it stands."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSettings:
-    """In which order prompts come, and which do not."""
-
-    max_prompt_tokens: int | None = None
-    """Longer prompts are left out, and counted."""
-    shuffle: bool = True
-    """Draw a new order of the rows for every epoch, from the seed; otherwise as they stand."""
-    epochs: int = 1
-    """How often every row is asked."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        require(self.epochs >= 1, f"stream.epochs must be at least 1, got {self.epochs}")
-        require(
-            self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
-            f"stream.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}",
-        )

@@ -10,16 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 from sortedrl.errors import DataError
+from sortedrl.rewards.calls import Failure
 from sortedrl.types import FinishReason
 
 AnswerKey = tuple[str, int, int]
 """`(task, prompt_id, sample_index)`."""
-
-Failure = Literal["timeout", "memory", "died"]
-"""Why the reward gave no verdict: out of time, out of memory, or its process was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

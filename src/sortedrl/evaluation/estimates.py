@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.errors import DataError
-from sortedrl.evaluation.answers import Answer, Evaluation, Failure, by_prompt, in_order
+from sortedrl.evaluation.answers import Answer, Evaluation, by_prompt, in_order
 from sortedrl.evaluation.intervals import (
     Draws,
     Estimate,
@@ -24,6 +24,7 @@ from sortedrl.evaluation.intervals import (
     mean_draws,
     rate_draws,
 )
+from sortedrl.rewards.calls import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ never a number that JSON does not have.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -23,10 +22,12 @@ from types import TracebackType
 from typing import IO, NoReturn, Self, get_args
 
 from sortedrl.errors import DataError, unknown_name
-from sortedrl.evaluation.answers import Answer, AnswerKey, Asked, Evaluation, Failure
+from sortedrl.evaluation.answers import Answer, AnswerKey, Asked, Evaluation
 from sortedrl.evaluation.estimates import Summary, summarise
 from sortedrl.evaluation.tables import summary_rows
+from sortedrl.rewards.calls import Failure
 from sortedrl.types import FinishReason
+from sortedrl.whole_file import write_whole
 
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
@@ -188,7 +189,6 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _write_summary(folder: Path, head: Evaluation, *, summary: Summary | None) -> None:
-    """Write `summary.json` whole or not at all."""
     content = {
         "label": head.label,
         "settings": head.settings,
@@ -196,15 +196,7 @@ def _write_summary(folder: Path, head: Evaluation, *, summary: Summary | None) -
         "estimates": None if summary is None else summary_rows(summary),
     }
     text = json.dumps(content, allow_nan=False, indent=2)
-    partial = folder / (SUMMARY + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / SUMMARY)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(folder / SUMMARY, f"{text}\n".encode())
 
 
 def _read_head(path: Path) -> Evaluation | None:

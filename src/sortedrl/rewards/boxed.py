@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from sortedrl.rewards.tags import conclusion
+
 _TOKEN = re.compile(
     r"(?P<box>\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?P<brace>\{)?)"
     r"|\\\\(?!boxed|fbox|framebox)"  # a line break: the brace after it is a real one
@@ -17,8 +19,6 @@ _TOKEN = re.compile(
     r"|(?P<close>\})"
 )
 _BARE = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?%?|[A-Za-z](?![A-Za-z])")
-_OPENING = "<think>"
-_CLOSING = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,6 @@ def boxed_answer(
     text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
     box = _last_box(text)
     return None if box is None else text[box.inner].strip()
-
-
-def conclusion(response: str, *, is_prefilled: bool = False) -> str:
-    """What follows the thoughts: all of it where there are none, nothing where they never end."""
-    if _CLOSING in response:
-        return response.rpartition(_CLOSING)[2]
-    return "" if is_prefilled or _OPENING in response else response
 
 
 def _last_box(text: str) -> _Box | None:

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError
-from sortedrl.rewards.boxed import conclusion
 from sortedrl.rewards.score import NoScoreError
+from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
 
 _TUPLE = "!tuple"
@@ -60,7 +60,9 @@ def gym_reward(
     answer: call this with a time limit.
     """
     task, entry = _scoring(prompt)
-    answer = tagged_answer(response, after_thoughts=after_thoughts)
+    answer = tagged_answer(
+        response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
+    )
     if not answer:
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0, "score": 0.0}
     score, notes = 0.0, {}
@@ -86,9 +88,11 @@ def _could_be_code(task: str, answer: str) -> bool:
     return task in _FORMULAS and _FORMULA.fullmatch(answer) is None
 
 
-def tagged_answer(response: str, *, after_thoughts: bool = True) -> str | None:
+def tagged_answer(
+    response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
+) -> str | None:
     """What stands in the last `<answer>...</answer>`; after `</think>` only what follows counts."""
-    text = conclusion(response) if after_thoughts else response
+    text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return None if start < 0 else text[start + len("<answer>") : end].strip()

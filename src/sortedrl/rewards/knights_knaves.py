@@ -11,14 +11,14 @@ An answer earns `right` only if it gives everybody their role and nobody another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.errors import DataError
 from sortedrl.rewards.claim_words import ROLES, vocabulary_fault
 from sortedrl.rewards.claims import Claims, Unclear, read_claims
-from sortedrl.rewards.tags import Untagged, ends_in_think, read_tags
+from sortedrl.rewards.tags import Untagged, read_tags, starts_in_thoughts
 from sortedrl.types import Prompt
 
 Grade = Literal["right", "partly right", "wrong", "unparsable"]
@@ -28,6 +28,7 @@ def logic_reward(
     prompt: Prompt,
     response: str,
     *,
+    is_compact: bool = False,
     format_right: float = 1.0,
     format_wrong: float = -1.0,
     right: float = 2.0,
@@ -35,41 +36,26 @@ def logic_reward(
     wrong: float = -1.5,
     unparsable: float = -2.0,
 ) -> dict[str, float]:
-    """The score of an answer in words, such as `(1) Zoey is a knight (2) Ethan is a knave`."""
-    verdict = _judge(_puzzle(prompt), response, read=_read_words)
-    values: dict[Grade, float] = {"right": right, "partly right": partly_right}
-    values |= {"wrong": wrong, "unparsable": unparsable}
-    return _score(verdict, form=(format_right, format_wrong), answer=values)
+    """The score of an answer in words, such as `(1) Zoey is a knight (2) Ethan is a knave`.
 
-
-def compact_reward(
-    prompt: Prompt,
-    response: str,
-    *,
-    format_right: float = 1.0,
-    format_wrong: float = -1.0,
-    right: float = 2.0,
-    partly_right: float = -1.5,
-    wrong: float = -1.5,
-    unparsable: float = -2.0,
-) -> dict[str, float]:
-    """The score of an answer in letters, one for each person in order: `ABc`, knights capital."""
-    verdict = _judge(_lettered_puzzle(prompt), response, read=_read_letters)
-    values: dict[Grade, float] = {"right": right, "partly right": partly_right}
-    values |= {"wrong": wrong, "unparsable": unparsable}
-    return _score(verdict, form=(format_right, format_wrong), answer=values)
-
-
-def explain(prompt: Prompt, response: str) -> str:
-    """Why `logic_reward` scores a response as it does, in words for people."""
-    puzzle = _puzzle(prompt)
-    return _explanation(puzzle, _judge(puzzle, response, read=_read_words))
-
-
-def explain_compact(prompt: Prompt, response: str) -> str:
-    """Why `compact_reward` scores a response as it does, in words for people."""
-    puzzle = _lettered_puzzle(prompt)
-    return _explanation(puzzle, _judge(puzzle, response, read=_read_letters))
+    A compact answer has one letter for each person in order, knights as capitals: `ABc`.
+    """
+    puzzle = _lettered_puzzle(prompt) if is_compact else _puzzle(prompt)
+    verdict = _judge(puzzle, response, read=_read_letters if is_compact else _read_words)
+    values: dict[Grade, float] = {
+        "right": right,
+        "partly right": partly_right,
+        "wrong": wrong,
+        "unparsable": unparsable,
+    }
+    form = format_right if verdict.is_in_form else format_wrong
+    return {
+        "reward": form + values[verdict.grade],
+        "format": form,
+        "answer": values[verdict.grade],
+        "correct": 1.0 if verdict.grade == "right" else 0.0,
+        "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +67,13 @@ class _Puzzle:
     roles: tuple[str, str]
     is_prefilled: bool
 
-    def role(self, is_knight: bool) -> str:
-        return self.roles[0] if is_knight else self.roles[1]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What a response claims and how good that is, or why it claims nothing."""
+    """How good a response is."""
 
     grade: Grade
     is_in_form: bool
-    claimed: tuple[bool, ...] = ()
-    reason: str = ""
 
 
 def _judge(
@@ -100,13 +81,13 @@ def _judge(
 ) -> _Verdict:
     tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
     if isinstance(tagged, Untagged):
-        return _Verdict(grade="unparsable", is_in_form=False, reason=tagged.reason)
+        return _Verdict(grade="unparsable", is_in_form=False)
     claims = read(puzzle, tagged.answer)
     if isinstance(claims, Unclear):
-        return _Verdict(grade="unparsable", is_in_form=True, reason=claims.reason)
+        return _Verdict(grade="unparsable", is_in_form=True)
     hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
     grade: Grade = "right" if all(hits) else "partly right" if any(hits) else "wrong"
-    return _Verdict(grade=grade, is_in_form=True, claimed=claims.is_knight)
+    return _Verdict(grade=grade, is_in_form=True)
 
 
 def _read_words(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
@@ -119,32 +100,6 @@ def _read_letters(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
     if not letters.isascii() or letters.lower() != expected:
         return Unclear(f"must be {expected!r} with knights as capitals, got {letters[:40]!r}")
     return Claims(tuple(letter.isupper() for letter in letters))
-
-
-def _score(
-    verdict: _Verdict, *, form: tuple[float, float], answer: Mapping[Grade, float]
-) -> dict[str, float]:
-    form_value = form[0] if verdict.is_in_form else form[1]
-    return {
-        "reward": form_value + answer[verdict.grade],
-        "format": form_value,
-        "answer": answer[verdict.grade],
-        "correct": 1.0 if verdict.grade == "right" else 0.0,
-        "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
-    }
-
-
-def _explanation(puzzle: _Puzzle, verdict: _Verdict) -> str:
-    if not verdict.is_in_form:
-        return f"format: wrong, {verdict.reason}\nanswer: unparsable, since the format is wrong"
-    if verdict.grade == "unparsable":
-        return f"format: right\nanswer: unparsable, {verdict.reason}"
-    lines = []
-    name_width, role_width = (max(map(len, words)) for words in (puzzle.names, puzzle.roles))
-    for name, claimed, truth in zip(puzzle.names, verdict.claimed, puzzle.solution, strict=True):
-        comment = "right" if claimed == truth else f"wrong, should be {puzzle.role(truth)}"
-        lines.append(f"  {name:{name_width}}  {puzzle.role(claimed):{role_width}}  {comment}")
-    return "\n".join(["format: right", f"answer: {verdict.grade}", *lines])
 
 
 def _puzzle(prompt: Prompt) -> _Puzzle:
@@ -169,7 +124,7 @@ def _puzzle(prompt: Prompt) -> _Puzzle:
         names=names,
         solution=tuple(solution),
         roles=(roles[0], roles[1]),
-        is_prefilled=ends_in_think(prompt.fields.get("prompt_end", prompt.fields.get("prompt"))),
+        is_prefilled=starts_in_thoughts(prompt),
     )
 
 

@@ -14,6 +14,7 @@ from sortedrl.rewards.boxed import boxed_answer
 from sortedrl.rewards.equality import Tolerance, Verdict, compare, compare_all
 from sortedrl.rewards.latex import parts, tidied
 from sortedrl.rewards.score import NoScoreError
+from sortedrl.rewards.tags import starts_in_thoughts
 from sortedrl.types import Prompt
 
 _LONGEST_ANSWER = 2000
@@ -28,7 +29,6 @@ def math_reward(
     no_answer: float = 0.0,
     relative_error: float = 1e-4,
     after_thoughts: bool = True,
-    is_prefilled: bool = False,
 ) -> dict[str, float]:
     r"""`right`, `wrong`, or `no_answer` where no box is complete; also `correct` and `answered`.
 
@@ -37,7 +37,9 @@ def math_reward(
     is wrong. sympy can take for ever: call this with a time limit.
     """
     golds = _golds(prompt)
-    answer = boxed_answer(response, after_thoughts=after_thoughts, is_prefilled=is_prefilled)
+    answer = boxed_answer(
+        response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
+    )
     if not answer:
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0}
     verdicts = []

@@ -1,13 +1,15 @@
-"""The form `<think>...</think><answer>...</answer>`: a thought, then an answer, nothing else.
+"""Thoughts and answers told apart by their tags: `<think>...</think><answer>...</answer>`.
 
-Each of the four tags stands exactly once and in this order, with only white space around and
-between the two parts. So nobody can offer two answers, or an answer inside the thought.
+In the strict form each of the four tags stands exactly once and in this order, with only white
+space around and between the two parts: nobody can offer two answers, or one inside the thoughts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from sortedrl.types import Prompt
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -55,9 +57,21 @@ def read_tags(response: str, *, is_prefilled: bool = False) -> Tagged | Untagged
     return Tagged(think, answer)
 
 
-def ends_in_think(prompt: object) -> bool:
-    """Whether the text the model saw, a string or chat messages, ends in `<think>`."""
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-        last = prompt[-1] if prompt else None
-        prompt = last.get("content") if isinstance(last, Mapping) else None
-    return isinstance(prompt, str) and prompt.rstrip().endswith(_TAGS[0])
+def conclusion(response: str, *, is_prefilled: bool = False) -> str:
+    """What follows the thoughts: all of it where there are none, nothing where they never end."""
+    opening, closing = _TAGS[:2]
+    if closing in response:
+        return response.rpartition(closing)[2]
+    return "" if is_prefilled or opening in response else response
+
+
+def starts_in_thoughts(prompt: Prompt) -> bool:
+    """Whether the text the model saw ends in `<think>`, so that a response starts inside it.
+
+    `prompt_end` says how that text ends; without it the prompt itself is looked at.
+    """
+    seen = prompt.fields.get("prompt_end", prompt.fields.get("prompt"))
+    if isinstance(seen, Sequence) and not isinstance(seen, str):
+        last = seen[-1] if seen else None
+        seen = last.get("content") if isinstance(last, Mapping) else None
+    return isinstance(seen, str) and seen.rstrip().endswith(_TAGS[0])

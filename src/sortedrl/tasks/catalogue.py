@@ -31,12 +31,14 @@ from sortedrl.tasks.maths_sets import MATHS_SETS
 from sortedrl.tasks.spec import parsed, settings_from
 from sortedrl.tasks.task import Task
 
-REWARDS: Mapping[str, str] = MappingProxyType(
+REWARDS: Mapping[str, RewardSource] = MappingProxyType(
     {
-        "logic": "sortedrl.rewards.knights_knaves:logic_reward",
-        "compact": "sortedrl.rewards.knights_knaves:compact_reward",
-        "maths": "sortedrl.rewards.maths:math_reward",
-        "reasoning_gym": "sortedrl.rewards.gym:gym_reward",
+        "logic": RewardSource("sortedrl.rewards.knights_knaves:logic_reward"),
+        "compact": RewardSource(
+            "sortedrl.rewards.knights_knaves:logic_reward", {"is_compact": True}
+        ),
+        "maths": RewardSource("sortedrl.rewards.maths:math_reward"),
+        "reasoning_gym": RewardSource("sortedrl.rewards.gym:gym_reward"),
     }
 )
 """The rewards of the built-in tasks, by short names."""
@@ -93,7 +95,7 @@ def open_task(
 def reward_from(address: str) -> RewardSource:
     """A reward by its short name or by its address."""
     if address in REWARDS:
-        return RewardSource(REWARDS[address])
+        return REWARDS[address]
     if ":" not in address and not address.endswith(".py"):
         raise ConfigError(
             unknown_name("reward", address, REWARDS)
@@ -151,7 +153,7 @@ def _built_in(
         knights = settings_from(KnightsSettings, options, spec=spec)
         reward = REWARDS["compact" if knights.style == "compact" else "logic"]
         rows = knights_rows(knights, advance=advance)
-        return Task(name=spec, rows=rows, reward=RewardSource(reward))
+        return Task(name=spec, rows=rows, reward=reward)
     if name == "logic_rl":
         if "path" not in options and folder is not None:
             options = {**options, "path": str(folder / "kk_logic_rl")}
@@ -159,10 +161,10 @@ def _built_in(
             raise ConfigError("task logic_rl needs the path of its files: logic_rl:path=FOLDER")
         published = settings_from(PublishedSettings, options, spec=spec)
         rows = published_rows(published.path)
-        return Task(name=spec, rows=rows, reward=RewardSource(REWARDS["logic"]))
+        return Task(name=spec, rows=rows, reward=REWARDS["logic"])
     if name == "reasoning_gym":
         gym = settings_from(GymSettings, options, spec=spec)
-        return Task(name=spec, rows=gym_rows(gym), reward=RewardSource(REWARDS["reasoning_gym"]))
+        return Task(name=spec, rows=gym_rows(gym), reward=REWARDS["reasoning_gym"])
     where = {} if "folder" in options else {"folder": folder}
     maths = settings_from(MathsSettings, options, spec=spec, name=name, **where)
-    return Task(name=spec, rows=maths_rows(maths), reward=RewardSource(REWARDS["maths"]))
+    return Task(name=spec, rows=maths_rows(maths), reward=REWARDS["maths"])
