@@ -12,7 +12,7 @@ def test_a_file_is_written_and_replaced(tmp_path):
     for content in (b"one", b"another"):
         write_whole(path, content)
         assert path.read_bytes() == content
-    assert os.listdir(tmp_path) == ["a.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -26,4 +26,4 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a.json"]
+    assert list(tmp_path.iterdir()) == [path]
