@@ -313,14 +313,12 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)
-def test_a_huge_answer_takes_well_under_a_second(pattern):
+def test_a_huge_answer_does_not_take_for_ever(pattern):
+    """Anything worse than linear would take minutes; the bound leaves room for a busy machine."""
     response = tagged((pattern * 100_000)[:100_000])
-    seconds = []
-    for _ in range(2):
-        start = time.process_time()
-        assert grade(PUZZLE, response) != "right"
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.6
+    start = time.process_time()
+    assert grade(PUZZLE, response) != "right"
+    assert time.process_time() - start < 5
 
 
 # The table: Zoey is a knight, Ethan a knave, Mia a knight.
