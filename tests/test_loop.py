@@ -1,26 +1,35 @@
 """The loop, with the simulated engine and with one that finishes work in random order."""
 
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer
+from sortedrl.buffer import Buffer, BufferState
 from sortedrl.build import simulated_lengths
 from sortedrl.clock import VirtualClock
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.errors import BufferStateError
-from sortedrl.journal import Journal
+from sortedrl.events import EventFile, Record, to_json
+from sortedrl.journal import Journal, JournalState
 from sortedrl.loop import Loop
 from sortedrl.meter import measure
+from sortedrl.report.lanes import lanes
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import six
 from worlds import (
+    MODES,
+    STRATEGIES,
     CountingScorer,
     RandomEngine,
     make_loop,
@@ -81,21 +90,229 @@ def test_whenever_a_batch_is_yielded_nothing_runs_and_the_versions_count_up(simu
     assert loop.buffer.oldest_open_group is None
 
 
-@given(simulations(), st.integers(0, 12))
-def test_a_run_cut_after_any_update_goes_on_with_the_same_batches(simulation, updates):
-    whole = run(simulation).batches
-    assume(len(whole) > 1)
-    updates = updates % (len(whole) - 1)
-    loop, _ = make_loop(simulation)
+class SkippingTrainer(SimulatedTrainer):
+    """Leaves the weights as they are where the next of `skips`, over and over, says so."""
+
+    def __init__(self, skips: Sequence[bool], **parts) -> None:
+        super().__init__(**parts)
+        self.updates = 0
+        self._skips = skips
+
+    def update(self, batch):
+        version = self.version
+        super().update(batch)
+        if self._skips[self.updates % len(self._skips)]:
+            self.version = version
+        self.updates += 1
+
+
+SKIPS = st.lists(st.booleans(), min_size=1, max_size=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a checkpoint keeps of a run."""
+
+    buffer: BufferState
+    journal: JournalState
+    version: int
+    updates: int
+    engine_version: int
+
+
+def saved(loop: Loop) -> Saved:
+    row = json.loads(json.dumps(loop.journal.state().to_json()))
+    return Saved(
+        buffer=loop.buffer.state(),
+        journal=JournalState.from_json(row),
+        version=loop.trainer.version,
+        updates=loop.trainer.updates,
+        engine_version=loop.engine.version,
+    )
+
+
+def skipping_loop(
+    simulation, skips, *, record: Record, scorer=None, state: Saved | None = None
+) -> Loop:
+    """The loop of a simulation, new or made of what was saved of one that was cut."""
+    clock, costs = VirtualClock(), simulation.costs.costs()
+    loop = Loop(
+        prompts=SimulatedPrompts(
+            simulation.num_prompts, prompt_tokens=simulation.lengths.prompt_tokens
+        ),
+        buffer=Buffer(unit_size=simulation.schedule.unit_size),
+        controller=Controller(simulation.schedule),
+        engine=SimulatedEngine(
+            slots=simulation.engine.slots,
+            lengths=simulated_lengths(simulation),
+            costs=costs,
+            clock=clock,
+        ),
+        scorer=CountingScorer() if scorer is None else scorer,
+        trainer=SkippingTrainer(skips, costs=costs, clock=clock),
+        journal=Journal(record, clock=clock),
+        seed=simulation.seed,
+    )
+    if state is None:
+        return loop
+    clock.advance(state.journal.seconds)
+    loop.prompts.take(state.buffer.next_prompt)
+    loop.engine.version = state.engine_version
+    loop.trainer.version, loop.trainer.updates = state.version, state.updates
+    journal = Journal(record, clock=clock, state=state.journal)
+    return replace(loop, buffer=Buffer.from_state(state.buffer), journal=journal)
+
+
+def cut_after(simulation, skips, *, updates: int):
+    """A run killed after so many updates: what it saved, what it logged, what it trained on."""
+    events: list = []
+    loop = skipping_loop(simulation, skips, record=events.append)
+    batches = []
     for batch in loop.run():
-        if batch.version == updates:
+        batches.append(batch)
+        if len(batches) == updates:
             break
-    state = loop.buffer.state()
-    again, _ = make_loop(simulation)
-    again.prompts.take(state.next_prompt)
-    again.trainer.version = loop.trainer.version
-    resumed = replace(again, buffer=Buffer.from_state(state))
-    assert list(resumed.run()) == whole[updates + 1 :]
+    return saved(loop), events, batches
+
+
+def without(events, *kinds):
+    return [event for event in events if event.kind not in kinds]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=15)
+@given(data=st.data(), skips=SKIPS)
+def test_the_laws_hold_for_a_trainer_that_skips_updates(strategy, mode, data, skips):
+    schedule = schedules(strategies=(strategy,), modes=(mode,))
+    simulation = data.draw(simulations(schedule=schedule))
+    events = []
+    loop = skipping_loop(simulation, skips, record=events.append)
+    batches = list(loop.run())
+    keys = [t.key for batch in batches for t in batch.trajectories]
+    total = simulation.num_prompts * simulation.schedule.samples_per_prompt
+    assert len(keys) == len(set(keys)) == total
+    figures = measure(events).run
+    assert figures.ledger.decoded == figures.ledger.trained + figures.ledger.discarded
+    assert figures.ledger.decoded == loop.journal.engine_decoded
+    assert figures.updates == len(batches)
+    skipped = [skips[number % len(skips)] for number in range(len(batches))]
+    assert [batch.version for batch in batches] == [
+        number - sum(skipped[:number]) for number in range(len(batches))
+    ]
+    assert not loop.scorer.pending
+    assert set(loop.scorer.collected.values()) == {1}
+
+
+@settings(max_examples=80)
+@given(simulations(), SKIPS)
+def test_weights_that_stayed_are_not_handed_over_again(simulation, skips):
+    events = []
+    list(skipping_loop(simulation, skips, record=events.append).run())
+    versions = [event.version for event in events if event.kind == "hand_over"]
+    assert versions == sorted(set(versions))
+    assert 0 not in versions
+    every = [True]
+    events.clear()
+    list(skipping_loop(simulation, every, record=events.append).run())
+    assert not [event for event in events if event.kind == "hand_over"]
+
+
+@given(simulations(), SKIPS, st.integers(0, 12))
+def test_a_run_cut_after_any_update_and_resumed_is_the_undisturbed_run(simulation, skips, cut):
+    """The log too, `resume` aside, if the engine comes back with the version it had."""
+    whole: list = []
+    batches = list(skipping_loop(simulation, skips, record=whole.append).run())
+    cut = 1 + cut % len(batches)
+    state, events, first = cut_after(simulation, skips, updates=cut)
+    at = len(events)
+    scorer = CountingScorer()
+    resumed = skipping_loop(simulation, skips, record=events.append, scorer=scorer, state=state)
+    rest = list(resumed.run())
+    assert [*first, *rest] == batches
+    assert events[at].kind == "resume"
+    assert (events[at].round, events[at].version) == (state.journal.round, state.version)
+    assert without(events, "resume") == whole
+    assert measure(events) == measure(whole)
+    assert lanes(events) == lanes(whole)
+    assert not scorer.pending
+
+
+@given(simulations(), SKIPS, st.integers(0, 12), st.booleans())
+def test_an_engine_that_comes_back_with_other_weights_changes_only_the_hand_overs(
+    simulation, skips, cut, has_new_weights
+):
+    simulation = replace(simulation, costs=replace(simulation.costs, hand_over_seconds=0.0))
+    whole: list = []
+    total = len(list(skipping_loop(simulation, skips, record=whole.append).run()))
+    state, events, _ = cut_after(simulation, skips, updates=1 + cut % total)
+    state = replace(state, engine_version=state.version if has_new_weights else 0)
+    list(skipping_loop(simulation, skips, record=events.append, state=state).run())
+    assert without(events, "resume", "hand_over") == without(whole, "hand_over")
+    assert measure(events).run == measure(whole).run
+
+
+@settings(max_examples=40)
+@given(simulations(), SKIPS, st.lists(st.integers(0, 12), min_size=2, max_size=3), st.data())
+def test_a_log_cut_at_the_checkpoint_is_written_again_byte_for_byte(
+    simulation, skips, checkpoints, data
+):
+    """Killed at any byte after the newest checkpoint, two or three times."""
+    whole: list = []
+    total = len(list(skipping_loop(simulation, skips, record=whole.append).run()))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        state, kept, updates = None, None, 0
+        for checkpoint in sorted(1 + number % total for number in checkpoints):
+            with closing(EventFile(path, keep_bytes=kept)) as file:
+                loop = skipping_loop(simulation, skips, record=file, state=state)
+                for number, _ in enumerate(loop.run(), start=updates + 1):
+                    if number == checkpoint:
+                        state, kept, updates = saved(loop), file.sync(), number
+            content = path.read_bytes()
+            path.write_bytes(content[: data.draw(st.integers(kept, len(content)))])
+        with closing(EventFile(path, keep_bytes=kept)) as file:
+            list(skipping_loop(simulation, skips, record=file, state=state).run())
+        lines = path.read_text().splitlines()
+    assert [line for line in lines if '"event":"resume"' not in line] == [
+        to_json(event) for event in whole
+    ]
+
+
+def test_a_checkpoint_made_before_the_run_began_is_a_new_run():
+    events: list = []
+    loop = skipping_loop(six(), [False], record=events.append)
+    again = skipping_loop(six(), [False], record=events.append, state=saved(loop))
+    list(again.run())
+    assert [event.kind for event in events].count("begin") == 1
+    assert "resume" not in [event.kind for event in events]
+
+
+def test_a_run_resumed_after_its_last_update_only_ends():
+    whole = run(six())
+    state, events, _ = cut_after(six(), [False], updates=len(whole.batches))
+    at = len(events)
+    assert list(skipping_loop(six(), [False], record=events.append, state=state).run()) == []
+    assert [event.kind for event in events[at:]] == ["resume", "end"]
+    assert events[-1] == whole.events[-1]
+
+
+def test_a_journal_refuses_a_clock_that_begins_anew():
+    state = JournalState(has_begun=True, seconds=3.0)
+    with pytest.raises(ValueError, match=r"goes on from 3\.0 seconds, got 0\.0"):
+        Journal(lambda _: None, clock=VirtualClock(), state=state)
+
+
+@pytest.mark.parametrize(
+    "change", [{"round": 1.5}, {"round": None}, {"has_begun": 1}, {"seconds": "3"}, {"more": 1}]
+)
+def test_a_journal_state_of_other_fields_is_refused(change):
+    row = JournalState().to_json()
+    assert JournalState.from_json(row) == JournalState()
+    with pytest.raises(ValueError, match="must have has_begun"):
+        JournalState.from_json(row | change)
+    with pytest.raises(ValueError, match="must have has_begun"):
+        JournalState.from_json({"round": 1})
 
 
 @given(simulations())

@@ -1,5 +1,7 @@
 """The numbers we report, each by hand on a log of a few events."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +14,15 @@ from sortedrl.events import (
     Interrupt,
     Load,
     Renew,
+    Resume,
     Start,
     Trained,
     Update,
 )
 from sortedrl.meter import Meter, measure
 from sortedrl.metrics import Figures, Ledger, ks_distance, length_bias
-from sortedrl.simulate.presets import six
+from sortedrl.simulate.fit import fit
+from sortedrl.simulate.presets import PRESETS, six
 from worlds import rescheduled, run
 
 
@@ -291,6 +295,33 @@ def test_a_meter_counts_while_the_run_goes_on():
     assert meter.metrics().run.ledger.cached == 4
     meter(harvest(8.0))
     assert meter.metrics().run.bubble == 0.75
+
+
+def test_saving_and_taking_up_a_run_again_is_neither_rollout_nor_busy():
+    log = [
+        begin(slots=1),
+        *one_group(0, 0, 6),
+        Resume(seconds=9.0, round=0, version=1),
+        HandOver(seconds=10.0, round=1, version=1, took_seconds=1.0),
+        *one_group(1, 10, 14),
+    ]
+    run = measure(log).run
+    assert (run.seconds, run.rollout_seconds, run.busy_slot_seconds) == (15.0, 10.0, 10.0)
+    assert [r.seconds for r in measure(log).rounds] == [9.0, 6.0]
+
+
+def test_a_resume_after_every_update_changes_no_number():
+    simulation = replace(PRESETS["paper"](), groups=2)
+    events = run(simulation).events
+    resumed = []
+    for event in events:
+        resumed.append(event)
+        if isinstance(event, Update):
+            version = event.version + 1
+            resumed.append(Resume(seconds=event.seconds, round=event.round, version=version))
+    assert len(resumed) > len(events)
+    assert measure(resumed) == measure(events)
+    assert fit(resumed) == fit(events)
 
 
 def test_a_log_that_does_not_open_with_begin_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sortedrl.engines.native.loading import load_tokenizer
+from sortedrl.models.loading import load_tokenizer
 
 QUESTIONS = (
     "What is the capital of Australia?",

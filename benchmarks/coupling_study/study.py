@@ -21,7 +21,7 @@ from coupling_study.questions import prompts
 from coupling_study.settings import Arithmetic, Settings
 from coupling_study.survival import Survival, Survivors, mean_distance
 from coupling_study.writer import Recheck, Writer
-from sortedrl.engines.native.loading import load_model
+from sortedrl.models.loading import load_model
 from sortedrl.randomness import mix
 from sortedrl.types import Trajectory
 

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -25,8 +25,13 @@ from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.settings import Simulation
 
-_CONFIG = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_SHORT = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+_DOTTED = (tyro.conf.FlagCreatePairsOff,)
 _Command = TypeVar("_Command")
+_Settings = TypeVar("_Settings")
 
 
 def parse(
@@ -36,14 +41,18 @@ def parse(
     prog: str,
     description: str,
     default: _Command | None = None,
+    is_dotted: bool = False,
 ) -> _Command:
-    """The command that the flags describe; a mistake ends the program with code 2."""
-    _check_choices(command, arguments)
-    args = list(arguments)
+    """The command that the flags describe; a mistake ends the program with code 2.
+
+    Where many sections meet, flags are dotted: `--schedule.mode` is `mode` in `[schedule]`.
+    """
+    _check_choices(command, arguments, is_dotted=is_dotted)
+    args, config = list(arguments), _DOTTED if is_dotted else _SHORT
     if default is None:
-        return tyro.cli(command, args=args, prog=prog, description=description, config=_CONFIG)
+        return tyro.cli(command, args=args, prog=prog, description=description, config=config)
     return tyro.cli(
-        command, args=args, default=default, prog=prog, description=description, config=_CONFIG
+        command, args=args, default=default, prog=prog, description=description, config=config
     )
 
 
@@ -82,19 +91,22 @@ def settings_from(source: str) -> Simulation:
     preset = table.pop("preset", "paper")
     if preset not in PRESETS:
         raise DataError(path, unknown_name("preset", str(preset), PRESETS))
-    flags = list(_flags(table, Simulation, path, section=""))
+    return settings_over(PRESETS[preset](), table, path=path, is_dotted=False)
+
+
+def settings_over(
+    default: _Settings, table: Mapping[str, Any], *, path: Path, is_dotted: bool
+) -> _Settings:
+    """The settings that the tables of a file make of others; `path` is what errors name."""
+    kind = type(default)
+    flags = list(_flags(table, kind, path, section="", is_dotted=is_dotted))
     try:
-        _check_choices(Simulation, flags)
+        _check_choices(kind, flags, is_dotted=is_dotted)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
+    config = () if is_dotted else (tyro.conf.OmitArgPrefixes,)
     try:
-        return tyro.cli(
-            Simulation,
-            args=flags,
-            default=PRESETS[preset](),
-            prog=str(path),
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        return tyro.cli(kind, args=flags, default=default, prog=str(path), config=config)
     except SystemExit:
         print(f"The mistake is in {path}.", file=sys.stderr)
         raise
@@ -117,7 +129,14 @@ def to_toml(simulation: Simulation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _flags(table: Mapping[str, Any], settings: type, path: Path, *, section: str) -> Iterator[str]:
+def all_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
+    """Every setting as a TOML file, also those that are as by default."""
+    return "\n".join(_lines(asdict(settings), asdict(default), everything=True)) + "\n"
+
+
+def _flags(
+    table: Mapping[str, Any], settings: type, path: Path, *, section: str, is_dotted: bool
+) -> Iterator[str]:
     hints = get_type_hints(settings)
     for key, value in table.items():
         if key not in hints:
@@ -126,11 +145,13 @@ def _flags(table: Mapping[str, Any], settings: type, path: Path, *, section: str
         if is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise DataError(path, f"[{section}{key}] must be a section, got {value!r}")
-            yield from _flags(value, hints[key], path, section=f"{section}{key}.")
+            inner = f"{section}{key}."
+            yield from _flags(value, hints[key], path, section=inner, is_dotted=is_dotted)
             continue
-        flag = "--" + key.replace("_", "-")
+        prefix = section if is_dotted else ""
+        flag = f"--{prefix}{key}".replace("_", "-")
         if isinstance(value, bool):
-            yield flag if value else flag.replace("--", "--no-", 1)
+            yield flag if value else f"--{prefix}no-{key}".replace("_", "-")
         elif isinstance(value, list):
             yield flag
             yield from (str(part) for part in _flat(value))
@@ -143,15 +164,24 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
         yield from _flat(value) if isinstance(value, list) else (value,)
 
 
-def _lines(settings: Mapping[str, Any], default: Mapping[str, Any]) -> Iterator[str]:
+def _lines(
+    settings: Mapping[str, Any],
+    default: Mapping[str, Any],
+    *,
+    section: str = "",
+    everything: bool = False,
+) -> Iterator[str]:
     for name, value in settings.items():
-        if not isinstance(value, Mapping) and value is not None and value != default[name]:
+        is_told = value != default[name] or (everything and value is not None)
+        if not isinstance(value, Mapping) and is_told:
             yield f"{name} = {_toml_value(value)}"
     for name, value in settings.items():
-        if isinstance(value, Mapping) and value != default[name]:
+        if isinstance(value, Mapping) and (everything or value != default[name]):
             yield ""
-            yield f"[{name}]"
-            yield from _lines(value, default[name])
+            yield f"[{section}{name}]"
+            yield from _lines(
+                value, default[name], section=f"{section}{name}.", everything=everything
+            )
 
 
 def _toml_value(value: Any) -> str:  # noqa: ANN401
@@ -159,15 +189,15 @@ def _toml_value(value: Any) -> str:  # noqa: ANN401
         return str(value).lower()
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(part) for part in value) + "]"
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path | None):  # the parser reads the word None as no value
         text = str(value).replace("\\", "\\\\").replace('"', '\\"')
         return f'"{text}"'
     return repr(value)
 
 
-def _check_choices(settings: type, arguments: Sequence[str]) -> None:
+def _check_choices(settings: type, arguments: Sequence[str], *, is_dotted: bool) -> None:
     """Refuse a misspelt choice with the nearest valid one, which the parser does not offer."""
-    choices = dict(_choices(settings))
+    choices = dict(_choices(settings, section="", is_dotted=is_dotted))
     flag = ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -181,12 +211,19 @@ def _check_choices(settings: type, arguments: Sequence[str]) -> None:
                 raise ConfigError(unknown_name(flag.strip("-"), given, choices[flag]))
 
 
-def _choices(settings: type) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _choices(
+    settings: type, *, section: str, is_dotted: bool
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, hint in get_type_hints(settings).items():
         if is_dataclass(hint):
             assert isinstance(hint, type)
-            yield from _choices(hint)
+            # A command's settings stand at its top: their fields have no name before them.
+            inner = section if name == "settings" else f"{section}{name}."
+            yield from _choices(hint, section=inner, is_dotted=is_dotted)
             continue
-        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
-        if get_origin(inner) is Literal:
-            yield "--" + name.replace("_", "-"), get_args(inner)
+        kinds = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        if kinds:
+            known = get_args(kinds[0])
+            is_optional = type(None) in get_args(hint)
+            flag = "--" + ((section if is_dotted else "") + name).replace("_", "-")
+            yield flag, (*known, "None") if is_optional else known

@@ -56,7 +56,7 @@ def simulated_lengths(simulation: Simulation) -> Lengths:
 
 def tokenizer_of(model: str) -> Tokenizer:
     """The tokenizer of a model; the weights stay where they are."""
-    from sortedrl.engines.native.loading import load_tokenizer
+    from sortedrl.models.loading import load_tokenizer
 
     tokenizer: Tokenizer = load_tokenizer(model)
     return tokenizer
@@ -67,7 +67,7 @@ def evaluation_engine(
 ) -> NativeEngine:
     """The native engine with a model of its own, for the answers of an evaluation."""
     from sortedrl.engines.native import NativeEngine, Sampling
-    from sortedrl.engines.native.loading import load_model
+    from sortedrl.models.loading import load_model
 
     return NativeEngine(
         load_model(model, dtype=None, device=device),

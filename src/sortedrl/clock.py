@@ -1,8 +1,14 @@
-"""Time, as an argument: the wall clock of a real run, the virtual clock of a simulated one."""
+"""Time, as an argument: the wall clock of a real run, the virtual clock of a simulated one.
+
+The seconds of a run are seconds of training: neither the time between a kill and the resume nor
+the time of a pause (an evaluation) counts.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -16,13 +22,30 @@ class Clock(Protocol):
 class WallClock:
     """Real seconds, on a clock that never goes backwards."""
 
-    def __init__(self) -> None:
-        """Start at zero now."""
-        self._start = time.perf_counter()
+    def __init__(self, *, start: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
+        """Go on from `start` seconds, which a resumed run has behind it."""
+        self._now = now
+        self._before = start
+        self._since = now()
+        self._paused_at: float | None = None
 
     def seconds(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._start
+        """Seconds of the run so far, pauses left out."""
+        now = self._now() if self._paused_at is None else self._paused_at
+        return self._before + (now - self._since)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The clock stands still inside the block; a pause in a pause changes nothing."""
+        if self._paused_at is not None:
+            yield
+            return
+        self._paused_at = self._now()
+        try:
+            yield
+        finally:
+            self._before, self._since = self.seconds(), self._now()
+            self._paused_at = None
 
 
 class VirtualClock:

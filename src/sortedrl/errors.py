@@ -5,9 +5,11 @@
     ├── DataError          a file whose content cannot be used: names file, line and reason
     ├── ModelError         a model that the engine cannot write with
     ├── RequestError       a trajectory that the engine cannot take on
+    ├── TrainingError      updates that go wrong again and again
     ├── RewardError        a reward function that raised, or gave something that is no reward
     ├── BufferStateError   a trajectory was moved along a path the buffer does not have
-    └── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
+    ├── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
+    └── CheckpointError    a checkpoint that cannot be written, or is damaged or not one of ours
 
 Each message says what must hold, what was given and what to do.
 The command line prints the message without a traceback and exits with code 2.
@@ -48,6 +50,10 @@ class RequestError(SortedRLError, ValueError):
     """A trajectory that the engine cannot take on; those submitted with it are not taken either."""
 
 
+class TrainingError(SortedRLError):
+    """Updates that go wrong again and again."""
+
+
 class RewardError(SortedRLError):
     """A reward function that raised, or gave something that is no reward."""
 
@@ -66,6 +72,10 @@ class BufferStateError(SortedRLError):
 
 class BufferFileError(SortedRLError):
     """A saved buffer that is truncated, damaged or not one of ours."""
+
+
+class CheckpointError(SortedRLError):
+    """A checkpoint that cannot be written, or is damaged or not one of ours."""
 
 
 def unknown_name(what: str, given: str, known: Iterable[str]) -> str:

@@ -3,8 +3,12 @@
 A log opens with `begin`, closes with `end`, and between them repeats, round by round:
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
 goes, `harvest`, `interrupt` for what was still running, and `update`.
-The rollout of a round lasts from its `hand_over` (or `begin`, or the last `update`) to its
-`harvest`. Every number we report is a function of this log (see `metrics`).
+The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
+the weights stayed) to its `harvest`. Every number we report is a function of this log (see
+`metrics`).
+
+A run that was killed and taken up again is one run with one log: `resume` stands after the
+`update` of its checkpoint, where nothing runs, and counts and seconds go on.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 from sortedrl.errors import DataError, unknown_name
+from sortedrl.line_file import LineFile, read_lines
 from sortedrl.types import FinishReason
 
 
@@ -29,6 +34,16 @@ class Begin:
     schedule: str
     slots: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The run goes on from a checkpoint made in `round`, with the weights of `version`."""
+
+    kind: ClassVar = "resume"
+    seconds: float
+    round: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +155,10 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The weights of `version` were updated; groups listed in `closed` are done."""
+    """The weights of `version` were trained on these; groups listed in `closed` are done.
+
+    An update that was skipped leaves the weights, and the next one has the same version.
+    """
 
     kind: ClassVar = "update"
     seconds: float
@@ -162,7 +180,7 @@ class End:
 
 
 Event = (
-    Begin | HandOver | Renew | Load | Start | Finish | Harvest | Interrupt | Update | End
+    Begin | Resume | HandOver | Renew | Load | Start | Finish | Harvest | Interrupt | Update | End
 )  # the order of a round
 Record = Callable[[Event], None]
 
@@ -197,18 +215,19 @@ def from_json(line: str) -> Event:
 class EventFile:
     """Appends events to a JSONL file as they happen."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the file; an older one is replaced."""
-        try:
-            self._file: IO[str] = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise DataError(path, f"cannot be written ({error.strerror})") from error
+    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        self._file = LineFile(path, keep_bytes=keep_bytes)
 
     def __call__(self, event: Event) -> None:
-        """Append one event; an update also pushes everything so far to the disk."""
-        self._file.write(to_json(event) + "\n")
+        """Append one event; from an update on, others can read everything so far."""
+        self._file.write(to_json(event))
         if event.kind in ("update", "end"):
             self._file.flush()
+
+    def sync(self) -> int:
+        """Push everything so far to the disk, and give the length of the file in bytes."""
+        return self._file.sync()
 
     def close(self) -> None:
         """Write out what is left."""
@@ -220,11 +239,9 @@ def read_events(path: Path) -> Iterator[Event]:
 
     A last line without its newline is a run that was killed or is still writing: it is left out.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield from_json(line)
-            except (ValueError, TypeError) as error:
-                raise DataError(path, str(error), line=number) from error
+    for number, line in read_lines(path):
+        try:
+            event = from_json(line)
+        except (ValueError, TypeError) as error:
+            raise DataError(path, str(error), line=number) from error
+        yield event

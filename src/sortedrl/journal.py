@@ -1,12 +1,14 @@
 """Writes down what the loop does: each method turns one act into its event.
 
 It keeps the clock, the round and the engine's token counts, so that the loop reads as the
-way of the data and nothing else.
+way of the data and nothing else. Its state at an update is all that a resumed run needs to write
+the rest of the log as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 
 from sortedrl.buffer import Buffer
 from sortedrl.clock import Clock
@@ -21,6 +23,7 @@ from sortedrl.events import (
     Load,
     Record,
     Renew,
+    Resume,
     Start,
     Trained,
     Update,
@@ -28,17 +31,63 @@ from sortedrl.events import (
 from sortedrl.types import Step, TrainBatch, Trajectory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalState:
+    """Where a journal stands between two updates, for a checkpoint."""
+
+    has_begun: bool = False
+    round: int = 0
+    engine_decoded: int = 0
+    engine_prefilled: int = 0
+    seconds: float = 0.0
+    """The clock of the resumed run goes on from here."""
+
+    def to_json(self) -> dict[str, bool | int | float]:
+        """The state as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, object]) -> JournalState:
+        """The state a JSON object holds; `ValueError` says why it holds none."""
+        kinds = {f.name: type(f.default) for f in fields(cls)}
+        if {name: type(value) for name, value in row.items()} != kinds:
+            names = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
+            raise ValueError(f"the state of a journal must have {names}, got {dict(row)}")
+        return cls(**row)  # type: ignore[arg-type]
+
+
 class Journal:
     """Records the events of one run."""
 
-    def __init__(self, record: Record, *, clock: Clock) -> None:
-        """Stamp events with the clock's seconds and hand them to `record`."""
-        self.round = 0
-        self.engine_decoded = 0
-        self.engine_prefilled = 0
+    def __init__(self, record: Record, *, clock: Clock, state: JournalState | None = None) -> None:
+        """Stamp events with the clock's seconds and hand them to `record`.
+
+        With the state of a run that had begun, this one is its continuation.
+        """
+        state = JournalState() if state is None else state
+        if clock.seconds() < state.seconds:
+            raise ValueError(
+                f"the clock of a resumed run goes on from {state.seconds} seconds, "
+                f"got {clock.seconds()}"
+            )
+        self.is_resumed = state.has_begun
+        self.round = state.round
+        self.engine_decoded = state.engine_decoded
+        self.engine_prefilled = state.engine_prefilled
+        self._has_begun = state.has_begun
         self._record = record
         self._seconds = clock.seconds
         self._since = 0.0
+
+    def state(self) -> JournalState:
+        """All there is to save; only before the run begins or after an update."""
+        return JournalState(
+            has_begun=self._has_begun,
+            round=self.round,
+            engine_decoded=self.engine_decoded,
+            engine_prefilled=self.engine_prefilled,
+            seconds=float(self._seconds()),
+        )
 
     def mark(self) -> None:
         """Something that takes time begins: the next hand-over or update is timed from here."""
@@ -46,6 +95,7 @@ class Journal:
 
     def began(self, schedule: Schedule, *, slots: int, seed: int) -> None:
         """The run starts."""
+        self._has_begun = True
         self._record(
             Begin(
                 seconds=self._seconds(),
@@ -54,6 +104,10 @@ class Journal:
                 seed=seed,
             )
         )
+
+    def resumed(self, version: int) -> None:
+        """The run goes on from a checkpoint."""
+        self._record(Resume(seconds=self._seconds(), round=self.round, version=version))
 
     def handed_over(self, version: int) -> None:
         """The engine has new weights."""
@@ -156,7 +210,7 @@ class Journal:
         )
 
     def updated(self, batch: TrainBatch, *, closed: Sequence[int]) -> None:
-        """The weights were updated."""
+        """The trainer was given a batch."""
         now = self._seconds()
         self._record(
             Update(

@@ -2,7 +2,8 @@
 
 A round: hand over new weights, renew what they made stale, feed the engine and let it write until
 the controller says harvest, put unfinished work back, train, and yield each update batch.
-Whenever a batch is yielded nothing runs, so the buffer can be saved there.
+Whenever a batch is yielded nothing runs, so buffer and journal can be saved there. A loop made of
+what was saved finishes the round that was cut, and then goes on: it trains on the same batches.
 """
 
 from __future__ import annotations
@@ -36,17 +37,27 @@ class Loop:
     def run(self) -> Iterator[TrainBatch]:
         """Train until the prompts are used up, yielding each batch after its update."""
         buffer, journal = self.buffer, self.journal
-        journal.began(self.controller.schedule, slots=self.engine.slots, seed=self.seed)
+        if journal.is_resumed:
+            yield from self._resume()
+        else:
+            journal.began(self.controller.schedule, slots=self.engine.slots, seed=self.seed)
         while buffer.oldest_open_group is not None or not self.prompts.is_exhausted:
             before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
             self._hand_over()
             self._roll_out()
-            for keys in self.controller.batches(buffer):
-                yield self._train(keys)
+            yield from self._train_ready()
             if before == (buffer.num_trained, buffer.num_waiting, journal.engine_decoded):
                 raise BufferStateError(f"round {journal.round} moved nothing; the run would hang")
             journal.round += 1
         journal.ended(buffer)
+
+    def _resume(self) -> Iterator[TrainBatch]:
+        """Finish the round that was cut; the scorer is a new one and has to be told."""
+        self.journal.resumed(self.trainer.version)
+        for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
+            self.scorer.submit(ready)
+        yield from self._train_ready()
+        self.journal.round += 1
 
     def _hand_over(self) -> None:
         if self.engine.version != self.trainer.version:
@@ -109,6 +120,10 @@ class Loop:
         for before, after in zip(waited, started, strict=True):
             running += 1
             self.journal.started(before, after, running=running)
+
+    def _train_ready(self) -> Iterator[TrainBatch]:
+        for keys in self.controller.batches(self.buffer):
+            yield self._train(keys)
 
     def _train(self, keys: list[Key]) -> TrainBatch:
         self.journal.mark()

@@ -76,7 +76,11 @@ class Trainer(Protocol):
         """Number of updates behind the weights."""
 
     def update(self, batch: TrainBatch) -> None:
-        """Make one policy update; the version goes up by one."""
+        """Train on the batch; the version goes up by one if the weights changed.
+
+        They stay as they are where the gradient is not finite, or where answers are held back
+        until they fill a batch. The batch counts as trained either way.
+        """
 
     def weights(self) -> Weights:
         """The present weights, for the engine."""

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import itemgetter
 from textwrap import wrap
 
-from sortedrl.events import Event, Finish, Harvest, Interrupt, Load, Renew, Start, Update
+from sortedrl.events import Event, Finish, Harvest, Interrupt, Load, Renew, Resume, Start, Update
 from sortedrl.report.lanes import Bar, Lanes
 from sortedrl.types import Key
 
@@ -60,6 +60,7 @@ class _Narrator:
         }
         self._seen: set[Key] = set()
         self._ready: list[Key] = []
+        self._num_updates = 0
 
     def clauses(self) -> Iterator[tuple[float, str]]:
         """The second and the words of each clause."""
@@ -87,6 +88,8 @@ class _Narrator:
                 yield f"harvest {self._names(self._ready)}" if self._ready else "harvest nothing"
             elif isinstance(event, Update):
                 yield self._tell_update(event)
+            elif isinstance(event, Resume):
+                yield f"go on from the checkpoint after update {self._num_updates}"
 
     def _tell_starts(self, starts: list[Start]) -> Iterator[str]:
         fresh: list[Key] = []
@@ -139,7 +142,8 @@ class _Narrator:
         keys = [(trained.prompt, trained.sample) for trained in event.trained]
         self._ready = [key for key in self._ready if key not in keys]
         lengths = _tokens([trained.tokens for trained in event.trained])
-        words = f"update {event.version + 1} trains {self._names(keys)} with {lengths}"
+        self._num_updates += 1
+        words = f"update {self._num_updates} trains {self._names(keys)} with {lengths}"
         oldest = max((trained.staleness_max for trained in event.trained), default=0)
         if oldest:
             words += f", the oldest {oldest} update{'s' if oldest > 1 else ''} old"

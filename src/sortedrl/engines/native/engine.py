@@ -24,7 +24,6 @@ from sortedrl.engines.native.cpu import CpuRunner
 from sortedrl.engines.native.driver import Driver
 from sortedrl.engines.native.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.native.intake import Intake, Tokenizer
-from sortedrl.engines.native.loading import load_model, load_tokenizer
 from sortedrl.engines.native.memory import CacheSize, cache_size
 from sortedrl.engines.native.planner import Piece, Plan, Planner
 from sortedrl.engines.native.probe import probe, refuse_other_numbers
@@ -32,6 +31,7 @@ from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome, Sampling
 from sortedrl.engines.native.weights import checked_weights, copy_weights
 from sortedrl.errors import ModelError, RequestError
+from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.types import Step, Trajectory, Weights
 
 _LOGITS_BYTES = 1 << 30

@@ -1,14 +1,23 @@
-"""A model and its tokenizer from a name, a folder or a GGUF file."""
+"""A model and its tokenizer: from the hub, a folder, a GGUF file, or made from the spec `tiny`.
+
+Nothing here pads, and a tokenizer without a pad token or a chat template is as good as any.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
 from sortedrl.errors import ModelError
+from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
+
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
+    ) from error
 
 _GIB = 1 << 30
 
@@ -19,11 +28,7 @@ def load_model(
     """A causal language model, on the GPU in bf16 or on the CPU in fp32 unless told otherwise."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    folder, gguf = _folder_and_gguf(name)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=kind)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
+    model = _in_memory(name, kind)
     _refuse_too_big(model, where)
     torch.nn.Module.to(model, where)
     loaded: PreTrainedModel = model.eval()
@@ -32,7 +37,10 @@ def load_model(
 
 def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
     """The tokenizer that belongs to a model."""
-    folder, gguf = _folder_and_gguf(name)
+    if is_tiny(str(name)):
+        tiny_settings(str(name))  # a spec that is wrong is refused here as well
+        return tiny_tokenizer()
+    folder, gguf = folder_and_gguf(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
     except (OSError, ValueError) as error:
@@ -42,7 +50,23 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
     return tokenizer
 
 
-def _folder_and_gguf(name: str | Path) -> tuple[str, str | None]:
+def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    if is_tiny(str(name)):
+        made = tiny_model(tiny_settings(str(name)))
+        torch.nn.Module.to(made, dtype)
+        return made
+    folder, gguf = folder_and_gguf(name)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf, dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
+    return model
+
+
+def folder_and_gguf(name: str | Path) -> tuple[str, str | None]:
+    """A name as transformers takes it: the folder or hub name, and the GGUF file in it."""
     path = Path(name)
     return (str(path.parent), path.name) if path.suffix == ".gguf" else (str(name), None)
 

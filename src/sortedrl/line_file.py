@@ -1,0 +1,101 @@
+"""A file that grows line by line, and can be cut back to a length it once had.
+
+Only whole lines count: a last line without its newline belongs to a run that was killed or is
+still writing, and readers leave it out. A run that is resumed cuts its files to the lengths they
+had at the checkpoint, so what was written after it is written again, once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from sortedrl.errors import DataError
+
+
+class LineFile:
+    """Appends lines to a file."""
+
+    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        self._path = path
+        try:
+            if keep_bytes:
+                _cut(path, keep_bytes)
+            self._file: IO[bytes] = path.open("ab" if keep_bytes else "wb")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its newline; it may stay in memory for a while."""
+        try:
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def flush(self) -> None:
+        """Let other programs see every line so far."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def sync(self) -> int:
+        """Push every line so far to the disk, and give the length of the file in bytes."""
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refusal(error) from error
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: OSError) -> DataError:
+        return DataError(
+            self._path,
+            f"cannot be written ({error.strerror}); check the path and the room on the disk",
+        )
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The whole lines of a file, each with its number; a torn last one is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(path, f"not UTF-8 text ({error.reason})", line=number) from error
+            yield number, text
+
+
+def _cut(path: Path, keep_bytes: int) -> None:
+    """Cut the file to its first bytes, which must be whole lines."""
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError as error:
+        raise DataError(
+            path,
+            f"must hold the first {keep_bytes} bytes of the run to resume, but is missing; "
+            "put it back beside the checkpoint, or start a new run in another folder",
+        ) from error
+    with file:
+        found = file.seek(0, os.SEEK_END)
+        file.seek(keep_bytes - 1)
+        if found < keep_bytes or file.read(1) != b"\n":
+            raise DataError(
+                path,
+                f"must hold {keep_bytes} bytes of whole lines for this checkpoint, found {found} "
+                "bytes or other lines; it belongs to another run or was changed: put the right "
+                "one back, or start a new run in another folder",
+            )
+        file.truncate(keep_bytes)

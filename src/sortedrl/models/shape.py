@@ -1,0 +1,116 @@
+"""The sizes of a model, known without its weights.
+
+A hub name or a folder is asked for its config, a GGUF file for its header, and the spec `tiny`
+for itself; parameters are counted on a model that has no memory behind it, so they are exact.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sortedrl.errors import ModelError
+from sortedrl.models.tiny import is_tiny, tiny_config, tiny_settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What memory and speed depend on."""
+
+    name: str
+    parameters: int
+    """Numbers in all weights; tied ones count once."""
+    layers: int
+    hidden: int
+    """Width of the residual stream."""
+    inner: int
+    """Width inside the feed-forward part of a layer."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    """Tokens of prompt and answer together that the model was made for."""
+    is_tied: bool
+    """Whether the output layer is the embedding."""
+    linear_width: int
+    """Inputs and outputs of all linear layers but the output layer, added up: the numbers that
+    an adapter of rank 1 has."""
+
+    @property
+    def output_parameters(self) -> int:
+        """Numbers of the output layer that are its own."""
+        return 0 if self.is_tied else self.vocabulary * self.hidden
+
+    def cache_token_bytes(self, number_bytes: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * number_bytes
+
+
+def shape_of(name: str | Path) -> Shape:
+    """The shape of a model: a hub name, a folder, a GGUF file or `tiny`."""
+    if is_tiny(str(name)):
+        return shape_of_config(tiny_config(tiny_settings(str(name))), name=str(name))
+    from transformers import AutoConfig
+
+    from sortedrl.models.loading import folder_and_gguf
+
+    folder, gguf = folder_and_gguf(name)
+    try:
+        # Left out rather than None: a config keeps what it is given.
+        config = (
+            AutoConfig.from_pretrained(folder)
+            if gguf is None
+            else AutoConfig.from_pretrained(folder, gguf_file=gguf)
+        )
+    except (OSError, ValueError, struct.error) as error:
+        raise ModelError(
+            f"the sizes of {name} cannot be read: {_first_line(error)}; give the folder of a model "
+            "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
+        ) from error
+    return shape_of_config(config, name=str(name))
+
+
+def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
+    """The shape that a transformers config describes."""
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ModelError(f"{name} is no causal language model: {_first_line(error)}") from error
+    values = config.get_text_config().to_dict()
+    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    missing = [key for key in (*needed, "max_position_embeddings") if key not in values]
+    if missing:
+        raise ModelError(f"the config of {name} must name {', '.join(missing)}, and does not")
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    output = model.get_output_embeddings()
+    return Shape(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=values["num_hidden_layers"],
+        hidden=hidden,
+        inner=values.get("intermediate_size") or 4 * hidden,
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or hidden // heads,
+        vocabulary=values["vocab_size"],
+        context=values["max_position_embeddings"],
+        is_tied=output.weight is model.get_input_embeddings().weight,
+        linear_width=sum(
+            layer.in_features + layer.out_features
+            for layer in model.modules()
+            if isinstance(layer, nn.Linear) and layer is not output
+        ),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,8 @@
+"""What a run will need and take, worked out before any weights are loaded.
+
+cards       what hardware can do
+memory      a run -> bytes, part by part
+advice      bytes that do not fit -> changes that do
+prediction  a run -> rounds, updates, bubble, goodput and hours, from the simulator
+page        all of it as lines for people, and as JSON
+"""

@@ -1,0 +1,136 @@
+"""What one device can do, and what a model's shape then costs on it.
+
+The arithmetic is that of the simulator's machines. What differs from their data sheets: launching
+the kernels of a step costs the same for every layer, matrices narrower than `full_width` reach a
+share of the speed of wide ones, and the weights are shared, so handing them over takes no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.models.shape import Shape
+from sortedrl.simulate.costs import Costs, Machine
+
+# Weight, master, gradient and both moments are read and all but the gradient written.
+_OPTIMISER_BYTES = 34
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One device, as it performs."""
+
+    text: str
+    memory_bytes: int | None
+    """`None`: what the machine has."""
+    bandwidth: float
+    """Bytes per second from its memory."""
+    flops: float
+    """Operations per second that wide matrices reach."""
+    layer_seconds: float
+    """Launching the kernels of one layer of a decode step."""
+    sequence_seconds: float
+    """Sampling and bookkeeping for one running sequence."""
+    full_width: int = 1
+    """Hidden width from which on matrices reach `flops`."""
+    decode_flops: float | None = None
+    """Where decoding is bound by compute: operations per second of its narrow products."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether weights are kept in 16 bits on it."""
+        return self.decode_flops is None
+
+    def costs(self, shape: Shape, *, number_bytes: int) -> Costs:
+        """The constants of the simulator for a model on it."""
+        narrow = 0.0 if self.decode_flops is None else 2 * shape.parameters / self.decode_flops
+        costs = Machine(
+            parameters=shape.parameters,
+            weight_bytes_per_parameter=number_bytes,
+            cache_bytes_per_token=shape.cache_token_bytes(number_bytes),
+            bandwidth=self.bandwidth,
+            flops=self.flops * min(1.0, shape.hidden / self.full_width),
+            overhead_seconds=self.layer_seconds * shape.layers,
+            sequence_seconds=self.sequence_seconds + narrow,
+        ).costs()
+        optimiser = _OPTIMISER_BYTES * shape.parameters / self.bandwidth
+        return replace(costs, hand_over_seconds=0.0, update_seconds=optimiser)
+
+
+def h200() -> Card:
+    """One H200: the constants of the native engine's benchmark on it.
+
+    62 us per layer and 2 us per sequence give 51,800 tokens/s for the shape of Qwen2.5-1.5B with
+    256 slots and 1,088 tokens of context each (measured: 50,200), and 91,000 for SmolLM2-135M
+    with 320 tokens of context (measured: 106,000).
+    """
+    return Card(
+        text="NVIDIA H200, 141 GB (near measured numbers)",
+        memory_bytes=143_771 << 20,
+        bandwidth=4.23e12,
+        flops=500e12,
+        layer_seconds=62e-6,
+        sequence_seconds=2e-6,
+        full_width=1440,
+    )
+
+
+def h100() -> Card:
+    """One H100 with 80 GB: as the H200, with 3.35 TB/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA H100, 80 GB (arithmetic, not measured)",
+        memory_bytes=81_559 << 20,
+        bandwidth=3.35e12,
+    )
+
+
+def a100() -> Card:
+    """One A100 with 80 GB: 2.04 TB/s, 200 of 312 TFLOP/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA A100, 80 GB (arithmetic, not measured)",
+        memory_bytes=81_920 << 20,
+        bandwidth=2.04e12,
+        flops=200e12,
+    )
+
+
+def rtx_4090() -> Card:
+    """One RTX 4090: 1.0 TB/s, 90 of 165 TFLOP/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA RTX 4090, 24 GB (arithmetic, not measured)",
+        memory_bytes=24_564 << 20,
+        bandwidth=1.0e12,
+        flops=90e12,
+    )
+
+
+def cpu() -> Card:
+    """Two CPU cores in fp32: the simulator's laptop, with 30 GFLOP/s in decoding.
+
+    0.7 ms per layer make a step of 6 ms for one row of a model with 6.5 M parameters and 6 layers
+    (measured: 6 ms). With 32 slots it gives 1,650 tokens/s for that model (measured with the tail
+    of a batch included, when slots stand empty: 1,250) and 151 for 88 M (measured: 154 to 204).
+    """
+    return Card(
+        text="two CPU cores (near measured numbers)",
+        memory_bytes=None,
+        bandwidth=20e9,
+        flops=60e9,
+        layer_seconds=0.7e-3,
+        sequence_seconds=0.0,
+        decode_flops=30e9,
+    )
+
+
+CARDS = {"h100": h100, "h200": h200, "a100": a100, "rtx-4090": rtx_4090, "cpu": cpu}
+
+
+def card_named(name: str) -> Card:
+    """The card of that name."""
+    if name not in CARDS:
+        raise ConfigError(unknown_name("hardware", name, CARDS))
+    return CARDS[name]()

@@ -1,0 +1,1 @@
+"""Whole runs: the loop with its evaluations, checkpoints, logs and the ways it ends."""

@@ -1,0 +1,1 @@
+"""Station 7: update batches become new weights; the only home of gradients."""

@@ -1,0 +1,171 @@
+"""Rewards become advantages, one per token; and the critic's targets.
+
+Everything is computed in float64 and given back in float32. Values that are all equal give
+advantages of exactly 0, and so does an answer without siblings where siblings are compared.
+Formulas: docs/algorithms.md.
+
+Axes: N answers, T answer tokens of all of them together, V any values, G their groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.answers import Answers
+
+SPREAD_FLOOR = 1e-6
+"""Added to a standard deviation that something is divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """How much better each token did than expected, and what the critic should have expected."""
+
+    advantages_T: Tensor
+    returns_T: Tensor | None
+    """`None` without a critic."""
+
+
+def estimate(
+    answers: Answers,
+    algorithm: Algorithm,
+    *,
+    max_tokens: int,
+    kl_T: Tensor | None = None,
+    values_T: Tensor | None = None,
+) -> Advantages:
+    """The advantages of an update's answers, all of which must be there at once.
+
+    `kl_T` estimates the divergence from the reference and is used where it belongs to the reward;
+    `values_T` is the critic's value of the state before each token, for ppo.
+    """
+    rewards_N = answers.rewards_N.double()
+    if algorithm.overlong_tokens is not None:
+        rewards_N = overlong_shaped(
+            rewards_N,
+            answers.lengths_N,
+            max_tokens=max_tokens,
+            overlong_tokens=algorithm.overlong_tokens,
+            penalty=algorithm.overlong_penalty,
+        )
+    rewards_T = _token_rewards(answers, algorithm, rewards_N=rewards_N, kl_T=kl_T)
+    if algorithm.has_critic:
+        assert values_T is not None, f"{algorithm.name} needs the critic's values"
+        return _with_critic(answers, algorithm, rewards_T=rewards_T, values_T=values_T.double())
+    if algorithm.needs_siblings:
+        advantages_T = _among_siblings(answers, algorithm, rewards_T=rewards_T)
+    else:
+        returns_T = _sums_to_the_end(rewards_T, answers, discount=1.0)
+        advantages_T = _whitened(returns_T)
+    return Advantages(advantages_T.float(), None)
+
+
+def overlong_shaped(
+    rewards_N: Tensor, lengths_N: Tensor, *, max_tokens: int, overlong_tokens: int, penalty: float
+) -> Tensor:
+    """Rewards less what answers lose that come within `overlong_tokens` of the limit."""
+    excess_N = lengths_N.double() - (max_tokens - overlong_tokens)
+    return rewards_N - penalty * (excess_N / overlong_tokens).clamp(0, 1)
+
+
+def informative(answers: Answers) -> Tensor:
+    """For each answer, whether the rewards of its prompt differ, as they are before any shaping."""
+    groups_N = answers.prompts_N.unique(return_inverse=True)[1]
+    return _range(answers.rewards_N, groups_N)[groups_N] > 0
+
+
+def _token_rewards(
+    answers: Answers, algorithm: Algorithm, *, rewards_N: Tensor, kl_T: Tensor | None
+) -> Tensor:
+    """An answer's reward at its last token, less what divergence costs at every token."""
+    rewards_T = torch.zeros(answers.num_tokens, dtype=torch.float64)
+    rewards_T[answers.ends_N] = rewards_N
+    if algorithm.kl > 0 and algorithm.used_kl_place == "reward":
+        assert kl_T is not None, "a divergence in the reward must be estimated first"
+        rewards_T -= algorithm.kl * kl_T.double()
+    return rewards_T
+
+
+def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor) -> Tensor:
+    """Each answer's whole reward compared with those of the other answers to its prompt."""
+    rewards_N = torch.zeros(len(answers), dtype=torch.float64)
+    rewards_N.index_add_(0, answers.owners_T, rewards_T)
+    groups_N = answers.prompts_N.unique(return_inverse=True)[1]
+    sizes_N = groups_N.bincount()[groups_N]
+    centred_N, spreads_N = _centred(rewards_N, groups_N)
+    if algorithm.name in ("grpo", "dapo"):
+        centred_N = centred_N / (spreads_N + SPREAD_FLOOR)
+    elif algorithm.name == "rloo":
+        centred_N = centred_N * sizes_N / (sizes_N - 1).clamp(min=1)
+    advantages_T = centred_N.repeat_interleave(answers.lengths_N)
+    if algorithm.name == "reinforce_pp_baseline":
+        has_siblings_T = (sizes_N > 1).repeat_interleave(answers.lengths_N)
+        advantages_T[has_siblings_T] = _whitened(advantages_T[has_siblings_T])
+    return advantages_T
+
+
+def _with_critic(
+    answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor, values_T: Tensor
+) -> Advantages:
+    """Generalised advantage estimation; after the last token there is nothing to come."""
+    next_values_T = values_T.roll(-1)
+    next_values_T[answers.ends_N] = 0.0
+    surprises_T = rewards_T + algorithm.discount * next_values_T - values_T
+    discount = algorithm.discount * algorithm.gae_lambda
+    advantages_T = _sums_to_the_end(surprises_T, answers, discount=discount)
+    returns_T = advantages_T + values_T
+    return Advantages(_whitened(advantages_T).float(), returns_T.float())
+
+
+def _sums_to_the_end(values_T: Tensor, answers: Answers, *, discount: float) -> Tensor:
+    """Each token's value and those after it in its answer, each step discounted.
+
+    Every pass doubles how far the sums reach, so an answer of L tokens takes log2(L) passes.
+    """
+    owners_T, sums_T = answers.owners_T, values_T
+    reach, longest = 1, int(answers.lengths_N.max())
+    while reach < longest:
+        is_same = owners_T[reach:] == owners_T[:-reach]
+        later = torch.where(is_same, sums_T[reach:], 0.0) * discount**reach
+        sums_T = torch.cat((sums_T[:-reach] + later, sums_T[-reach:]))
+        reach *= 2
+    return sums_T
+
+
+def _whitened(values_V: Tensor) -> Tensor:
+    """Values less their mean, over their standard deviation (n - 1)."""
+    if len(values_V) < 2:
+        return torch.zeros_like(values_V)
+    # Above the lowest value, so that equal values are exactly 0 and not rounding errors.
+    above_V = values_V - values_V.min()
+    return (above_V - above_V.mean()) / (above_V.std() + SPREAD_FLOOR)
+
+
+def _centred(values_V: Tensor, groups_V: Tensor) -> tuple[Tensor, Tensor]:
+    """Values less the mean of their group, and the standard deviation (n - 1) of their group.
+
+    As in `_whitened`, means are taken above the lowest value.
+    """
+    sizes_G = groups_V.bincount()
+    zeros_G = torch.zeros(len(sizes_G), dtype=values_V.dtype)
+    above_V = values_V - _lowest(values_V, groups_V)[groups_V]
+    means_G = zeros_G.index_add(0, groups_V, above_V) / sizes_G
+    centred_V = above_V - means_G[groups_V]
+    variances_G = zeros_G.index_add(0, groups_V, centred_V**2) / (sizes_G - 1).clamp(min=1)
+    return centred_V, variances_G.sqrt()[groups_V]
+
+
+def _lowest(values_V: Tensor, groups_V: Tensor) -> Tensor:
+    size = len(groups_V.bincount())
+    start_G = torch.full((size,), math.inf, dtype=values_V.dtype)
+    return start_G.scatter_reduce(0, groups_V, values_V, "amin")
+
+
+def _range(values_V: Tensor, groups_V: Tensor) -> Tensor:
+    """Highest less lowest value of each group."""
+    return -_lowest(-values_V, groups_V) - _lowest(values_V, groups_V)

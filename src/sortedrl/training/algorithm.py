@@ -1,0 +1,177 @@
+"""The algorithm of an update: one name, and the few numbers it leaves open.
+
+A field left at `None` takes the value that belongs to the name; the properties `used_*` give
+what holds in the end. Formulas: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from sortedrl.config import require
+from sortedrl.errors import unknown_name
+
+AlgorithmName = Literal[
+    "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo"
+]
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlace = Literal["reward", "loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nature:
+    """What belongs to the name of an algorithm."""
+
+    aggregation: Aggregation
+    kl_place: KlPlace
+    kl_estimator: KlEstimator
+    needs_siblings: bool
+
+
+_NATURES = MappingProxyType(
+    {
+        "reinforce_pp": _Nature("token_mean", "reward", "k1", False),
+        "reinforce_pp_baseline": _Nature("token_mean", "loss", "k2", True),
+        "grpo": _Nature("sequence_mean", "loss", "k3", True),
+        "dr_grpo": _Nature("constant", "loss", "k3", True),
+        "rloo": _Nature("constant", "reward", "k1", True),
+        "dapo": _Nature("token_mean", "loss", "k3", True),
+        "ppo": _Nature("token_mean", "reward", "k1", False),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """How rewards become advantages, and advantages a loss."""
+
+    name: AlgorithmName = "reinforce_pp"
+    """reinforce_pp: rewards normalised over the batch (REINFORCE++).
+    reinforce_pp_baseline: less the mean of the prompt's answers, then normalised over the batch.
+    grpo: less the mean of the prompt's answers, over their standard deviation.
+    dr_grpo: less the mean only, summed over tokens and divided by a constant.
+    rloo: less the mean of the prompt's other answers.
+    dapo: grpo with a higher upper clip, prompts without variance left out, token mean.
+    ppo: a critic and generalised advantage estimation."""
+    clip: float = 0.2
+    """How far the probability ratio of a token may fall or rise before its gradient stops."""
+    clip_high: float | None = None
+    """How far it may rise, if not as far as it may fall; dapo has 0.28."""
+    dual_clip: float | None = None
+    """For a negative advantage, the ratio at which the loss stops to grow, such as 3."""
+    aggregation: Aggregation | None = None
+    """How token losses are joined. token_mean: all tokens alike. sequence_mean: the mean of each
+    answer, then the mean of the answers. constant: the sum over answers times engine.max_tokens.
+    By default what belongs to the algorithm."""
+    kl: float = 0.0
+    """Weight of the divergence from the model the run began with; 0 keeps no reference model."""
+    kl_estimator: KlEstimator | None = None
+    """k1: log ratio. k2: half its square. k3: ratio - 1 - log ratio, never negative."""
+    kl_place: KlPlace | None = None
+    """Where the divergence enters: into the reward of every token, or into the loss."""
+    entropy: float = 0.0
+    """Weight of the policy's entropy in the loss; positive keeps it curious."""
+    discount: float = 1.0
+    """ppo: what a reward one token later is worth."""
+    gae_lambda: float = 1.0
+    """ppo: 1 trusts rewards only, 0 trusts the critic only."""
+    value_clip: float | None = 0.2
+    """ppo: how far the critic's estimate may move from the old one before its gradient stops."""
+    drop_equal: bool | None = None
+    """Leave out prompts whose answers all have the same reward, and hold the others until an
+    update batch is full (dynamic sampling); dapo does."""
+    overlong_tokens: int | None = None
+    """Answers that come this close to engine.max_tokens lose reward, linearly, up to
+    overlong_penalty at the limit (DAPO's overlong shaping)."""
+    overlong_penalty: float = 1.0
+    """What an answer at the limit loses."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name, kind, names in (
+            (self.name, "algorithm", get_args(AlgorithmName)),
+            (self.aggregation, "aggregation", get_args(Aggregation)),
+            (self.kl_estimator, "kl estimator", get_args(KlEstimator)),
+            (self.kl_place, "kl place", get_args(KlPlace)),
+        ):
+            require(name is None or name in names, unknown_name(kind, str(name), names))
+        self._check_loss()
+        self._check_rewards()
+
+    def _check_loss(self) -> None:
+        require(0 < self.clip < 1, f"algorithm.clip must lie in (0, 1), got {self.clip}")
+        require(
+            self.clip_high is None or 0 < self.clip_high < math.inf,
+            f"algorithm.clip_high must be positive, got {self.clip_high}",
+        )
+        require(
+            self.dual_clip is None or 1 + self.used_clip_high < self.dual_clip < math.inf,
+            f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.used_clip_high}, "
+            f"got {self.dual_clip}",
+        )
+        require(0 <= self.kl < math.inf, f"algorithm.kl must be 0 or more, got {self.kl}")
+        require(
+            math.isfinite(self.entropy), f"algorithm.entropy must be finite, got {self.entropy}"
+        )
+        require(
+            self.value_clip is None or 0 < self.value_clip < math.inf,
+            f"algorithm.value_clip must be positive, got {self.value_clip}; leave it out for none",
+        )
+
+    def _check_rewards(self) -> None:
+        for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
+            require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
+        require(
+            not self.drop_equal or self.needs_siblings,
+            f"algorithm.drop_equal compares the answers to a prompt, got it with {self.name!r}; "
+            "take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
+        )
+        require(
+            self.overlong_tokens is None or self.overlong_tokens >= 1,
+            f"algorithm.overlong_tokens must be at least 1, got {self.overlong_tokens}",
+        )
+        require(
+            0 <= self.overlong_penalty < math.inf,
+            f"algorithm.overlong_penalty must be 0 or more, got {self.overlong_penalty}",
+        )
+
+    @property
+    def needs_siblings(self) -> bool:
+        """Whether an answer is compared with the other answers to its prompt."""
+        return _NATURES[self.name].needs_siblings
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are estimated by a second model."""
+        return self.name == "ppo"
+
+    @property
+    def used_clip_high(self) -> float:
+        """How far a ratio may rise."""
+        if self.clip_high is not None:
+            return self.clip_high
+        return 0.28 if self.name == "dapo" else self.clip
+
+    @property
+    def used_aggregation(self) -> Aggregation:
+        """How token losses are joined."""
+        return self.aggregation or _NATURES[self.name].aggregation
+
+    @property
+    def used_kl_estimator(self) -> KlEstimator:
+        """How the divergence is estimated."""
+        return self.kl_estimator or _NATURES[self.name].kl_estimator
+
+    @property
+    def used_kl_place(self) -> KlPlace:
+        """Where the divergence enters."""
+        return self.kl_place or _NATURES[self.name].kl_place
+
+    @property
+    def drops_equal(self) -> bool:
+        """Whether prompts without variance are left out."""
+        return self.name == "dapo" if self.drop_equal is None else self.drop_equal

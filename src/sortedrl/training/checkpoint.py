@@ -1,0 +1,268 @@
+"""One checkpoint: a folder that is there as a whole or not at all.
+
+    update-000120/
+      model/                   a Hugging Face folder: weights, config, tokenizer
+      optimiser.safetensors    tensors by name; a critic has such files too
+      buffer.bin               answers begun and not yet trained on
+      state.json               counters, and everything small
+      manifest.json            what this is; the size and the checksum of every other file
+
+It is written beside its place under the name `update-000120.partial`, to the disk, the manifest
+last, and then renamed. So what has its final name is complete, and older ones are never touched.
+Only safetensors, JSON and our own buffer files are read; a folder with a pickle is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sortedrl.errors import CheckpointError
+from sortedrl.whole_file import write_whole
+
+PARTIAL = ".partial"
+_REPLACED = ".replaced"
+_MANIFEST = "manifest.json"
+_FORMAT = "sortedrl-checkpoint"
+_VERSION = 1
+_USE_ANOTHER = "use another checkpoint"
+_PICKLES = frozenset({".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+_ADVICE = {
+    errno.ENOSPC: "free space there, or lower saving.keep_last, and resume",
+    errno.EDQUOT: "free space within your quota, or lower saving.keep_last, and resume",
+    errno.EACCES: "make the folder writable or choose another one, and resume",
+    errno.EPERM: "make the folder writable or choose another one, and resume",
+    errno.EROFS: "choose a folder on a disk that can be written to, and resume",
+}
+
+
+def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None = None) -> None:
+    """Let `write` fill a folder, and give it its name once all of it is on the disk.
+
+    `previous` is the checkpoint that stands if this one fails, to be named in the error.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        settle(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        _seal(partial)
+        _put_in_place(partial, folder)
+    except Exception as error:
+        # safetensors and tokenizers raise kinds of their own when a disk is full.
+        if not isinstance(error, OSError) and _number_in(error) is None:
+            raise
+        raise CheckpointError(_why_not_saved(folder, error, previous)) from error
+    finally:
+        # A full disk gets its space back.
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def settle(folder: Path) -> None:
+    """Finish or undo a replacement in the middle of which the process was killed."""
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if not replaced.exists():
+        return
+    try:
+        if folder.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{replaced}: cannot be put in order ({error.strerror}); make {folder.parent} writable"
+        ) from error
+
+
+def inspect(folder: Path) -> dict[str, str]:
+    """The checksum of every file, if all are there in their sizes: `verify` without reading them.
+
+    Raises `CheckpointError` naming the file that is missing or too short, or what is foreign.
+    """
+    checksums = {}
+    for name, (size, checksum) in _read_manifest(folder).items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: missing ({error.strerror}); {_USE_ANOTHER}") from error
+        if found != size:
+            raise CheckpointError(
+                f"{path}: must hold {size} bytes, got {found}: truncated; {_USE_ANOTHER}"
+            )
+        checksums[name] = checksum
+    _refuse_pickles(folder)
+    return checksums
+
+
+def verify(folder: Path) -> None:
+    """Read every file; `CheckpointError` naming the one that is missing, truncated or damaged."""
+    for name, checksum in inspect(folder).items():
+        path = folder / name
+        try:
+            found = _checksum(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); {_USE_ANOTHER}"
+            ) from error
+        if found != checksum:
+            raise CheckpointError(f"{path}: checksum differs: damaged; {_USE_ANOTHER}")
+
+
+def write_tensors(folder: Path, name: str, *, tensors: Mapping[str, Tensor]) -> None:
+    """Write `<name>.safetensors`, for use inside `save`."""
+    whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+    save_file(whole, folder / f"{name}.safetensors")
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of `<name>.safetensors`, on the CPU."""
+    path = _listed(folder, f"{name}.safetensors")
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); {_USE_ANOTHER}") from error
+
+
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write `state.json`, for use inside `save`."""
+    (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Counters, and everything small."""
+    return _read_object(_listed(folder, "state.json"))
+
+
+def _seal(folder: Path) -> None:
+    """Bring every file to the disk, and write down what there is."""
+    _refuse_pickles(folder)
+    files = {}
+    for path in _files(folder):
+        _to_disk(path)
+        files[path.relative_to(folder).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": _checksum(path),
+        }
+    manifest = {"format": _FORMAT, "version": _VERSION, "files": files}
+    write_whole(folder / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    for inner in sorted(path for path in folder.rglob("*") if path.is_dir()):
+        _to_disk(inner)
+    _to_disk(folder)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Rename; a folder that had the name (of an abandoned future of the run) gives way."""
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    _to_disk(folder.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return iter(sorted(path for path in folder.rglob("*") if path.is_file()))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _refuse_pickles(folder: Path) -> None:
+    for path in _files(folder):
+        # Files of ours with this ending lie at the top; PyTorch's pickles would lie in model/.
+        is_foreign_bin = path.suffix == ".bin" and path.parent != folder
+        if path.suffix in _PICKLES or is_foreign_bin:
+            raise CheckpointError(
+                f"{path}: a checkpoint must hold no pickle, which could run foreign code; "
+                "remove the file if you know where it comes from"
+            )
+
+
+def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: not a complete checkpoint of ours (it has no {_MANIFEST}); check the path"
+        )
+    manifest = _read_object(path)
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path}: format must be {_FORMAT!r}, got {manifest.get('format')!r}: written by "
+            "another program; check the path"
+        )
+    if manifest.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path}: version must be {_VERSION}, got {manifest.get('version')!r}; "
+            "update sortedrl or use another checkpoint"
+        )
+    try:
+        files = {n: (int(f["size"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged ({error!r}); {_USE_ANOTHER}") from error
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path}: names {name!r}, which lies outside; {_USE_ANOTHER}")
+    return files
+
+
+def _listed(folder: Path, name: str) -> Path:
+    if name not in _read_manifest(folder):
+        raise CheckpointError(
+            f"{folder}: has no {name}; it was saved by a run with other settings, resume with those"
+        )
+    return folder / name
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); {_USE_ANOTHER}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object; {_USE_ANOTHER}")
+    return value
+
+
+def _why_not_saved(folder: Path, error: Exception, previous: Path | None) -> str:
+    number = _number_in(error)
+    reason = os.strerror(number) if number is not None else str(error)
+    advice = _ADVICE.get(number or 0, "see to it, and resume")
+    stands = (
+        f"the last complete checkpoint {previous.name} stands"
+        if previous is not None
+        else "there is no complete checkpoint yet"
+    )
+    return f"{folder}: the checkpoint cannot be saved: {reason}; {stands}; {advice}"
+
+
+def _number_in(error: Exception) -> int | None:
+    """The errno of an error, in whose message libraries written in Rust have it."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None

@@ -1,0 +1,101 @@
+"""The critic of PPO: a second model that says what an unfinished answer is worth.
+
+It begins as a copy of the policy with a value head of zeros, so at first every state is worth 0.
+
+Axes: T answer tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sortedrl.training.answers import Answers
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.losses import value_losses
+from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.packing import TokenSequence
+from sortedrl.training.passes import mini_batches, passes_over
+
+
+class Critic(nn.Module):
+    """Values of the states before each answer token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the model over as its trunk; its output layer is not used."""
+        super().__init__()
+        self.trunk = model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._packed = PackedModel(model)
+
+    def values(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`values_T`, in fp32."""
+        hidden_TD = self._packed.hidden(sequences)
+        values_T1: Tensor = self.head(hidden_TD.float())
+        return values_T1[:, 0]
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The parameters that values depend on."""
+        output = self.trunk.get_output_embeddings()
+        assert isinstance(output, nn.Linear), "transformers' causal models end in a linear layer"
+        is_tied = output.weight is self.trunk.get_input_embeddings().weight
+        unused = set() if is_tied else {id(parameter) for parameter in output.parameters()}
+        return {name: p for name, p in self.named_parameters() if id(p) not in unused}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it."""
+        return {name: parameter.detach() for name, parameter in self.learned().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what a checkpoint holds."""
+        for name, parameter in self.learned().items():
+            parameter.copy_(tensors[name])
+
+
+class CriticTrainer:
+    """Moves the critic towards the returns of an update's answers."""
+
+    def __init__(
+        self, critic: Critic, optimiser: Optimiser, *, settings: Optimisation, budget: int
+    ) -> None:
+        """Passes have at most `budget` tokens."""
+        self.critic = critic
+        self.optimiser = optimiser
+        self._settings = settings
+        self._budget = budget
+
+    def train(
+        self,
+        answers: Answers,
+        sequences: Sequence[TokenSequence],
+        *,
+        old_values_T: Tensor,
+        returns_T: Tensor,
+        clip: float | None,
+        seed: int,
+    ) -> float:
+        """Make the steps of one update; gives the mean loss before each of them."""
+        steps, epochs = self._settings.steps, self._settings.epochs
+        losses = []
+        for chosen in mini_batches(len(answers), steps=steps, epochs=epochs, seed=seed):
+            weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
+            total = torch.zeros((), device=returns_T.device)
+            for one in passes_over(chosen, answers, sequences, budget=self._budget).passes:
+                places = one.places.to(returns_T.device)
+                values_T = self.critic.values([sequences[answer] for answer in one.answers])
+                losses_T = value_losses(
+                    values_T, old_values_T[places], returns_T[places], clip=clip
+                )
+                part = losses_T.sum() * weight
+                part.backward()
+                total += part.detach()
+            self.optimiser.step()
+            losses.append(float(total))
+        return sum(losses) / len(losses)

@@ -1,0 +1,164 @@
+"""The forward pass of training: packed sequences in, log-probabilities of their answers out.
+
+The sequences are laid end to end in one row without padding; only the places that predict a token
+of an answer go through the output layer. What comes out does not depend on what was packed
+together.
+
+Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sortedrl.errors import ModelError, RequestError
+from sortedrl.training.logprobs import token_logprobs
+from sortedrl.training.packed_attention import Row, packed_attention, refuse_unpackable
+from sortedrl.training.packing import TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the model says of the answer tokens, answer after answer."""
+
+    logprobs_T: Tensor
+    entropies_T: Tensor | None
+
+
+class PackedModel:
+    """A Hugging Face causal language model that reads packed sequences.
+
+    The model itself is left as it is. Gradient checkpointing and adapters may be switched on and
+    off at any time, except on the output layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+        """Refuse a model whose log-probabilities would come out wrong."""
+        self.model = model
+        self.temperature = temperature
+        refuse_unpackable(model)
+        _probe(self)
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The layer that makes the logits."""
+        layer = self.model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            raise ModelError(
+                f"the output layer of {type(self.model).__name__} must be a plain linear layer, "
+                f"got {type(layer).__name__}; load the model with AutoModelForCausalLM, and put no "
+                "adapter on its output layer"
+            )
+        return layer
+
+    def logprobs(self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False) -> Scored:
+        """The log-probability of every answer token, and the entropy where it was drawn."""
+        layer = self.output_layer
+        targets_T = torch.tensor(
+            [token for sequence in sequences for token in sequence.answer],
+            device=self.model.device,
+        )
+        logprobs_T, entropies_T = token_logprobs(
+            self.hidden(sequences),
+            layer.weight,
+            targets_T,
+            bias_V=layer.bias,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+        )
+        return Scored(logprobs_T, entropies_T)
+
+    def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """The states from which the answer tokens are predicted, `[T, D]`."""
+        _refuse_unreadable(sequences)
+        tokens: list[int] = []
+        keep: list[int] = []
+        for sequence in sequences:
+            keep += range(len(tokens) + len(sequence.prompt) - 1, len(tokens) + sequence.num_rows)
+            tokens += [*sequence.prompt, *sequence.answer[:-1]]
+        device = self.model.device
+        row = Row.of([sequence.num_rows for sequence in sequences], device=device)
+        positions_R = torch.cat([torch.arange(length) for length in row.lengths])
+        with packed_attention(self.model):
+            output: Any = self.model.base_model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=positions_R[None].to(device),
+                use_cache=False,
+                row=row,
+            )
+        hidden_RD: Tensor = output.last_hidden_state[0]
+        if len(keep) == len(hidden_RD):
+            return hidden_RD
+        return hidden_RD.index_select(0, torch.tensor(keep, device=device))
+
+
+def _refuse_unreadable(sequences: Sequence[TokenSequence]) -> None:
+    if not sequences:
+        raise RequestError("at least one sequence must be given to the model, got none")
+    for number, sequence in enumerate(sequences):
+        if not sequence.prompt or not sequence.answer:
+            raise RequestError(
+                "a sequence must have a token before its answer, and an answer: sequence "
+                f"{number} has {len(sequence.prompt)} prompt and {len(sequence.answer)} answer "
+                "tokens; begin prompts with the tokenizer's first token, and leave out empty "
+                "answers"
+            )
+
+
+@torch.no_grad()
+def _probe(packed: PackedModel) -> None:
+    """Compare with the model's own way from tokens to logits, on a handful of tokens.
+
+    What goes into the output layer must be what we put into it, and what leaves it must be what
+    leaves the model: numbers that no model makes are put there, so that any scaling or capping
+    of logits shows, however small the model's own are.
+    """
+    layer, model = packed.output_layer, packed.model
+    vocabulary = len(layer.weight)
+    ramp_V = torch.linspace(-99, 99, vocabulary, device=model.device).to(layer.weight.dtype)
+    entered: list[Tensor] = []
+
+    def replace(_: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> Tensor:
+        entered.append(inputs[0][0])
+        return ramp_V.expand_as(logits)
+
+    texts = [[(7 * k + 3 * n) % vocabulary for k in range(5 + 2 * n)] for n in range(3)]
+    was_training = [module for module in model.modules() if module.training]
+    hook = layer.register_forward_hook(replace)
+    try:
+        for module in was_training:
+            module.training = False
+        same = all(
+            torch.equal(
+                model(input_ids=torch.tensor([text], device=model.device), use_cache=False)
+                .logits[0]
+                .to(ramp_V.dtype),
+                ramp_V.expand(len(text), -1),
+            )
+            for text in texts
+        )
+        ours_TD = packed.hidden([TokenSequence(text[:1], [*text[1:], 0]) for text in texts])
+    finally:
+        hook.remove()
+        for module in was_training:
+            module.training = True
+    name = type(model).__name__
+    if not same:
+        raise ModelError(
+            f"{name} changes its logits after the output layer (capped or scaled), which training "
+            "does not know; train another model"
+        )
+    theirs_TD = torch.cat(entered).float()
+    gap = (ours_TD.float() - theirs_TD).norm() / theirs_TD.norm()
+    allowed = 1e-3 if layer.weight.dtype == torch.float32 else 0.1
+    if not gap <= allowed:
+        raise ModelError(
+            f"{name} does not read packed sequences as it reads them one by one: its hidden states "
+            f"must agree to {allowed:g}, they differ by {gap:.2g}; train another model"
+        )

@@ -1,0 +1,185 @@
+"""The loss of an update: token losses, and the weights that join them.
+
+The weights follow from the lengths of an optimiser step's answers alone, so the loss of the step
+is the sum of its parts, in whatever packing they come. Formulas: docs/algorithms.md.
+
+Axes: N answers, T answer tokens, of a whole optimiser step or of a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sortedrl.training.algorithm import Aggregation, Algorithm, KlEstimator
+from sortedrl.training.ratios import LARGEST_LOG_RATIO, bounded_ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """The policy's loss of each token, and where its gradient has stopped."""
+
+    loss_T: Tensor
+    is_clipped_low_T: Tensor
+    """Discouraged, and already less likely by the clip."""
+    is_clipped_high_T: Tensor
+    """Encouraged, and already more likely by the clip."""
+    is_dual_clipped_T: Tensor
+    """Discouraged, and more likely by the dual clip."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLosses]) -> TokenLosses:
+        """Those of several parts, one after the other."""
+        return cls(
+            loss_T=torch.cat([part.loss_T for part in parts]),
+            is_clipped_low_T=torch.cat([part.is_clipped_low_T for part in parts]),
+            is_clipped_high_T=torch.cat([part.is_clipped_high_T for part in parts]),
+            is_dual_clipped_T=torch.cat([part.is_dual_clipped_T for part in parts]),
+        )
+
+    def detached(self) -> TokenLosses:
+        """The same numbers without the graph behind them."""
+        return TokenLosses(
+            loss_T=self.loss_T.detach(),
+            is_clipped_low_T=self.is_clipped_low_T,
+            is_clipped_high_T=self.is_clipped_high_T,
+            is_dual_clipped_T=self.is_dual_clipped_T,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What the loss knows of its tokens before the weights are trained; nothing has a gradient."""
+
+    advantages_T: Tensor
+    anchor_T: Tensor
+    """The log-probabilities that the clipped ratio is taken against: those of the proximal policy,
+    or of the behaviour policy where `correction.ratio` says so."""
+    corrections_T: Tensor
+    """From `correction_weights`."""
+    weights_T: Tensor
+    """From `aggregation_weights`."""
+    reference_T: Tensor | None = None
+    """Log-probabilities under the reference, where the divergence belongs to the loss."""
+
+    def part(self, places: slice | Tensor) -> LossInputs:
+        """The tokens at some places, in their order."""
+        return LossInputs(
+            advantages_T=self.advantages_T[places],
+            anchor_T=self.anchor_T[places],
+            corrections_T=self.corrections_T[places],
+            weights_T=self.weights_T[places],
+            reference_T=None if self.reference_T is None else self.reference_T[places],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The loss of a part of an optimiser step; over all parts, `total` adds up to the whole."""
+
+    total: Tensor
+    """The one with a gradient."""
+    policy: Tensor
+    kl: Tensor | None
+    """Before its weight in the loss; `None` where it does not belong to the loss."""
+    entropy: Tensor | None
+    """Before its weight in the loss; `None` where it is not computed."""
+    tokens: TokenLosses
+
+
+def loss(
+    current_T: Tensor,
+    inputs: LossInputs,
+    *,
+    algorithm: Algorithm,
+    entropy_T: Tensor | None = None,
+) -> Loss:
+    """The loss of tokens whose log-probabilities under the weights being trained are given."""
+    tokens = policy_losses(current_T, inputs.anchor_T, inputs.advantages_T, algorithm=algorithm)
+    policy = (inputs.weights_T * inputs.corrections_T * tokens.loss_T).sum()
+    total, kl, entropy = policy, None, None
+    if algorithm.kl > 0 and algorithm.used_kl_place == "loss":
+        assert inputs.reference_T is not None, "a divergence in the loss needs the reference"
+        kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.used_kl_estimator)
+        kl = (inputs.weights_T * kl_T).sum()
+        total = total + algorithm.kl * kl
+    if entropy_T is not None:
+        entropy = (inputs.weights_T * entropy_T).sum()
+    if algorithm.entropy != 0:
+        assert entropy is not None, "an entropy in the loss must be computed"
+        total = total - algorithm.entropy * entropy
+    return Loss(
+        total=total,
+        policy=policy.detach(),
+        kl=None if kl is None else kl.detach(),
+        entropy=None if entropy is None else entropy.detach(),
+        tokens=tokens.detached(),
+    )
+
+
+def policy_losses(
+    current_T: Tensor, proximal_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm
+) -> TokenLosses:
+    """The clipped policy loss of each token.
+
+    A token's gradient stops where its probability has moved far enough the way its advantage
+    points; the other way it goes on, for a negative advantage up to the dual clip.
+    """
+    ratios_T = bounded_ratios(current_T, proximal_T)
+    lowest, highest = 1 - algorithm.clip, 1 + algorithm.used_clip_high
+    is_low_T = (advantages_T < 0) & (ratios_T < lowest)
+    is_high_T = (advantages_T > 0) & (ratios_T > highest)
+    loss_T = -advantages_T * ratios_T
+    loss_T = torch.where(is_low_T, -advantages_T * lowest, loss_T)
+    loss_T = torch.where(is_high_T, -advantages_T * highest, loss_T)
+    is_dual_T = torch.zeros_like(is_low_T)
+    if algorithm.dual_clip is not None:
+        is_dual_T = (advantages_T < 0) & (ratios_T > algorithm.dual_clip)
+        loss_T = torch.where(is_dual_T, -advantages_T * algorithm.dual_clip, loss_T)
+    return TokenLosses(
+        loss_T=loss_T,
+        is_clipped_low_T=is_low_T,
+        is_clipped_high_T=is_high_T,
+        is_dual_clipped_T=is_dual_T,
+    )
+
+
+def kl_estimates(policy_T: Tensor, reference_T: Tensor, estimator: KlEstimator) -> Tensor:
+    """An estimate of KL(policy || reference) at each token that the policy sampled."""
+    logs_T = policy_T - reference_T
+    if estimator == "k1":
+        return logs_T
+    if estimator == "k2":
+        return logs_T**2 / 2
+    inverse_T = (-logs_T).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return inverse_T.expm1() - inverse_T
+
+
+def value_losses(
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None
+) -> Tensor:
+    """The critic's loss of each token: half the squared error, the worse of moved and clipped."""
+    losses_T = (values_T - returns_T) ** 2 / 2
+    if clip is None:
+        return losses_T
+    clipped_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
+    return torch.maximum(losses_T, (clipped_T - returns_T) ** 2 / 2)
+
+
+def aggregation_weights(lengths_N: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
+    """The weight of each token in the loss of an optimiser step on answers of these lengths.
+
+    A token that a correction leaves out contributes nothing and still counts in the denominator:
+    otherwise the remaining tokens would weigh more the more there is to correct.
+    """
+    lengths_N = lengths_N.double()
+    if aggregation == "token_mean":
+        weights_N = (1 / lengths_N.sum()).expand(len(lengths_N))
+    elif aggregation == "sequence_mean":
+        weights_N = 1 / (len(lengths_N) * lengths_N)
+    else:
+        weights_N = torch.full_like(lengths_N, 1 / (len(lengths_N) * max_tokens))
+    return weights_N.repeat_interleave(lengths_N.long()).float()

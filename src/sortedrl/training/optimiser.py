@@ -1,0 +1,249 @@
+"""AdamW over the trainable weights, in 32 bits even where the weights have 16.
+
+The weights that the model computes with are changed in place, because the engine shares them.
+
+    gradients -> norm -> finite? -- no --> gradients dropped, nothing else changes
+                            |
+                           yes -> clip -> AdamW on 32-bit weights -> copied to the 16-bit ones
+
+Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 or not at all. So
+16-bit weights have a 32-bit master, which gradients are added up in and AdamW works on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from sortedrl.config import require
+from sortedrl.errors import CheckpointError, ModelError
+from sortedrl.training.optimisation import Optimisation, learning_rate_at
+
+_HALF = (torch.bfloat16, torch.float16)
+_FULL = (torch.float32, torch.float64)
+_MOMENTS = MappingProxyType({"first_moment": "exp_avg", "second_moment": "exp_avg_sq"})
+_FOREIGN = "(is it of another model or in another precision? resume with the settings of its run)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What became of one optimiser step."""
+
+    grad_norm: float
+    """The norm of all gradients together, before clipping."""
+    learning_rate: float
+    """The learning rate of the step."""
+    is_applied: bool
+    """Whether the weights were changed; not if a gradient was infinite or no number."""
+
+
+class Optimiser:
+    """Collects the gradients of backward passes and turns them into steps."""
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, Parameter],
+        settings: Optimisation,
+        *,
+        total_steps: int | None,
+    ) -> None:
+        """Take on the parameters that require a gradient; `total_steps` are those of the run."""
+        require(
+            settings.schedule == "constant" or total_steps is not None,
+            f"optimiser.schedule {settings.schedule!r} needs to know the number of steps of the "
+            "run, got none; limit the run or set the schedule to 'constant'",
+        )
+        self._settings = settings
+        self._total_steps = total_steps
+        self._num_steps = 0
+        self._parameters = {n: p for n, p in named_parameters.items() if p.requires_grad}
+        _check_parameters(self._parameters)
+        self._masters = {
+            name: Parameter(p.detach().float()) if p.dtype in _HALF else p
+            for name, p in self._parameters.items()
+        }
+        self._adam = _adam(list(self._masters.values()), settings)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_adds_to(self._masters[name]))
+            for name, parameter in self._half_parameters().items()
+        ]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were applied."""
+        return self._num_steps
+
+    def step(self) -> StepOutcome:
+        """Change the weights by the gradients collected since the last step, and drop these.
+
+        Gradients that are not finite change nothing, not even the count of steps.
+        """
+        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        norm = get_total_norm(gradients)
+        grad_norm = norm.item()
+        rate = learning_rate_at(
+            self._num_steps, settings=self._settings, total_steps=self._total_steps
+        )
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            if self._settings.max_norm is not None:
+                clip_grads_with_norm_(self._masters.values(), self._settings.max_norm, norm)
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+            self._copy_masters()
+            self._num_steps += 1
+        self.zero_grad()
+        return StepOutcome(grad_norm=grad_norm, learning_rate=rate, is_applied=is_finite)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients collected since the last step."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            self._masters[name].grad = None
+
+    def close(self) -> None:
+        """Let go of the parameters, so that another optimiser can take them on."""
+        self.zero_grad()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and JSON values: with the weights, all that further steps depend on.
+
+        The tensors are the living ones: save them before the next step.
+        """
+        steps = {name: int(self._adam.state[p]["step"]) for name, p in self._masters.items()}
+        return self._tensors(), {"num_steps": self._num_steps, "parameter_steps": steps}
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; nothing is changed unless all of it fits.
+
+        16-bit weights are set from their masters; 32-bit weights are the model's own business.
+        """
+        own = self._tensors()
+        _check_tensors(own, tensors)
+        num_steps, parameter_steps = _checked_counts(values, names=self._masters)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+            for name, master in self._masters.items():
+                self._adam.state[master]["step"].fill_(parameter_steps[name])
+        self._copy_masters()
+        self._num_steps = num_steps
+        self.zero_grad()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {
+            f"{moment}.{name}": self._adam.state[master][key]
+            for moment, key in _MOMENTS.items()
+            for name, master in self._masters.items()
+        }
+        masters = {f"master.{n}": self._masters[n].detach() for n in self._half_parameters()}
+        return tensors | masters
+
+    def _half_parameters(self) -> dict[str, Parameter]:
+        return {n: p for n, p in self._parameters.items() if p is not self._masters[n]}
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        for name, parameter in self._half_parameters().items():
+            parameter.copy_(self._masters[name])
+
+
+def _adam(parameters: list[Parameter], settings: Optimisation) -> torch.optim.AdamW:
+    """AdamW with all its memory taken now, so that what does not fit fails at the start."""
+    is_fused = all(parameter.is_cuda for parameter in parameters)
+    adam = torch.optim.AdamW(
+        [
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": settings.weight_decay,
+            },
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=is_fused,
+        foreach=False,
+    )
+    for parameter in parameters:
+        device = parameter.device if is_fused else None
+        adam.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return adam
+
+
+def _adds_to(master: Parameter) -> Callable[[Tensor], None]:
+    """A hook that moves the gradient of a 16-bit weight to its master, adding in 32 bits."""
+
+    @torch.no_grad()
+    def add(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad += gradient
+        parameter.grad = None
+
+    return add
+
+
+def _check_parameters(parameters: Mapping[str, Parameter]) -> None:
+    if not parameters:
+        raise ModelError("the model must have weights to train, got none that require a gradient")
+    assert len({id(p) for p in parameters.values()}) == len(parameters), "a parameter came twice"
+    for name, parameter in parameters.items():
+        if parameter.dtype not in _HALF + _FULL:
+            raise ModelError(
+                f"weights must be real numbers of at least 16 bits to be trained, got {name} in "
+                f"{parameter.dtype}; load the model in float32 or bfloat16"
+            )
+
+
+def _check_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    for name in sorted(own.keys() | given.keys()):
+        if name not in given:
+            raise CheckpointError(f"the saved optimiser must hold {name!r} {_FOREIGN}")
+        if name not in own:
+            raise CheckpointError(f"the saved optimiser holds an unknown {name!r} {_FOREIGN}")
+        expected, found = _kind(own[name]), _kind(given[name])
+        if expected != found:
+            raise CheckpointError(
+                f"{name!r} of the saved optimiser must be {expected}, got {found} {_FOREIGN}"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _checked_counts(
+    values: Mapping[str, Any], *, names: Mapping[str, object]
+) -> tuple[int, dict[str, int]]:
+    num_steps = values.get("num_steps")
+    counts = values.get("parameter_steps")
+    if not isinstance(num_steps, int) or not isinstance(counts, dict):
+        raise CheckpointError(
+            "the saved optimiser must give num_steps and parameter_steps, got "
+            f"{sorted(values)}; use an older checkpoint"
+        )
+    for name in sorted(names.keys() | counts.keys()):
+        if name not in names or not isinstance(counts.get(name), int):
+            raise CheckpointError(f"parameter_steps differ in {name!r} {_FOREIGN}")
+    return num_steps, counts

@@ -1,0 +1,216 @@
+"""Attention over a packed row: every sequence sees its own past and nothing of its neighbours.
+
+The model stays as it is: its attention is exchanged through transformers' attention interface
+while a packed row goes through it, also when gradient checkpointing runs a layer once more in the
+backward pass, and is put back afterwards. Dropout is off meanwhile, as it is in rollout: otherwise
+the ratio of new to old probabilities would be noise.
+
+Axes: R tokens of the row, H query heads, K key/value heads, D head dimension, L tokens of one
+sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sortedrl.errors import ModelError
+
+_NAME = "sortedrl_packed"
+# This argument came later than the function; before it, keys and values must be repeated.
+_VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where the sequences of a packed row begin and end."""
+
+    lengths: tuple[int, ...]
+    bounds: Tensor
+    """0 and the end of each sequence, int32, on the device of the model."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, device: torch.device) -> Row:
+        """The row of sequences of these lengths."""
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), bounds.to(device))
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model with packed attention and without dropout; as it was, afterwards."""
+    config = model.config.get_text_config()
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    layers: list[Any] = [m for m in model.modules() if _is_checkpointed(m)]
+    checkpoints = [layer._gradient_checkpointing_func for layer in layers]
+
+    def packed_again(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpoint function whose layer is packed also when the backward pass repeats it."""
+
+        def checkpointed(layer: Callable[..., Any], *inputs: object) -> Any:  # noqa: ANN401
+            def packed(*inputs: object) -> Any:  # noqa: ANN401
+                with _switched(config, dropouts):
+                    return layer(*inputs)
+
+            return checkpoint(packed, *inputs)
+
+        return checkpointed
+
+    try:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = packed_again(checkpoint)
+        with _switched(config, dropouts):
+            yield
+    finally:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = checkpoint
+
+
+@contextmanager
+def _switched(config: Any, dropouts: Sequence[nn.Module]) -> Iterator[None]:  # noqa: ANN401
+    before = config._attn_implementation
+    training = [dropout for dropout in dropouts if dropout.training]
+    config._attn_implementation = _NAME
+    try:
+        for dropout in training:
+            dropout.training = False
+        yield
+    finally:
+        config._attn_implementation = before
+        for dropout in training:
+            dropout.training = True
+
+
+def refuse_unpackable(model: PreTrainedModel) -> None:
+    """Raise `ModelError` if sequences packed in one row would not be independent."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if not model._supports_attention_backend:
+        raise ModelError(
+            f"the attention of {name} cannot be exchanged in transformers, so sequences cannot be "
+            "packed; train another model"
+        )
+    values = config.to_dict()
+    kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(
+            f"training packs sequences, which layers of kind {', '.join(sorted(kinds))} do not "
+            f"allow, and {name} has such; train another model"
+        )
+    ropes = values.get("rope_parameters") or {}
+    for rope in [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ModelError(
+                f"{name} turns its positions by {rope['rope_type']!r}, which depends on the "
+                "longest sequence beside it; set another rope_type in its config, or train "
+                "another model"
+            )
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return (
+        isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+        and module.training
+    )
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row: Row,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Packed attention, as transformers calls it: `[1, heads, R, D]` in, `[1, R, H, D]` out."""
+    if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
+        raise ModelError(
+            f"{type(module).__name__} uses an attention that packed training does not have "
+            "(capped scores, sinks or values of another size than the keys); train another model"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = _by_kernel if query.is_cuda and query.dtype in _HALF else _one_by_one
+    return attend(query, key, value, row, scale=scale, window=sliding_window), None
+
+
+# No mask is registered under this name, so transformers makes none.
+AttentionInterface.register(_NAME, _attend)
+
+
+def _by_kernel(
+    q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
+) -> Tensor:
+    """One flash kernel over all sequences."""
+    shared: dict[str, Any] = {"enable_gqa": True} if _VARLEN_SHARES_HEADS else {}
+    if not _VARLEN_SHARES_HEADS:
+        k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)
+    longest = max(row.lengths)
+    attended_RHD = varlen_attn(
+        q_1HRD[0].transpose(0, 1),
+        k_1KRD[0].transpose(0, 1),
+        v_1KRD[0].transpose(0, 1),
+        row.bounds,
+        row.bounds,
+        longest,
+        longest,
+        scale=scale,
+        # transformers counts the token itself, the kernel only those to its left.
+        window_size=(-1 if window is None else window - 1, 0),
+        **shared,
+    )
+    assert isinstance(attended_RHD, Tensor)
+    return attended_RHD[None]
+
+
+def _one_by_one(
+    q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
+) -> Tensor:
+    """Each sequence by itself; on the CPU as fast as a batch of equal lengths."""
+    if q_1HRD.is_cuda:
+        # The kernels for float32 do not share heads, and without a kernel scores take L x L.
+        k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)
+    # Splitting, not slicing: the gradient of slices would be a full row for each of them.
+    parts = (tensor.split(row.lengths, dim=2) for tensor in (q_1HRD, k_1KRD, v_1KRD))
+    attended = []
+    for q_1HLD, k_1KLD, v_1KLD in zip(*parts, strict=True):
+        length = q_1HLD.shape[2]
+        near_LL = None
+        if window is not None and window < length:
+            near_LL = q_1HLD.new_ones(length, length, dtype=torch.bool).tril()
+            near_LL = near_LL.triu(1 - window)
+        attended_1HLD = scaled_dot_product_attention(
+            q_1HLD,
+            k_1KLD,
+            v_1KLD,
+            attn_mask=near_LL,
+            is_causal=near_LL is None,
+            scale=scale,
+            enable_gqa=q_1HLD.shape[1] != k_1KLD.shape[1],
+        )
+        attended.append(attended_1HLD.transpose(1, 2))
+    return torch.cat(attended, dim=1)
+
+
+def _repeated(x_1KRD: Tensor, q_1HRD: Tensor) -> Tensor:
+    """Keys or values, once for every query head that reads them."""
+    return x_1KRD.repeat_interleave(q_1HRD.shape[1] // x_1KRD.shape[1], dim=1)

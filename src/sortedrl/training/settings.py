@@ -1,0 +1,183 @@
+"""Every knob of a training run, checked before anything heavy is loaded.
+
+One file, one tree: the keys of `config.toml` are the fields here, section by section.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.data.settings import DataSettings
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.trackers import Tracking
+from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.correction import Correction
+from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.saving import Saving
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """How answers are drawn to train on."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; the update sees the same probabilities."""
+    cache_gib: float | None = None
+    """Memory of the engine's cache; by default most of the free GPU memory that the update
+    leaves, or a quarter of the RAM."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.temperature > 0,
+            f"rollout.temperature must be positive, got {self.temperature}; "
+            "answers without chance teach nothing",
+        )
+        require(
+            self.cache_gib is None or self.cache_gib > 0,
+            f"rollout.cache_gib must be positive, got {self.cache_gib}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSettings:
+    """How an update goes through its answers: packed, without padding."""
+
+    tokens: int = 16384
+    """Tokens, prompts included, of one pass forward and backward; fewer need less memory."""
+    gradient_checkpointing: bool = False
+    """Compute the layers twice and keep less: more memory for a third more time."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self.tokens >= 1, f"passes.tokens must be at least 1, got {self.tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters in place of full training (peft)."""
+
+    rank: int | None = None
+    """Rank of the adapters; by default none, and all weights are trained."""
+    alpha: int = 32
+    """Their scale, over the rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """The layers that get one, by the end of their names; all-linear for all but the output."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.rank is None or self.rank >= 1,
+            f"lora.rank must be at least 1, got {self.rank}; leave it out for no adapters",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodicEvaluation:
+    """What the model is asked now and then, and when it is good enough."""
+
+    tasks: tuple[str, ...] = ()
+    """Held-out tasks, such as knights_knaves:people=3-7,split=test,count=200."""
+    every: int = 50
+    """Updates between two evaluations; there is one before the first update and one at the end."""
+    samples: int = 1
+    """Answers per prompt."""
+    temperature: float | None = None
+    """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
+    limit: int | None = None
+    """Only the first rows of every task."""
+    target: float | None = None
+    """Stop as soon as the mean score over the tasks has come this far."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self.every >= 1, f"evaluation.every must be at least 1, got {self.every}")
+        require(
+            self.target is None or bool(self.tasks),
+            f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """A training run."""
+
+    model: str = "tiny"
+    """A hub name, a folder, a GGUF file, or tiny: a small model made from nothing."""
+    task: str = "knights_knaves:people=3-5,count=4096,style=compact"
+    """What it is trained on: a task (sortedrl data --help), a file of rows, or a hub name."""
+    out: Path = Path("runs/train")
+    """The folder of the run: config, events, metrics, checkpoints, the trained model."""
+    seed: int = 0
+    """Decides the order of prompts and every answer; the same seed gives the same run."""
+    epochs: int = 1
+    """Times the data is gone through."""
+    max_updates: int | None = None
+    """Stop after so many updates."""
+    max_prompt_tokens: int | None = None
+    """Leave out longer prompts; by default those that leave no room in the model's context."""
+    folder: Path | None = None
+    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    reward: str | None = None
+    """A reward in place of the task's own: my_module:my_function or my_file.py:..."""
+    reward_options: tuple[str, ...] = ()
+    """Keyword arguments of the reward, written name=value."""
+    device: str | None = None
+    """cuda, cpu, ...; by default the GPU if there is one."""
+    precision: Precision = "auto"
+    """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
+    16-bit weights are rounded from fp32 masters, which the optimiser works on."""
+    schedule: Schedule = field(default_factory=Schedule)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    rollout: Rollout = field(default_factory=Rollout)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    correction: Correction = field(default_factory=Correction)
+    optimiser: Optimisation = field(default_factory=Optimisation)
+    passes: PassSettings = field(default_factory=PassSettings)
+    lora: Lora = field(default_factory=Lora)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    evaluation: PeriodicEvaluation = field(default_factory=PeriodicEvaluation)
+    saving: Saving = field(default_factory=Saving)
+    tracking: Tracking = field(default_factory=Tracking)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work together."""
+        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
+        require(
+            self.max_updates is None or self.max_updates >= 1,
+            f"max_updates must be at least 1, got {self.max_updates}",
+        )
+        name = self.algorithm.name
+        require(
+            not self.algorithm.needs_siblings or self.schedule.samples_per_prompt >= 2,
+            f"algorithm {name!r} compares the answers to a prompt, so schedule.samples_per_prompt "
+            f"must be at least 2, got {self.schedule.samples_per_prompt}",
+        )
+        require(
+            not self.algorithm.needs_siblings or self.schedule.harvest_unit == "prompt",
+            f"algorithm {name!r} compares the answers to a prompt, so schedule.harvest_unit must "
+            f"be 'prompt', got {self.schedule.harvest_unit!r}",
+        )
+        overlong = self.algorithm.overlong_tokens
+        require(
+            overlong is None or overlong <= self.engine.max_tokens,
+            f"algorithm.overlong_tokens must be at most engine.max_tokens "
+            f"({self.engine.max_tokens}), got {overlong}",
+        )
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """Whether tokens of older weights are trained on."""
+        return self.schedule.staleness_bound != 0
+
+    def updates_expected(self, *, num_rows: int) -> int:
+        """About how many updates the run has; the learning-rate schedule is stretched to it."""
+        answers = num_rows * self.epochs * self.schedule.samples_per_prompt
+        whole = max(1, answers // self.schedule.update_batch)
+        return whole if self.max_updates is None else min(whole, self.max_updates)

@@ -1,0 +1,308 @@
+"""One policy update from one batch of answers, in packed passes without padding.
+
+    answers -> (log-probabilities before, reference, values) -> advantages
+            -> for each mini-batch: passes forward and backward, then one optimiser step
+
+An answer is gone through whole in one pass, and each token has its weight in the loss before the
+first pass begins, so how answers are packed into passes changes nothing but rounding.
+
+Axes: N answers, T answer tokens of all of them together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sortedrl.errors import TrainingError
+from sortedrl.randomness import mix
+from sortedrl.training.advantages import estimate, informative
+from sortedrl.training.answers import Answers, trainable
+from sortedrl.training.critic import CriticTrainer
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.losses import (
+    LossInputs,
+    TokenLosses,
+    aggregation_weights,
+    kl_estimates,
+    loss,
+)
+from sortedrl.training.optimiser import Optimiser, StepOutcome
+from sortedrl.training.packing import TokenSequence
+from sortedrl.training.passes import mini_batches, of_all, passes_over
+from sortedrl.training.ratios import correction_weights
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.statistics import UpdateRecord, update_statistics
+from sortedrl.types import TrainBatch, Trajectory, Weights
+
+
+class Reference(Protocol):
+    """The policy that the run began with."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What is known of the answers before they are trained on; tensors on the model's device."""
+
+    answers: Answers
+    sequences: Sequence[TokenSequence]
+    behaviour_T: Tensor
+    advantages_T: Tensor
+    proximal_T: Tensor | None
+    """`None` where the first pass of the only step finds it by the way."""
+    reference_T: Tensor | None
+    values_T: Tensor | None
+    returns_T: Tensor | None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the passes leave behind for the statistics."""
+
+    current_T: Tensor
+    proximal_T: Tensor
+    entropy_T: Tensor
+    losses: list[TokenLosses]
+    fills: list[float]
+
+
+class PolicyTrainer:
+    """A `Trainer` whose weights are the engine's own: handing them over copies nothing."""
+
+    def __init__(
+        self,
+        policy: PackedModel,
+        optimiser: Optimiser,
+        *,
+        settings: TrainSettings,
+        reference: Reference | None = None,
+        critic: CriticTrainer | None = None,
+        version: int = 0,
+    ) -> None:
+        """Train the policy's model as the settings say."""
+        self.version = version
+        self.held: tuple[Trajectory, ...] = ()
+        self.num_bad = 0
+        self.last: Mapping[str, float] = {}
+        self.optimiser = optimiser
+        self.critic = critic
+        self._policy = policy
+        self._settings = settings
+        self._reference = reference
+        self._kind = settings.correction.used_kind(has_stale_tokens=settings.has_stale_tokens)
+
+    def weights(self) -> Weights:
+        """The present weights: only their version, as the engine has the tensors."""
+        return Weights(self.version)
+
+    def update(self, batch: TrainBatch) -> None:
+        """Make one policy update, unless too few answers have something to teach.
+
+        Where prompts without variance are left out, the others are held back until an update
+        batch of them is there; the weights have not changed meanwhile, so they are not staler.
+        """
+        trajectories = (*self.held, *trainable(batch))
+        self.held = ()
+        if self._settings.algorithm.drops_equal and trajectories:
+            chosen = informative(Answers.of(trajectories, version=self.version)).tolist()
+            pairs = zip(trajectories, chosen, strict=True)
+            trajectories = tuple(trajectory for trajectory, teaches in pairs if teaches)
+            if len(trajectories) < self._settings.schedule.update_batch:
+                self.held = trajectories
+                self.last = {"held": float(len(trajectories))}
+                return
+        self._train(trajectories)
+
+    def flush(self) -> bool:
+        """Train on what is held back, as there will be no more; whether there was anything."""
+        held, self.held = self.held, ()
+        if held:
+            self._train(held)
+        return bool(held)
+
+    def _train(self, trajectories: Sequence[Trajectory]) -> None:
+        if not trajectories:
+            self.last = {}
+            return
+        began = time.perf_counter()
+        prepared = self._prepare(trajectories)
+        seen = self._nothing_seen(prepared.answers.num_tokens)
+        settings, seed = self._settings.optimiser, mix(self._settings.seed, self.version)
+        outcomes = [
+            self._step(prepared, chosen, seen)
+            for chosen in mini_batches(
+                len(trajectories), steps=settings.steps, epochs=settings.epochs, seed=seed
+            )
+        ]
+        value_loss = self._train_critic(prepared, seed=seed)
+        applied = [outcome for _, outcome in outcomes if outcome.is_applied]
+        self.version += bool(applied)
+        self.num_bad = 0 if applied else self.num_bad + 1
+        self.last = {
+            **self._statistics(prepared, seen),
+            **value_loss,
+            "loss": sum(value for value, _ in outcomes) / len(outcomes),
+            "grad_norm": max(outcome.grad_norm for _, outcome in outcomes),
+            "learning_rate": outcomes[-1][1].learning_rate,
+            "skipped_steps": float(len(outcomes) - len(applied)),
+            "fill": sum(seen.fills) / len(seen.fills),
+            "update_seconds": time.perf_counter() - began,
+        }
+        self._refuse_ruin()
+
+    def _refuse_ruin(self) -> None:
+        most = self._settings.optimiser.max_bad_updates
+        if self.num_bad >= most:
+            raise TrainingError(
+                f"{most} updates in a row had a loss or a gradient that is not finite; they were "
+                "skipped, and the weights are those before them. Lower optimiser.learning_rate or "
+                "look at the rewards, then go on from the last checkpoint (--resume)"
+            )
+
+    def _prepare(self, trajectories: Sequence[Trajectory]) -> _Prepared:
+        algorithm, optimisation = self._settings.algorithm, self._settings.optimiser
+        device, budget = self._policy.model.device, self._settings.passes.tokens
+        answers = Answers.of(trajectories, version=self.version)
+        sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
+        in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+        reference_T = kl_T = proximal_T = values_T = None
+        if in_reward or optimisation.steps * optimisation.epochs > 1:
+            proximal_T = of_all(answers, sequences, self._policy_logprobs, budget=budget)
+        if self._reference is not None:
+            reference_T = of_all(answers, sequences, self._reference.logprobs, budget=budget)
+        if in_reward:
+            assert proximal_T is not None
+            assert reference_T is not None, "a divergence needs the reference"
+            kl_T = kl_estimates(proximal_T, reference_T, algorithm.used_kl_estimator).cpu()
+        if self.critic is not None:
+            values_T = of_all(answers, sequences, self.critic.critic.values, budget=budget)
+        found = estimate(
+            answers,
+            algorithm,
+            max_tokens=self._settings.engine.max_tokens,
+            kl_T=kl_T,
+            values_T=None if values_T is None else values_T.cpu(),
+        )
+        return _Prepared(
+            answers=answers,
+            sequences=sequences,
+            behaviour_T=answers.behaviour_T.to(device),
+            advantages_T=found.advantages_T.to(device),
+            proximal_T=proximal_T,
+            reference_T=reference_T,
+            values_T=values_T,
+            returns_T=None if found.returns_T is None else found.returns_T.to(device),
+        )
+
+    def _step(
+        self, prepared: _Prepared, chosen: Sequence[int], seen: _Seen
+    ) -> tuple[float, StepOutcome]:
+        """One optimiser step over the chosen answers; gives its loss and what came of it."""
+        settings, answers = self._settings, prepared.answers
+        weights_T = torch.zeros_like(prepared.behaviour_T)
+        weights_T[answers.places(chosen).to(weights_T.device)] = aggregation_weights(
+            answers.lengths_N[torch.tensor(list(chosen))],
+            settings.algorithm.used_aggregation,
+            max_tokens=settings.engine.max_tokens,
+        ).to(weights_T.device)
+        going = passes_over(chosen, answers, prepared.sequences, budget=settings.passes.tokens)
+        seen.fills.append(going.fill)
+        total = torch.zeros((), device=weights_T.device)
+        for one in going.passes:
+            total += self._pass(prepared, one.answers, one.places, weights_T, seen)
+        value = float(total)
+        if not math.isfinite(value):
+            self.optimiser.zero_grad()
+            return value, StepOutcome(grad_norm=math.nan, learning_rate=0.0, is_applied=False)
+        return value, self.optimiser.step()
+
+    def _pass(
+        self,
+        prepared: _Prepared,
+        members: Sequence[int],
+        places: Tensor,
+        weights_T: Tensor,
+        seen: _Seen,
+    ) -> Tensor:
+        """Forward and backward over some answers; gives their part of the step's loss."""
+        correction = self._settings.correction
+        at = places.to(weights_T.device)
+        scored = self._policy.logprobs(
+            [prepared.sequences[answer] for answer in members], with_entropy=True
+        )
+        current_T, entropy_T = scored.logprobs_T, scored.entropies_T
+        assert entropy_T is not None
+        before = prepared.proximal_T
+        proximal_T = current_T.detach() if before is None else before[at]
+        behaviour_T = prepared.behaviour_T[at]
+        reference_T = prepared.reference_T
+        inputs = LossInputs(
+            advantages_T=prepared.advantages_T[at],
+            anchor_T=proximal_T if correction.ratio == "proximal" else behaviour_T,
+            corrections_T=correction_weights(
+                behaviour_T,
+                proximal_T,
+                lengths_N=prepared.answers.lengths_N[torch.tensor(list(members))],
+                correction=correction,
+                kind=self._kind,
+            ),
+            weights_T=weights_T[at],
+            reference_T=None if reference_T is None else reference_T[at],
+        )
+        found = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
+        found.total.backward()
+        seen.current_T[at] = current_T.detach()
+        seen.proximal_T[at] = proximal_T
+        seen.entropy_T[at] = entropy_T.detach()
+        seen.losses.append(found.tokens)
+        return found.total.detach()
+
+    def _train_critic(self, prepared: _Prepared, *, seed: int) -> Mapping[str, float]:
+        if self.critic is None:
+            return {}
+        assert prepared.values_T is not None
+        assert prepared.returns_T is not None, "the critic learns from returns"
+        value_loss = self.critic.train(
+            prepared.answers,
+            prepared.sequences,
+            old_values_T=prepared.values_T,
+            returns_T=prepared.returns_T,
+            clip=self._settings.algorithm.value_clip,
+            seed=seed,
+        )
+        return {"value_loss": value_loss}
+
+    def _statistics(self, prepared: _Prepared, seen: _Seen) -> Mapping[str, float]:
+        reference_T, kl_T = prepared.reference_T, None
+        if reference_T is not None:
+            kind = self._settings.algorithm.used_kl_estimator
+            kl_T = kl_estimates(seen.proximal_T, reference_T, kind)
+        return update_statistics(
+            UpdateRecord(
+                answers=prepared.answers,
+                advantages_T=prepared.advantages_T,
+                proximal_T=seen.proximal_T,
+                current_T=seen.current_T,
+                correction=self._settings.correction,
+                kind=self._kind,
+                tokens=TokenLosses.joined(seen.losses),
+                kl_T=kl_T,
+                entropy_T=seen.entropy_T,
+            )
+        )
+
+    def _policy_logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        return self._policy.logprobs(sequences).logprobs_T
+
+    def _nothing_seen(self, num_tokens: int) -> _Seen:
+        blank = torch.zeros(num_tokens, device=self._policy.model.device)
+        return _Seen(blank, blank.clone(), blank.clone(), [], [])

@@ -1,0 +1,171 @@
+"""The log of a run on disk: written, cut, read back."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sortedrl.errors import DataError
+from sortedrl.events import (
+    Begin,
+    End,
+    EventFile,
+    Resume,
+    Update,
+    from_json,
+    read_events,
+    to_json,
+)
+from sortedrl.report.lanes import lanes
+from sortedrl.report.story import story
+from sortedrl.simulate.presets import six
+from worlds import run, simulations
+
+BEGIN = Begin(seconds=0.0, schedule="sorted/partial", slots=2, seed=0)
+RESUME = Resume(seconds=6.5, round=3, version=4)
+END = End(seconds=9.0, rounds=4, trained=6)
+
+
+def write(path, events, *, keep_bytes=None):
+    with closing(EventFile(path, keep_bytes=keep_bytes)) as file:
+        for event in events:
+            file(event)
+        return file.sync()
+
+
+@settings(max_examples=50)
+@given(simulations())
+def test_every_event_reads_back_as_it_was(simulation):
+    events = [*run(simulation).events, RESUME]
+    assert [from_json(to_json(event)) for event in events] == events
+
+
+def test_a_resume_is_one_line_with_seconds_round_and_version():
+    assert to_json(RESUME) == '{"event":"resume","seconds":6.5,"round":3,"version":4}'
+
+
+def test_a_new_file_takes_the_place_of_an_older_one(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, [BEGIN, RESUME])
+    write(path, [BEGIN])
+    assert list(read_events(path)) == [BEGIN]
+    write(path, [END], keep_bytes=0)
+    assert list(read_events(path)) == [END]
+
+
+def test_the_length_given_is_the_length_on_the_disk(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with closing(EventFile(path)) as file:
+        assert file.sync() == 0
+        file(BEGIN)
+        assert file.sync() == path.stat().st_size == len(to_json(BEGIN)) + 1
+    with closing(EventFile(path, keep_bytes=path.stat().st_size)) as file:
+        assert file.sync() == path.stat().st_size
+        file(RESUME)
+        assert file.sync() == path.stat().st_size == len(to_json(BEGIN) + to_json(RESUME)) + 2
+
+
+def test_a_file_that_is_kept_is_cut_to_the_checkpoint_and_goes_on_there(tmp_path):
+    path = tmp_path / "events.jsonl"
+    kept = write(path, [BEGIN])
+    write(path, [BEGIN, END, END])
+    path.write_bytes(path.read_bytes() + b'{"event":"upd')
+    write(path, [RESUME, END], keep_bytes=kept)
+    assert list(read_events(path)) == [BEGIN, RESUME, END]
+
+
+def test_a_file_that_is_missing_or_too_short_or_of_another_run_is_refused_unharmed(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with pytest.raises(DataError, match="is missing; put it back beside the checkpoint"):
+        EventFile(path, keep_bytes=10)
+    assert not path.exists()
+    length = write(path, [BEGIN])
+    before = path.read_bytes()
+    for keep_bytes in (length + 1, length - 1):
+        with pytest.raises(DataError, match=f"must hold {keep_bytes} bytes.*found {length}"):
+            EventFile(path, keep_bytes=keep_bytes)
+        assert path.read_bytes() == before
+
+
+def test_a_file_in_no_folder_is_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot be written"):
+        EventFile(tmp_path / "none" / "events.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_named():
+    file = EventFile(Path("/dev/full"))
+    file(BEGIN)
+    with pytest.raises(DataError, match="No space left on device"):
+        file(END)
+    with pytest.raises(DataError, match="No space left on device"):
+        file.close()
+    file.close()
+
+
+def test_an_update_is_there_for_others_to_read_at_once(tmp_path):
+    path = tmp_path / "events.jsonl"
+    update = Update(seconds=1.0, round=0, version=0, took_seconds=1.0, trained=(), closed=())
+    with closing(EventFile(path)) as file:
+        file(BEGIN)
+        file(update)
+        assert list(read_events(path)) == [BEGIN, update]
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"event":"begin"}', b"\x00\x00", "{'ä".encode()[:-1]])
+def test_a_torn_last_line_is_left_out(tmp_path, torn):
+    path = tmp_path / "events.jsonl"
+    write(path, [BEGIN, RESUME])
+    path.write_bytes(path.read_bytes() + torn)
+    assert list(read_events(path)) == [BEGIN, RESUME]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000))
+def test_a_log_cut_at_any_byte_reads_as_its_whole_lines(length):
+    events = run(six()).events
+    content = "".join(to_json(event) + "\n" for event in events).encode()
+    cut = content[: length % len(content)]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        path.write_bytes(cut)
+        assert list(read_events(path)) == events[: cut.count(b"\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{\n", "Expecting property name"),
+        (b"\n", "Expecting value"),
+        (b"3\n", "a JSON object with a field 'event'"),
+        (b'{"event":"resumed"}\n', "did you mean 'resume'"),
+        (b'{"event":"resume","seconds":1.0}\n', "'resume' must have the fields seconds, round"),
+        (b'{"event":"\xff"}\n', "not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number_wherever_it_stands(tmp_path, line, said):
+    path = tmp_path / "events.jsonl"
+    write(path, [BEGIN])
+    for rest in (b"", b'{"ev'):
+        path.write_bytes((to_json(BEGIN) + "\n").encode() + line + rest)
+        with pytest.raises(DataError, match=f":2: .*{said}"):
+            list(read_events(path))
+
+
+def test_a_story_counts_skipped_updates_too_and_tells_where_the_run_was_taken_up():
+    events = run(six()).events
+    resumed = []
+    for event in events:
+        is_update = isinstance(event, Update)
+        resumed.append(replace(event, version=0) if is_update else event)
+        if is_update and event.version == 0:
+            resumed.append(Resume(seconds=event.seconds, round=event.round, version=0))
+    told = "\n".join(story(resumed, lanes(resumed)))
+    assert told.count("go on from the checkpoint after update 1") == 1
+    assert "update 1 trains" in told
+    assert "update 2 trains" in told
+    assert lanes(resumed) == lanes(events)

@@ -1,0 +1,257 @@
+"""Models and tokenizers by name, the model made from nothing, and sizes without weights."""
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    T5Config,
+)
+
+from sortedrl.data.chat import rendered
+from sortedrl.data.row import Row
+from sortedrl.engines.native import NativeEngine
+from sortedrl.errors import ConfigError, ModelError
+from sortedrl.models.loading import load_model, load_tokenizer
+from sortedrl.models.shape import shape_of, shape_of_config
+from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
+from sortedrl.tasks.catalogue import task_from
+from sortedrl.tasks.knights.compact import ALPHABET, TAGS, split_symbols
+
+TINY = "tiny:hidden=32,layers=2,heads=2,context=128"
+TOKENIZER = tiny_tokenizer()
+
+
+def plain_tokenizer(folder):
+    """A tokenizer of words, without a pad token and without a chat template."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "who": 1, "lies": 2, "<end>": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@given(st.text())
+def test_every_text_comes_back_from_its_tokens(text):
+    tokens = TOKENIZER.encode(text, add_special_tokens=True)
+    assert TOKENIZER.decode(tokens) == text
+    assert all(0 <= token < len(TOKENIZER) for token in tokens)
+
+
+@given(st.lists(st.sampled_from(ALPHABET)).map("".join))
+def test_a_compact_text_has_as_many_tokens_as_symbols(text):
+    assert len(TOKENIZER.encode(text)) == len(split_symbols(text))
+
+
+def test_the_prompts_and_traces_of_compact_puzzles_have_as_many_tokens_as_symbols():
+    rows = task_from("knights_knaves:people=3-5,count=20,style=compact", folder=None).rows
+    for row in rows:
+        tokens = rendered(row, TOKENIZER, chat="auto").tokens
+        assert len(tokens) == len(split_symbols(row.prompt))
+
+
+def test_tags_are_single_tokens_that_stay_in_the_text_and_the_end_is_not():
+    tokens = [TOKENIZER.encode(tag) for tag in TAGS]
+    assert [len(one) for one in tokens] == [1] * len(TAGS)
+    ended = [*TOKENIZER.encode("<think>x</think>"), TOKENIZER.eos_token_id]
+    assert TOKENIZER.decode(ended, skip_special_tokens=True) == "<think>x</think>"
+
+
+def test_a_byte_has_its_own_number():
+    assert TOKENIZER.encode("Aé\n") == [*"Aé\n".encode()]
+
+
+def test_a_tiny_model_and_its_tokenizer_come_back_from_a_folder(tmp_path):
+    model, tokenizer = load_model(TINY, dtype=None, device="cpu"), load_tokenizer(TINY)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    same = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, same.state_dict()[name]), name
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "<think>#aB , é日</think> x"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert load_tokenizer(tmp_path).decode(again.encode(text)) == text
+    assert same.generation_config.eos_token_id == again.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_seed_alone_decides_the_weights_and_nothing_else_is_disturbed():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first = tiny_model(TinySettings(hidden=32, layers=1, heads=2))
+    assert torch.equal(torch.rand(3), expected)
+    second = tiny_model(TinySettings(hidden=32, layers=1, heads=2))
+    other = tiny_model(TinySettings(hidden=32, layers=1, heads=2, seed=1))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+
+
+def test_a_tiny_model_writes_and_ends_with_its_own_end():
+    model = load_model(TINY, dtype=None, device="cpu")
+    engine = NativeEngine(model, slots=2, max_tokens=5, tokenizer=load_tokenizer(TINY))
+    answers = engine.generate(["A:b?", "A:B;B:a?"], progress=False)
+    assert all(1 <= answer.num_tokens <= 5 for answer in answers)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[TOKENIZER.eos_token_id] = 50.0 * torch.sign(
+            model.model(torch.tensor([TOKENIZER.encode("A:b?")])).last_hidden_state[0, -1]
+        )
+
+
+def test_a_tiny_model_takes_the_precision_it_is_asked_for():
+    model = load_model(TINY, dtype=torch.bfloat16, device="cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_spec_names_the_sizes():
+    assert tiny_settings("tiny") == TinySettings()
+    assert tiny_settings("tiny:hidden=64,seed=3") == TinySettings(hidden=64, seed=3)
+    assert is_tiny("tiny") and is_tiny("tiny:seed=1")
+    assert not is_tiny("tinyllama") and not is_tiny("./tiny")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("tiny:hiden=64", "did you mean 'hidden'"),
+        ("tiny:hidden=many", "must be a number"),
+        ("tiny:hidden=30,heads=4", "multiple of twice the heads"),
+        ("tiny:layers=0", "layers must be at least 1"),
+        ("tiny:seed=-1", "seed must lie in"),
+        ("tiny:64", "option=value"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_tokenizer, shape_of])
+def test_a_spec_that_cannot_work_is_refused(spec, words, load):
+    with pytest.raises(ConfigError, match=words):
+        load(spec)
+
+
+def test_a_tokenizer_without_pad_token_and_chat_template_is_as_good_as_any(tmp_path):
+    tokenizer = load_tokenizer(plain_tokenizer(tmp_path))
+    assert tokenizer.pad_token_id is None
+    assert tokenizer.chat_template is None
+    row = Row(prompt="who lies", fields={}, place="here:1")
+    assert rendered(row, tokenizer, chat="auto").tokens == [1, 2]
+    config = LlamaConfig(
+        vocab_size=4,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=None,
+        eos_token_id=3,
+    )
+    engine = NativeEngine(LlamaForCausalLM(config), slots=2, max_tokens=3, tokenizer=tokenizer)
+    assert len(engine.generate(["who lies", "who"], progress=False)) == 2
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    nowhere = tmp_path / "nothing"
+    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+        load_model(nowhere, dtype=None, device="cpu")
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        load_tokenizer(nowhere)
+    with pytest.raises(ModelError, match=r"cannot be read.*config\.json"):
+        shape_of(nowhere)
+
+
+def test_what_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is no causal language model") as caught:
+        shape_of(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_broken_gguf_file_is_refused(tmp_path):
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + struct.pack("<I", 3))
+    with pytest.raises(ModelError, match="cannot be read"):
+        shape_of(tmp_path / "broken.gguf")
+
+
+def test_the_shape_of_tiny_is_that_of_the_model():
+    shape, model = shape_of(TINY), load_model(TINY, dtype=None, device="cpu")
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (2, 32, 2, 2)
+    assert (shape.vocabulary, shape.context, shape.is_tied) == (len(TOKENIZER), 128, True)
+    assert shape.output_parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        # The published counts of SmolLM2-135M, Qwen2.5-7B and Llama-3.1-8B.
+        (
+            LlamaConfig(
+                vocab_size=49152,
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=30,
+                num_attention_heads=9,
+                num_key_value_heads=3,
+                tie_word_embeddings=True,
+            ),
+            134_515_008,
+        ),
+        (
+            Qwen2Config(
+                vocab_size=152064,
+                hidden_size=3584,
+                intermediate_size=18944,
+                num_hidden_layers=28,
+                num_attention_heads=28,
+                num_key_value_heads=4,
+            ),
+            7_615_616_512,
+        ),
+        (
+            LlamaConfig(
+                vocab_size=128256,
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+            ),
+            8_030_261_248,
+        ),
+    ],
+    ids=["smollm2-135m", "qwen2.5-7b", "llama-3.1-8b"],
+)
+def test_parameters_are_counted_exactly_and_without_memory(config, parameters, tmp_path):
+    shape = shape_of_config(config, name="as published")
+    assert shape.parameters == parameters
+    config.save_pretrained(tmp_path)
+    assert shape_of(tmp_path).parameters == parameters
+
+
+def test_a_gguf_file_gives_its_shape_from_its_header(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(100)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    shape = shape_of(tmp_path / "small.gguf")
+    assert (shape.layers, shape.hidden, shape.inner, shape.kv_heads) == (2, 32, 48, 2)
+    assert (shape.vocabulary, shape.context) == (100, 64)

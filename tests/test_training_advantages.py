@@ -1,0 +1,278 @@
+"""Advantages: every formula against loops over floats, and the cases where nothing can be told."""
+
+import math
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plain_algorithms as plain
+from sortedrl.training.advantages import estimate, informative, overlong_shaped
+from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.answers import Answers
+
+NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
+GROUP_NAMES = ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo")
+LIMIT = 12
+few = settings(max_examples=40)
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small batch as lists: one entry per answer, or one list per answer."""
+
+    rewards: list
+    prompts: list
+    kl: list
+    values: list
+
+    @property
+    def lengths(self):
+        return [len(own) for own in self.kl]
+
+    @property
+    def answers(self):
+        tokens = sum(self.lengths)
+        return Answers(
+            lengths_N=torch.tensor(self.lengths),
+            rewards_N=torch.tensor(self.rewards, dtype=torch.float64),
+            prompts_N=torch.tensor(self.prompts),
+            behaviour_T=torch.zeros(tokens),
+            staleness_T=torch.zeros(tokens, dtype=torch.long),
+        )
+
+
+def flat(lists):
+    return torch.tensor([value for own in lists for value in own], dtype=torch.float64)
+
+
+def small(rewards, *, lengths=None, prompts=None):
+    """A batch without divergence and with a critic that expects nothing."""
+    lengths = lengths or [3] * len(rewards)
+    zeros = [[0.0] * length for length in lengths]
+    return Small(rewards, prompts or [7] * len(rewards), zeros, zeros)
+
+
+def found(batch, algorithm):
+    return estimate(
+        batch.answers,
+        algorithm,
+        max_tokens=LIMIT,
+        kl_T=flat(batch.kl),
+        values_T=flat(batch.values),
+    )
+
+
+def expected(batch, algorithm):
+    return plain.advantages(
+        algorithm,
+        max_tokens=LIMIT,
+        rewards=batch.rewards,
+        prompts=batch.prompts,
+        kl=batch.kl,
+        values=batch.values,
+    )
+
+
+def per_answer(advantages_T, batch):
+    """The advantage of each answer, which all of its tokens must have."""
+    parts = advantages_T.split(batch.lengths)
+    assert all((part == part[0]).all() for part in parts)
+    return [float(part[0]) for part in parts]
+
+
+@st.composite
+def batches(draw):
+    """One to eight answers of one to twelve tokens to up to four prompts."""
+    size = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, LIMIT), min_size=size, max_size=size))
+    rewards = st.sampled_from((0.0, 1.0)) | st.sampled_from((-1.5, 0.1, 0.3, 0.7, 2.0, 16.0))
+    random = Random(draw(st.integers(0, 2**16)))
+    return Small(
+        draw(st.lists(rewards, min_size=size, max_size=size)),
+        draw(st.lists(st.integers(10, 13), min_size=size, max_size=size)),
+        [[random.randint(-40, 40) / 16 for _ in range(n)] for n in lengths],
+        [[random.randint(-40, 40) / 16 for _ in range(n)] for n in lengths],
+    )
+
+
+def algorithms(names=NAMES):
+    return st.builds(
+        Algorithm,
+        name=st.sampled_from(names),
+        kl=st.sampled_from((0.0, 0.01, 0.5)),
+        kl_place=st.sampled_from((None, "reward", "loss")),
+        discount=st.sampled_from((1.0, 0.99, 0.5, 0.0)),
+        gae_lambda=st.sampled_from((1.0, 0.95, 0.0)),
+        overlong_tokens=st.sampled_from((None, 1, 5, 20)),
+        overlong_penalty=st.sampled_from((1.0, 0.25)),
+    )
+
+
+@settings(max_examples=200)
+@given(batches(), algorithms())
+def test_advantages_are_those_of_the_plain_formulas(batch, algorithm):
+    ours = found(batch, algorithm)
+    theirs, returns = expected(batch, algorithm)
+    assert ours.advantages_T.dtype == torch.float32
+    # 2e-7: the float32 of what is equal in float64.
+    torch.testing.assert_close(
+        ours.advantages_T, flat(theirs).float(), rtol=2e-7, atol=1e-8, equal_nan=False
+    )
+    assert (returns is None) == (ours.returns_T is None)
+    if returns is not None:
+        torch.testing.assert_close(ours.returns_T, flat(returns).float(), rtol=2e-7, atol=1e-9)
+
+
+@few
+@given(batches(), algorithms(GROUP_NAMES))
+def test_an_answer_without_siblings_has_no_advantage(batch, algorithm):
+    lone = replace(batch, prompts=[99, *batch.prompts[1:]])
+    advantages = found(lone, algorithm).advantages_T
+    assert (advantages[: lone.lengths[0]] == 0).all()
+    assert advantages.isfinite().all()
+
+
+@few
+@given(batches(), st.sampled_from(NAMES), st.sampled_from((0.0, 0.1, 1 / 3, 1e6 + 0.1, -7e12)))
+def test_equal_rewards_give_advantages_of_exactly_0(batch, name, reward):
+    """Also where the mean of the rewards is rounded, and whatever the lengths."""
+    rewards = [reward] * len(batch.rewards)
+    equal = small(rewards, lengths=batch.lengths, prompts=batch.prompts)
+    assert (found(equal, Algorithm(name=name)).advantages_T == 0).all()
+
+
+@few
+@given(batches(), algorithms(("reinforce_pp", "ppo")), st.permutations(range(8)))
+def test_the_order_of_the_answers_changes_no_advantage(batch, algorithm, order):
+    order = [number for number in order if number < len(batch.rewards)]
+    columns = (batch.rewards, batch.prompts, batch.kl, batch.values)
+    shuffled = Small(*([column[n] for n in order] for column in columns))
+    before = found(batch, algorithm).advantages_T.split(batch.lengths)
+    after = found(shuffled, algorithm).advantages_T.split(shuffled.lengths)
+    for place, number in enumerate(order):
+        torch.testing.assert_close(after[place], before[number], rtol=1e-6, atol=1e-8)
+
+
+@few
+@given(batches(), algorithms(GROUP_NAMES), st.sampled_from((-4.0, 0.5, 128.0)))
+def test_a_constant_added_to_all_rewards_of_a_prompt_changes_nothing(batch, algorithm, constant):
+    first = batch.prompts[0]
+    moved = [
+        reward + constant * (prompt == first)
+        for reward, prompt in zip(batch.rewards, batch.prompts, strict=True)
+    ]
+    after = found(replace(batch, rewards=moved), algorithm).advantages_T
+    torch.testing.assert_close(after, found(batch, algorithm).advantages_T, rtol=1e-5, atol=1e-6)
+
+
+def test_grpo_divides_by_the_spread_of_the_siblings():
+    batch = small([1.0, 0.0, 0.0, 5.0, 3.0], prompts=[1, 1, 1, 2, 2])
+    ours = per_answer(found(batch, Algorithm(name="grpo")).advantages_T, batch)
+    spread = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    by_hand = [2 / 3 / spread, -1 / 3 / spread, -1 / 3 / spread, 1 / 2**0.5, -1 / 2**0.5]
+    assert ours == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_dr_grpo_subtracts_the_mean_only():
+    batch = small([1.0, 0.0, 0.0, 5.0, 3.0], prompts=[1, 1, 1, 2, 2])
+    ours = per_answer(found(batch, Algorithm(name="dr_grpo")).advantages_T, batch)
+    assert ours == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0])
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    batch = small([1.0, 0.0, 0.0, 5.0, 3.0], prompts=[1, 1, 1, 2, 2])
+    ours = per_answer(found(batch, Algorithm(name="rloo")).advantages_T, batch)
+    assert ours == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
+
+
+def test_rloo_takes_the_divergence_of_the_whole_answer_from_its_reward():
+    batch = replace(small([1.0, 1.0], lengths=[2, 1]), kl=[[1.0, 2.0], [0.5]])
+    ours = per_answer(found(batch, Algorithm(name="rloo", kl=0.1)).advantages_T, batch)
+    assert ours == pytest.approx([-0.25, 0.25])
+
+
+def test_reinforce_pp_whitens_over_tokens_so_a_long_answer_moves_the_mean_more():
+    batch = small([1.0, 0.0], lengths=[3, 1])
+    ours = per_answer(found(batch, Algorithm()).advantages_T, batch)
+    # Mean 3/4 and variance (3 * 1/16 + 9/16) / 3 = 1/4 of the tokens 1, 1, 1, 0.
+    assert ours == pytest.approx([0.5, -1.5], rel=1e-5)
+
+
+def test_reinforce_pp_charges_a_token_for_its_own_divergence_and_all_after_it():
+    batch = replace(small([1.0], lengths=[3]), kl=[[1.0, 2.0, 3.0]])
+    ours = found(batch, Algorithm(kl=0.1)).advantages_T
+    # Returns 0.4, 0.5, 0.7 with mean 1.6 / 3.
+    returns = torch.tensor([0.4, 0.5, 0.7])
+    torch.testing.assert_close(ours, (returns - returns.mean()) / returns.std(), rtol=1e-4, atol=0)
+
+
+def test_the_group_baseline_leaves_lone_answers_out_of_the_whitening():
+    batch = small([1.0, 0.0, 100.0], lengths=[3, 1, 5], prompts=[1, 1, 2])
+    ours = per_answer(found(batch, Algorithm(name="reinforce_pp_baseline")).advantages_T, batch)
+    # Of the tokens 0.5, 0.5, 0.5, -0.5: mean 1/4, standard deviation 1/2.
+    assert ours == pytest.approx([0.5, -1.5, 0.0], rel=1e-5)
+
+
+def test_ppo_without_discount_or_critic_spreads_the_reward_over_the_answer():
+    batch = replace(small([1.0], lengths=[2]), values=[[0.25, 0.5]])
+    ours = found(batch, Algorithm(name="ppo"))
+    assert ours.returns_T.tolist() == [1.0, 1.0]
+    whitened = [0.125 / math.sqrt(2 * 0.125**2)]
+    assert ours.advantages_T.tolist() == pytest.approx([whitened[0], -whitened[0]], rel=1e-5)
+
+
+def test_ppo_that_trusts_the_critic_only_looks_one_token_ahead():
+    batch = replace(small([1.0], lengths=[3]), values=[[0.5, 0.25, 0.75]])
+    ours = found(batch, Algorithm(name="ppo", gae_lambda=0.0, discount=0.5))
+    assert ours.returns_T.tolist() == [0.125, 0.375, 1.0]
+
+
+def test_a_batch_of_one_token_has_no_advantage_under_any_algorithm():
+    batch = small([3.0], lengths=[1])
+    for name in NAMES:
+        assert found(batch, Algorithm(name=name)).advantages_T.tolist() == [0.0]
+
+
+def test_the_divergence_is_not_in_the_reward_when_it_is_in_the_loss():
+    batch = replace(small([1.0, 0.0]), kl=[[5.0] * 3, [9.0] * 3])
+    for name in NAMES:
+        place = Algorithm(name=name, kl=0.5, kl_place="loss")
+        without = found(batch, Algorithm(name=name)).advantages_T
+        assert torch.equal(found(batch, place).advantages_T, without)
+
+
+def test_overlong_answers_lose_reward_linearly_up_to_the_penalty():
+    lengths = torch.tensor([1, 80, 85, 90, 100, 130])
+    shaped = overlong_shaped(
+        torch.ones(6, dtype=torch.float64),
+        lengths,
+        max_tokens=100,
+        overlong_tokens=20,
+        penalty=2.0,
+    )
+    assert shaped.tolist() == [1.0, 1.0, 0.5, 0.0, -1.0, -1.0]
+
+
+@few
+@given(batches())
+def test_an_answer_informs_where_the_rewards_of_its_prompt_differ(batch):
+    theirs = [
+        len({batch.rewards[n] for n in plain.siblings(batch.prompts, number)}) > 1
+        for number in range(len(batch.rewards))
+    ]
+    assert informative(batch.answers).tolist() == theirs
+
+
+def test_sums_reach_to_the_end_of_long_answers_among_short_ones():
+    lengths = [1, 1000, 1, 333, 1]
+    kl = [[((7 * n + place) % 11) / 8 for place in range(size)] for n, size in enumerate(lengths)]
+    batch = Small([0.0] * 5, [0, 1, 2, 3, 4], kl, kl)
+    for algorithm in (Algorithm(kl=0.5), Algorithm(name="ppo", discount=0.99, gae_lambda=0.95)):
+        theirs = flat(expected(batch, algorithm)[0]).float()
+        torch.testing.assert_close(
+            found(batch, algorithm).advantages_T, theirs, rtol=1e-6, atol=1e-8
+        )

@@ -1,0 +1,104 @@
+"""The settings of algorithm and correction: what follows from a name, and what is refused."""
+
+import math
+
+import pytest
+
+from sortedrl.errors import ConfigError
+from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.correction import Correction
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation", "place", "estimator"),
+    [
+        ("reinforce_pp", "token_mean", "reward", "k1"),
+        ("reinforce_pp_baseline", "token_mean", "loss", "k2"),
+        ("grpo", "sequence_mean", "loss", "k3"),
+        ("dr_grpo", "constant", "loss", "k3"),
+        ("rloo", "constant", "reward", "k1"),
+        ("dapo", "token_mean", "loss", "k3"),
+        ("ppo", "token_mean", "reward", "k1"),
+    ],
+)
+def test_a_name_brings_its_aggregation_and_its_divergence(name, aggregation, place, estimator):
+    own = Algorithm(name=name)
+    assert own.used_aggregation == aggregation
+    assert (own.used_kl_place, own.used_kl_estimator) == (place, estimator)
+    assert own.has_critic == (name == "ppo")
+    assert own.needs_siblings == (name not in ("ppo", "reinforce_pp"))
+    assert own.drops_equal == (name == "dapo")
+
+
+def test_what_is_given_goes_before_what_the_name_brings():
+    own = Algorithm(
+        name="dapo",
+        aggregation="constant",
+        kl_estimator="k2",
+        kl_place="reward",
+        clip_high=0.5,
+        drop_equal=False,
+    )
+    assert own.used_aggregation == "constant"
+    assert (own.used_kl_place, own.used_kl_estimator) == ("reward", "k2")
+    assert own.used_clip_high == 0.5
+    assert not own.drops_equal
+
+
+def test_the_upper_clip_is_the_lower_one_but_for_dapo():
+    assert Algorithm(clip=0.1).used_clip_high == 0.1
+    assert Algorithm(name="dapo").used_clip_high == 0.28
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "grp"}, "did you mean 'grpo'"),
+        ({"aggregation": "token"}, "did you mean 'token_mean'"),
+        ({"kl_estimator": "k4"}, "unknown kl estimator 'k4'"),
+        ({"kl_place": "los"}, "did you mean 'loss'"),
+        ({"clip": 1.0}, "clip must lie in"),
+        ({"clip": math.nan}, "clip must lie in"),
+        ({"clip_high": 0.0}, "clip_high must be positive"),
+        ({"dual_clip": 1.2}, "above 1 \\+ clip_high = 1.2"),
+        ({"dual_clip": math.inf}, "dual_clip must be above"),
+        ({"kl": -0.1}, "kl must be 0 or more"),
+        ({"entropy": math.inf}, "entropy must be finite"),
+        ({"discount": 1.1}, "discount must lie in 0..1"),
+        ({"gae_lambda": -0.1}, "gae_lambda must lie in 0..1"),
+        ({"value_clip": 0.0}, "value_clip must be positive"),
+        ({"drop_equal": True}, "drop_equal compares the answers"),
+        ({"overlong_tokens": 0}, "overlong_tokens must be at least 1"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty must be 0 or more"),
+    ],
+)
+def test_an_algorithm_that_cannot_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Algorithm(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "token_tiss"}, "did you mean 'token_tis'"),
+        ({"ratio": "behavior"}, "did you mean 'behaviour'"),
+        ({"most": 0.0}, "least < most"),
+        ({"most": math.inf}, "least < most"),
+        ({"kind": "token_mis", "least": 2.0}, "least < most"),
+        ({"kind": "token_mis", "least": -1.0}, "least < most"),
+        ({"least": 0.5}, "least needs a kind that masks"),
+        ({"kind": "token_tis", "least": 0.5}, "least needs a kind that masks"),
+        ({"kind": "token_tis", "ratio": "behaviour"}, "corrects by itself"),
+    ],
+)
+def test_a_correction_that_cannot_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Correction(**given)
+
+
+def test_stale_tokens_are_corrected_unless_the_clip_or_the_user_does_it():
+    assert Correction().used_kind(has_stale_tokens=True) == "token_tis"
+    assert Correction().used_kind(has_stale_tokens=False) == "none"
+    assert Correction(ratio="behaviour").used_kind(has_stale_tokens=True) == "none"
+    assert Correction(kind="none").used_kind(has_stale_tokens=True) == "none"
+    assert Correction(kind="token_mis").used_kind(has_stale_tokens=False) == "token_mis"
