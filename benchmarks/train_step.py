@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -52,35 +51,35 @@ class Settings:
     model: tuple[ModelName, ...] = ()
     """Shapes with random weights; small on the CPU, the other two on the GPU unless given."""
     trajectories: int | None = None
-    """In the update; 64 on the CPU, 192 on the GPU unless given."""
+    """In the update; 48 on the CPU, 192 on the GPU unless given."""
     mean: int | None = None
-    """Mean length of the answers, lognormal; 96 and 600 unless given."""
+    """Mean length of the answers, lognormal; 64 and 600 unless given."""
     max: int | None = None
-    """Greatest length of the answers; 640 and 4,096 unless given."""
+    """Greatest length of the answers; 448 and 4,096 unless given."""
     prompt_tokens: tuple[int, int] = (16, 64)
     """Shortest and longest prompt."""
     budget: int | None = None
-    """Tokens of a pack; 2,816 and 16,640 unless given: four of the longest trajectories."""
+    """Tokens of a pack; 2,048 and 16,640 unless given: four of the longest trajectories."""
     checkpointing: bool = False
     """Repeat the layers in the backward pass instead of keeping what they computed; all ways."""
     repeats: int = 3
     """Timed updates of each way."""
     seed: int = 0
     """Of weights, tokens and lengths."""
-    threads: int | None = None
-    """Threads of torch; as many as it likes if not given."""
+    threads: int = 1
+    """Threads of torch; more only help on a machine that nobody else uses."""
     json: Path | None = None
     """Write everything to this file."""
 
     def resolved(self) -> Settings:
         """With the values of the device where none is given."""
         on_gpu = self.device == "cuda"
-        most = self.max or (4096 if on_gpu else 640)
+        most = self.max or (4096 if on_gpu else 448)
         return replace(
             self,
             model=self.model or (("smollm2-135m", "qwen2.5-0.5b") if on_gpu else ("small",)),
-            trajectories=self.trajectories or (192 if on_gpu else 64),
-            mean=self.mean or (600 if on_gpu else 96),
+            trajectories=self.trajectories or (192 if on_gpu else 48),
+            mean=self.mean or (600 if on_gpu else 64),
             max=most,
             budget=self.budget or 4 * (most + self.prompt_tokens[1]),
         )
@@ -117,8 +116,9 @@ class Way:
 def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
     """The shape with random weights, ready to be trained."""
     import torch
-    from engine_peers.models import NO_SPECIAL_TOKENS, SHAPES
     from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from engine_peers.models import NO_SPECIAL_TOKENS, SHAPES
 
     shapes = {
         "small": SHAPES["llama-5m"],
@@ -150,13 +150,14 @@ def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
 def draw(settings: Settings, *, vocabulary: int) -> list[TokenSequence]:
     """Trajectories of long-tailed lengths, the same for the same seed."""
     from engine_peers.drawing import long_tail
-
     from sortedrl.training.packing import TokenSequence
 
-    assert settings.trajectories and settings.mean and settings.max, "settings are resolved"
     source = Random(settings.seed)
     lengths = long_tail(
-        settings.trajectories, mean_length=settings.mean, most=settings.max, source=source
+        settings.trajectories or 0,
+        mean_length=settings.mean or 0,
+        most=settings.max or 0,
+        source=source,
     )
 
     def tokens(count: int) -> list[int]:
@@ -243,7 +244,8 @@ def padded_way(
         output: Any = model(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
         logprobs_BLV = output.logits[:, :-1].log_softmax(-1, dtype=torch.float32)
         logprobs_BL = logprobs_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
-        return -(logprobs_BL * weights_BL).sum()
+        loss: torch.Tensor = -(logprobs_BL * weights_BL).sum()
+        return loss
 
     def update() -> float:
         total = torch.zeros((), device=model.device)
@@ -377,13 +379,13 @@ def main() -> None:
     """Measure and print."""
     settings = tyro.cli(Settings, description=__doc__).resolved()
     import torch
-    from engine_peers.circumstances import circumstances
-    from engine_peers.peer import Workload
     from rich.console import Console
     from rich.progress import Progress
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    from engine_peers.circumstances import circumstances
+    from engine_peers.peer import Workload
+
+    torch.set_num_threads(settings.threads)
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for name in settings.model:
@@ -399,7 +401,7 @@ def main() -> None:
             slots=len(sequences),
             device=settings.device,
             dtype="bfloat16" if settings.device == "cuda" else "float32",
-            threads=torch.get_num_threads(),
+            threads=settings.threads,
         )
         facts = circumstances(cast("Any", settings), workload)
         facts["results"] = results
@@ -407,4 +409,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.buffer import Buffer, BufferState
-from sortedrl.build import simulated_lengths
+from sortedrl.build.simulation import simulated_lengths
 from sortedrl.clock import VirtualClock
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller

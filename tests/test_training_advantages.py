@@ -145,6 +145,14 @@ def test_equal_rewards_give_advantages_of_exactly_0(batch, name, reward):
     assert (found(equal, Algorithm(name=name)).advantages_T == 0).all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("reward", "size"), [(0.1, 3), (1e6 + 0.1, 7)])
+def test_a_mean_that_is_rounded_leaves_nothing_behind(name, reward, size):
+    assert torch.full((size,), reward, dtype=torch.float64).mean() != reward
+    batch = small([reward] * size, lengths=[1] * size)
+    assert found(batch, Algorithm(name=name)).advantages_T.tolist() == [0.0] * size
+
+
 @few
 @given(batches(), algorithms(("reinforce_pp", "ppo")), st.permutations(range(8)))
 def test_the_order_of_the_answers_changes_no_advantage(batch, algorithm, order):

@@ -95,6 +95,32 @@ def test_a_reloaded_optimiser_has_the_same_future_bit_for_bit(dtype, before, aft
     assert first[1] == second[1]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@PRECISIONS
+def test_on_a_gpu_it_steps_like_on_the_cpu_and_reloads_bit_for_bit(dtype):
+    inputs, targets = INPUTS.cuda().to(dtype), TARGETS.cuda()
+    models = [network(dtype).cuda() for _ in range(2)]
+    optimisers = [optimiser_of(model, learning_rate=0.01) for model in models]
+    at_home = network(dtype)
+    train(at_home, optimiser_of(at_home, learning_rate=0.01), 5)
+
+    def steps(index, count):
+        for _ in range(count):
+            (models[index](inputs).float() - targets).square().mean().backward()
+            assert optimisers[index].step().is_applied
+
+    steps(0, 3)
+    models[1].load_state_dict(load(save(models[0].state_dict())))
+    tensors, values = optimisers[0].state()
+    optimisers[1].load_state(load(save(tensors)), values)
+    steps(0, 2)
+    steps(1, 2)
+    pairs = zip(models[0].parameters(), models[1].parameters(), at_home.parameters(), strict=True)
+    for first, second, third in pairs:
+        assert first.equal(second)
+        torch.testing.assert_close(first.cpu().float(), third.float(), rtol=0.02, atol=0.01)
+
+
 def test_loaded_masters_show_in_the_weights():
     model, other = network(torch.bfloat16), network(torch.bfloat16)
     optimiser = optimiser_of(model, learning_rate=0.1)

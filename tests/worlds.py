@@ -10,7 +10,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from sortedrl.build import simulated_lengths, simulated_loop
+from sortedrl.build.simulation import simulated_lengths, simulated_loop
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.events import Event
 from sortedrl.loop import Loop

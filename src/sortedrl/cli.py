@@ -10,7 +10,7 @@ from importlib import import_module
 from sortedrl import __version__
 from sortedrl.errors import SortedRLError, unknown_name
 
-COMMANDS = ("simulate", "compare", "tune", "fit", "presets", "data", "eval")
+COMMANDS = ("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo")
 
 HELP = """\
 SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from sortedrl.build import simulated_lengths, simulated_loop
+from sortedrl.build.simulation import simulated_lengths, simulated_loop
 from sortedrl.config import ModeName, Schedule, StrategyName
 from sortedrl.events import Event, Record
 from sortedrl.meter import Meter

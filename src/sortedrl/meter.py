@@ -108,6 +108,7 @@ class Meter:
         self._round: int | None = None
         self._sums = _Sums()
         self._round_start = _Sums()
+        self._window_start = _Sums()
         self._first_close: _Sums | None = None
         self._last_load: _Sums | None = None
         self._rounds: list[Figures] = []
@@ -137,6 +138,16 @@ class Meter:
             self._open[event.group] = _OpenGroup(replace(self._sums), event.round)
         elif isinstance(event, Update):
             self._update(event)
+
+    @property
+    def run(self) -> Figures:
+        """The numbers of the whole run so far."""
+        return self._figures(_Sums(), self._sums)
+
+    def window(self) -> Figures:
+        """The numbers since this was last asked for."""
+        start, self._window_start = self._window_start, replace(self._sums)
+        return self._figures(start, self._sums)
 
     def metrics(self) -> Metrics:
         """The numbers so far."""

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import tyro
 
 from sortedrl.arguments import parse
-from sortedrl.build import tokenizer_of
+from sortedrl.build.evaluation import tokenizer_of
 from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.chat import Tokenizer, rendered

@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from sortedrl.arguments import parse
-from sortedrl.build import evaluation_engine, tokenizer_of
+from sortedrl.build.evaluation import evaluation_engine, tokenizer_of
 from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.settings import DataSettings

@@ -98,6 +98,11 @@ class PromptStream:
         self.position = position
 
     @property
+    def total(self) -> int:
+        """Prompts of all epochs."""
+        return self._total
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether no prompt is left."""
         return self.position >= self._total

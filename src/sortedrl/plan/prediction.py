@@ -28,7 +28,7 @@ _FORWARD, _BACKWARD, _BACKWARD_ADAPTERS = 2, 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlan:
-    """The course of a run; whole numbers of what was simulated, about so many beyond it."""
+    """The course of a run: counted as far as it was simulated, in proportion beyond."""
 
     prompts: int
     """Rows times epochs."""
@@ -169,11 +169,19 @@ def _simulation(
     lengths: LengthSettings,
     costs: CostSettings,
 ) -> Simulation:
-    """The first groups of a run; at least one, and no more than can be simulated in seconds."""
+    """The first groups of a run; at least one, and no more than can be simulated in seconds.
+
+    What is loaded together is simulated as a whole: a smaller last load would be counted as often
+    as the others.
+    """
     require(prompts >= 1, f"a run must have at least 1 prompt, got {prompts}")
     groups = min(_MOST_GROUPS, max(1, _MOST_TRAJECTORIES // schedule.group_trajectories))
+    load = schedule.group_prompts
+    if schedule.strategy == "sync":
+        load = -(-schedule.update_batch // schedule.samples_per_prompt)
+    whole = groups * schedule.group_prompts
     return Simulation(
-        prompts=min(prompts, groups * schedule.group_prompts),
+        prompts=min(prompts, whole - whole % load),
         schedule=schedule,
         engine=engine,
         lengths=lengths,
@@ -186,16 +194,18 @@ def _course(
 ) -> SchedulePlan:
     simulation, metrics = outcome.simulation, outcome.metrics
     schedule, prompts = simulation.schedule, num_rows * epochs
-    share = prompts / simulation.num_prompts
-    updates = round(metrics.run.updates * share)
-    stopped = 1.0 if max_updates is None else min(1.0, max_updates / updates)
-    share *= stopped
+
+    def extrapolated(simulated: int, prompts: int) -> int:
+        return -(-simulated * prompts // simulation.num_prompts)
+
+    updates = extrapolated(metrics.run.updates, prompts)
+    until = prompts if max_updates is None else min(prompts, -(-prompts * max_updates // updates))
     return SchedulePlan(
-        prompts=math.ceil(prompts * stopped),
-        trajectories=math.ceil(prompts * stopped) * schedule.samples_per_prompt,
-        groups=math.ceil(len(metrics.groups) * share),
-        rounds=round(len(metrics.rounds) * share),
-        updates=round(updates * stopped),
+        prompts=until,
+        trajectories=until * schedule.samples_per_prompt,
+        groups=extrapolated(len(metrics.groups), until),
+        rounds=extrapolated(len(metrics.rounds), until),
+        updates=updates if max_updates is None else min(updates, max_updates),
         updates_per_epoch=updates / epochs,
         rounds_bound=schedule.rounds_bound,
         staleness_bound=schedule.staleness_bound,

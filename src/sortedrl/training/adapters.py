@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sortedrl.errors import ConfigError
+from sortedrl.errors import CheckpointError, ConfigError
+from sortedrl.training.checkpoint import read_tensors, write_tensors
 from sortedrl.training.settings import Lora
 
 _NAME = "default"
+_FILE = "adapters"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
@@ -49,6 +52,24 @@ def folded(model: PreTrainedModel) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name
     }
+
+
+def write_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters into a checkpoint."""
+    write_tensors(folder, _FILE, tensors=trained_parameters(model))
+
+
+@torch.no_grad()
+def load_adapters(model: PreTrainedModel, folder: Path) -> None:
+    """Take over the adapters that a checkpoint holds."""
+    tensors = read_tensors(folder, _FILE)
+    for name, parameter in trained_parameters(model).items():
+        if name not in tensors or tensors[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{folder}: holds no adapter {name} of shape {tuple(parameter.shape)}; "
+                "resume with the lora settings of its run"
+            )
+        parameter.copy_(tensors[name])
 
 
 def trained_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:

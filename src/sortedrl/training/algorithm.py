@@ -54,7 +54,7 @@ class Algorithm:
     reinforce_pp_baseline: less the mean of the prompt's answers, then normalised over the batch.
     grpo: less the mean of the prompt's answers, over their standard deviation.
     dr_grpo: less the mean only, summed over tokens and divided by a constant.
-    rloo: less the mean of the prompt's other answers.
+    rloo: less the mean of the prompt's other answers, summed as in dr_grpo.
     dapo: grpo with a higher upper clip, prompts without variance left out, token mean.
     ppo: a critic and generalised advantage estimation."""
     clip: float = 0.2

@@ -30,9 +30,8 @@ class CopiedReference:
 class AdapterReference:
     """The trained model without its adapters: a reference that takes no memory."""
 
-    def __init__(self, model: PreTrainedModel, policy: PackedModel) -> None:
-        """The model that the policy trains adapters of."""
-        self._model = model
+    def __init__(self, policy: PackedModel) -> None:
+        """The policy whose adapters are trained."""
         self._policy = policy
 
     @torch.no_grad()
@@ -43,8 +42,8 @@ class AdapterReference:
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
-        self._model.disable_adapters()
+        self._policy.model.disable_adapters()
         try:
             yield
         finally:
-            self._model.enable_adapters()
+            self._policy.model.enable_adapters()

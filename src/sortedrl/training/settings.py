@@ -129,6 +129,8 @@ class TrainSettings:
     """Keyword arguments of the reward, written name=value."""
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
+    threads: int | None = None
+    """CPU threads; by default all cores. Tiny models are fastest with 1."""
     precision: Precision = "auto"
     """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
     16-bit weights are rounded from fp32 masters, which the optimiser works on."""
@@ -153,6 +155,19 @@ class TrainSettings:
             self.max_updates is None or self.max_updates >= 1,
             f"max_updates must be at least 1, got {self.max_updates}",
         )
+        require(
+            self.threads is None or self.threads >= 1,
+            f"threads must be at least 1, got {self.threads}",
+        )
+        self._check_siblings()
+        overlong = self.algorithm.overlong_tokens
+        require(
+            overlong is None or overlong <= self.engine.max_tokens,
+            f"algorithm.overlong_tokens must be at most engine.max_tokens "
+            f"({self.engine.max_tokens}), got {overlong}",
+        )
+
+    def _check_siblings(self) -> None:
         name = self.algorithm.name
         require(
             not self.algorithm.needs_siblings or self.schedule.samples_per_prompt >= 2,
@@ -163,12 +178,6 @@ class TrainSettings:
             not self.algorithm.needs_siblings or self.schedule.harvest_unit == "prompt",
             f"algorithm {name!r} compares the answers to a prompt, so schedule.harvest_unit must "
             f"be 'prompt', got {self.schedule.harvest_unit!r}",
-        )
-        overlong = self.algorithm.overlong_tokens
-        require(
-            overlong is None or overlong <= self.engine.max_tokens,
-            f"algorithm.overlong_tokens must be at most engine.max_tokens "
-            f"({self.engine.max_tokens}), got {overlong}",
         )
 
     @property

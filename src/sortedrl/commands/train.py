@@ -1,0 +1,160 @@
+"""`sortedrl train`: the main job. A model, prompts and a reward become a better model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from sortedrl.arguments import all_to_toml, parse, read_toml, settings_over
+from sortedrl.commands.opening import opened
+from sortedrl.config import require
+from sortedrl.errors import ConfigError
+from sortedrl.runs.folder import RunFolder, refuse_other_settings
+from sortedrl.runs.stopping import Stopping
+from sortedrl.tasks.catalogue import reward_from
+from sortedrl.tasks.spec import options_from
+from sortedrl.tasks.task import Task
+from sortedrl.terminal import progress, table
+from sortedrl.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from sortedrl.runs.training import Ending
+
+HELP = """Train a model with rewards, its rollouts scheduled by length.
+
+  sortedrl train config.toml                        a file with the settings below, by section
+  sortedrl train config.toml --schedule.mode coupled --optimiser.learning-rate 2e-6
+  sortedrl train --model Qwen/Qwen2.5-0.5B --task gsm8k --out runs/gsm8k
+  sortedrl train config.toml --dry-run              what it will need and how long it will take
+  sortedrl train runs/gsm8k --resume                go on with a run that was stopped or killed
+
+A run can be stopped at any time: Ctrl-C and SIGTERM finish the round and save first, and a killed
+run goes on from its last checkpoint. The trained model is left in the run's folder, in model/.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to do with the settings."""
+
+    resume: bool = False
+    """Go on from the newest complete checkpoint of the run's folder."""
+    dry_run: bool = False
+    """Load nothing: print the plan, the memory it takes and how long it will run."""
+    card: str | None = None
+    """Dry run only: the hardware to plan for, such as h100; by default the one that is here."""
+    json: bool = False
+    """Print one JSON object at the end instead of a table."""
+    settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(
+        default_factory=TrainSettings
+    )
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = _given(arguments)
+    settings = given.settings
+    config = all_to_toml(settings, TrainSettings())
+    told: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    if given.resume:
+        _refuse_other_run(settings)
+    task, held_out = (
+        _task(settings),
+        [_opened(settings, spec) for spec in settings.evaluation.tasks],
+    )
+    if given.dry_run:
+        from sortedrl.runs.dry_run import dry_run
+
+        dry_run(settings, task, card=given.card, as_json=given.json)
+        return
+    from sortedrl.runs.opening import opened_run
+
+    with Stopping(_tell) as stopping, progress(1.0) as advance:
+        advance("loading", 0.0)
+        with opened_run(
+            settings,
+            task=task,
+            held_out=held_out,
+            config=config,
+            told=told,
+            is_resumed=given.resume,
+            advance=advance,
+            tell=_tell,
+        ) as ready:
+            ending = ready.go(stopping)
+    _print(ending, settings, as_json=given.json)
+    if ending.reason == "asked":
+        raise SystemExit(130)
+
+
+def _given(arguments: Sequence[str]) -> Arguments:
+    """The flags, over the file or the run that the first word names."""
+    has_source = bool(arguments) and not arguments[0].startswith("-")
+    default = Arguments()
+    if has_source:
+        default = Arguments(settings=_settings_from(Path(arguments[0])))
+    return parse(
+        Arguments,
+        arguments[1:] if has_source else arguments,
+        prog="sortedrl train [TOML|RUN]",
+        description=HELP,
+        default=default,
+        is_dotted=True,
+    )
+
+
+def _settings_from(source: Path) -> TrainSettings:
+    folder = RunFolder(source)
+    if folder.holds_run:
+        settings = settings_over(
+            TrainSettings(), read_toml(folder.config), path=folder.config, is_dotted=True
+        )
+        return replace(settings, out=source)
+    if source.suffix != ".toml":
+        raise ConfigError(
+            f"the first word must be a .toml file or the folder of a run, got {str(source)!r}; "
+            "see sortedrl train --help"
+        )
+    return settings_over(TrainSettings(), read_toml(source), path=source, is_dotted=True)
+
+
+def _refuse_other_run(settings: TrainSettings) -> None:
+    folder = RunFolder(settings.out)
+    if folder.holds_run:
+        begun = settings_over(
+            TrainSettings(), read_toml(folder.config), path=folder.config, is_dotted=True
+        )
+        refuse_other_settings(asdict(begun), asdict(settings))
+
+
+def _task(settings: TrainSettings) -> Task:
+    task = _opened(settings, settings.task)
+    options = options_from(settings.reward_options)
+    reward = replace(task.reward, options={**task.reward.options, **options})
+    require(bool(task.rows), f"task {settings.task!r} has no rows")
+    return replace(task, reward=reward)
+
+
+def _opened(settings: TrainSettings, spec: str) -> Task:
+    reward = None if settings.reward is None else reward_from(settings.reward)
+    return opened(spec, folder=settings.folder, reward=reward, data=settings.data)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:
+    from sortedrl.runs.ending import as_row, rows, words
+
+    if as_json:
+        print(json.dumps(as_row(ending, settings.out), indent=2))
+        return
+    table(("", ""), rows(ending))
+    print("\n".join(words(ending, settings.out)))

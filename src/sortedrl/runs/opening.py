@@ -1,0 +1,209 @@
+"""A training run made ready to go: data, rewards, model, logs, in the order of what can go wrong.
+
+What is wrong with rows, rewards or tokenizer shows before any weights are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sortedrl.build.evaluation import tokenizer_of
+from sortedrl.build.training import Saved, TrainingParts, training_parts
+from sortedrl.data.chat import Tokenizer
+from sortedrl.data.row import Row
+from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.evaluation.runner import Question
+from sortedrl.evaluation.settings import EvaluationSettings
+from sortedrl.events import Event, EventFile, Finish, read_events
+from sortedrl.meter import Meter
+from sortedrl.models.shape import shape_of
+from sortedrl.rewards.pool import RewardPool
+from sortedrl.run_log import MetricsFile
+from sortedrl.runs.evaluating import Evaluator
+from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.training import Counters, Logs, TrainingRun
+from sortedrl.tasks.task import Task
+from sortedrl.terminal import Advance
+from sortedrl.trackers import TrackedRun, open_trackers
+from sortedrl.training.checkpoints import Checkpoints
+from sortedrl.training.settings import TrainSettings
+
+Tell = Callable[[str], None]
+
+
+@contextmanager
+def opened_run(
+    settings: TrainSettings,
+    *,
+    task: Task,
+    held_out: Sequence[Task],
+    config: str,
+    told: dict[str, Any],
+    is_resumed: bool,
+    advance: Advance,
+    tell: Tell,
+) -> Iterator[TrainingRun]:
+    """A run that can go; everything it holds is let go of afterwards.
+
+    `config` and `told` are the settings as a TOML file and as JSON.
+    """
+    settings.tracking.check_installed()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    folder = RunFolder(settings.out)
+    checkpoints = Checkpoints(
+        folder.checkpoints,
+        keep_last=settings.saving.keep_last,
+        keep_best=settings.saving.keep_best,
+        warn=tell,
+    )
+    saved = _begun(folder, checkpoints, config=config, is_resumed=is_resumed, tell=tell)
+    with ExitStack() as stack:
+        pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
+        tokenizer = tokenizer_of(settings.model)
+        rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
+        questions = _questions(held_out, tokenizer, settings, folder, stack, tell=tell)
+        meter = _meter(folder, saved)
+        logs = _logs(settings, folder, saved, meter=meter, told=told, tell=tell)
+        stack.callback(logs.trackers.close)
+        stack.callback(logs.metrics.close)
+        stack.callback(logs.events.close)
+        watch = _Watch(logs)
+        parts = training_parts(
+            settings, rows, tokenizer=tokenizer, pool=pool, record=watch, saved=saved
+        )
+        run = TrainingRun(
+            settings=settings,
+            parts=parts,
+            tokenizer=tokenizer,
+            folder=folder,
+            logs=logs,
+            checkpoints=checkpoints,
+            evaluator=_evaluator(settings, questions, parts) if questions else None,
+            advance=advance,
+            tell=tell,
+            counters=Counters() if saved is None else Counters.from_json(saved.state["run"]),
+        )
+        watch.run = run
+        yield run
+
+
+class _Watch:
+    """Records events, and lets the terminal know of finished answers."""
+
+    def __init__(self, logs: Logs) -> None:
+        self.run: TrainingRun | None = None
+        self._logs = logs
+
+    def __call__(self, event: Event) -> None:
+        self._logs.meter(event)
+        self._logs.events(event)
+        if isinstance(event, Finish) and self.run is not None:
+            ready = self.run.parts.loop.buffer.num_harvestable
+            self.run.show(f"{ready} answers ready, {event.running} being written")
+
+
+def _begun(
+    folder: RunFolder, checkpoints: Checkpoints, *, config: str, is_resumed: bool, tell: Tell
+) -> Saved | None:
+    """The checkpoint to go on from; `None` where the run begins."""
+    if not is_resumed or not folder.holds_run:
+        folder.begin(config)
+        return None
+    newest = checkpoints.newest()
+    if newest is None:
+        tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
+        return None
+    tell(f"going on from {newest}")
+    return Saved.read(newest)
+
+
+def _readable(
+    rows: Sequence[Row], tokenizer: Tokenizer, settings: TrainSettings, *, name: str, tell: Tell
+) -> Sequence[TokenizedRow]:
+    """The rows whose prompts leave room for an answer."""
+    most = shape_of(settings.model).context - 1
+    if settings.max_prompt_tokens is not None:
+        most = min(most, settings.max_prompt_tokens)
+    found = tokenized(rows, tokenizer, chat=settings.data.chat, max_prompt_tokens=most)
+    if found.num_too_long:
+        tell(
+            f"{name}: {found.num_too_long} of {len(rows)} prompts are left out, "
+            f"they have more than {most} tokens"
+        )
+    return found.rows
+
+
+def _questions(
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    settings: TrainSettings,
+    folder: RunFolder,
+    stack: ExitStack,
+    *,
+    tell: Tell,
+) -> list[Question]:
+    questions = []
+    for task in tasks:
+        short = replace(task, rows=task.rows[: settings.evaluation.limit])
+        rows = _readable(short.rows, tokenizer, settings, name=task.name, tell=tell)
+        pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
+        questions.append(Question(short, rows, stack.enter_context(pool)))
+    return questions
+
+
+def _meter(folder: RunFolder, saved: Saved | None) -> Meter:
+    """A meter that has seen all events up to the checkpoint."""
+    meter = Meter()
+    if saved is not None:
+        EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
+        for event in read_events(folder.events):
+            meter(event)
+        meter.window()
+    return meter
+
+
+def _logs(
+    settings: TrainSettings,
+    folder: RunFolder,
+    saved: Saved | None,
+    *,
+    meter: Meter,
+    told: dict[str, Any],
+    tell: Tell,
+) -> Logs:
+    lengths = {} if saved is None else saved.state
+    return Logs(
+        events=EventFile(folder.events, keep_bytes=lengths.get("events_bytes")),
+        metrics=MetricsFile(folder.metrics, keep_bytes=lengths.get("metrics_bytes")),
+        trackers=open_trackers(
+            settings.tracking,
+            TrackedRun(
+                folder=folder.root,
+                settings=told,
+                resumed_step=None if saved is None else saved.state["run"]["updates"],
+            ),
+            warn=tell,
+        ),
+        meter=meter,
+    )
+
+
+def _evaluator(
+    settings: TrainSettings, questions: Sequence[Question], parts: TrainingParts
+) -> Evaluator:
+    asked = settings.evaluation
+    sampling = EvaluationSettings(samples=asked.samples, temperature=asked.temperature)
+    return Evaluator(
+        questions,
+        parts.engine,
+        temperature=sampling.sampling_temperature,
+        max_tokens=settings.engine.max_tokens,
+        samples=asked.samples,
+        seed=settings.seed,
+    )

@@ -1,0 +1,244 @@
+"""A training run from its beginning, or a checkpoint, to its end.
+
+After every update, in this order: the numbers are written down, the model is evaluated and saved
+where that is due, and it is decided whether to go on. Killed at any instant, the run goes on from
+its newest complete checkpoint, and its logs are cut to what they were then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sortedrl.build.training import TrainingParts
+from sortedrl.data.chat import Tokenizer
+from sortedrl.events import EventFile
+from sortedrl.meter import Meter
+from sortedrl.metrics import Figures, numbers
+from sortedrl.run_log import MetricsFile, Value
+from sortedrl.runs.evaluating import Evaluator, Scores
+from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.lines import evaluation_line, update_line
+from sortedrl.runs.snapshot import write_snapshot
+from sortedrl.runs.stopping import Stopping
+from sortedrl.terminal import Advance
+from sortedrl.trackers import Trackers
+from sortedrl.training.checkpoints import Checkpoints
+from sortedrl.training.export import export_model
+from sortedrl.training.settings import TrainSettings
+from sortedrl.types import TrainBatch
+
+Reason = Literal["data", "updates", "target", "asked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended: what stopped it, and where it stands."""
+
+    reason: Reason
+    updates: int
+    figures: Figures
+    first_scores: Scores | None
+    last_scores: Scores | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logs:
+    """Where a run is written down."""
+
+    events: EventFile
+    metrics: MetricsFile
+    trackers: Trackers
+    meter: Meter
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """How far a run has come."""
+
+    updates: int = 0
+    first_scores: Scores | None = None
+    last_scores: Scores | None = None
+    scored_at: int | None = None
+    """The update after which the last evaluation took place."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The counters as JSON."""
+        return {
+            "updates": self.updates,
+            "first_scores": _scores_json(self.first_scores),
+            "last_scores": _scores_json(self.last_scores),
+            "scored_at": self.scored_at,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Counters:
+        """The counters of a checkpoint."""
+        return cls(
+            updates=row["updates"],
+            first_scores=_scores(row["first_scores"]),
+            last_scores=_scores(row["last_scores"]),
+            scored_at=row["scored_at"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """The loop, with everything that happens between two updates."""
+
+    settings: TrainSettings
+    parts: TrainingParts
+    tokenizer: Tokenizer
+    folder: RunFolder
+    logs: Logs
+    checkpoints: Checkpoints
+    evaluator: Evaluator | None
+    advance: Advance
+    tell: Callable[[str], None]
+    counters: Counters = field(default_factory=Counters)
+
+    def go(self, stopping: Stopping) -> Ending:
+        """Train until the data, the updates or the patience are used up."""
+        if self.counters.scored_at is None:
+            self._evaluate()
+        reason: Reason = "data"
+        if self._why_stop(stopping) is None:
+            for batch in self.parts.loop.run():
+                self._after_update(batch)
+                found = self._why_stop(stopping)
+                if found is not None:
+                    reason = found
+                    break
+            else:
+                self._flush()
+        else:
+            reason = self._why_stop(stopping) or "data"
+        return self._end(reason)
+
+    def show(self, done: str) -> None:
+        """Tell the person at the terminal what goes on."""
+        self.advance(f"update {self.counters.updates + 1}: {done}", self._share_done())
+
+    def _after_update(self, batch: TrainBatch) -> None:
+        counters, trainer = self.counters, self.parts.trainer
+        counters.updates += 1
+        figures = self.logs.meter.window()
+        self._log(figures, {**trainer.last, **_reward_parts(batch)})
+        line = update_line(
+            counters.updates,
+            numbers=trainer.last,
+            figures=figures,
+            done=self._share_done(),
+            seconds=self.parts.clock.seconds(),
+        )
+        self.tell(line)
+        if counters.updates % self.settings.evaluation.every == 0:
+            self._evaluate()
+        if counters.updates % self.settings.saving.every == 0:
+            self._save()
+
+    def _log(self, figures: Figures, values: Mapping[str, float]) -> None:
+        counters = self.counters
+        run = self.logs.meter.run
+        row: dict[str, Value] = {
+            "update": counters.updates,
+            "version": self.parts.trainer.version,
+            "total/seconds": self.parts.clock.seconds(),
+            "total/samples": run.trajectories,
+            "total/trained_tokens": run.ledger.trained,
+            "total/decoded_tokens": run.ledger.decoded,
+            **{f"rollout/{name}": value for name, value in numbers(figures).items()},
+            **values,
+        }
+        self.logs.metrics(row)
+        shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        self.logs.trackers.log(shown, step=counters.updates)
+
+    def _evaluate(self) -> None:
+        counters = self.counters
+        if self.evaluator is None or counters.scored_at == counters.updates:
+            return
+        with self.parts.clock.paused():
+            scores = self.evaluator.scores(self.parts.trainer.weights(), advance=self.show)
+        counters.last_scores = scores
+        counters.first_scores = counters.first_scores or scores
+        counters.scored_at = counters.updates
+        self.logs.metrics({"update": counters.updates, **scores.row()})
+        self.logs.trackers.log(scores.row(), step=counters.updates)
+        self.tell(evaluation_line(counters.updates, scores.by_task))
+
+    def _save(self) -> None:
+        counters, logs = self.counters, self.logs
+        scores = counters.last_scores if counters.scored_at == counters.updates else None
+        lengths = {"events_bytes": logs.events.sync(), "metrics_bytes": logs.metrics.sync()}
+        self.checkpoints.save(
+            counters.updates,
+            lambda folder: write_snapshot(
+                folder,
+                self.parts,
+                settings=self.settings,
+                tokenizer=self.tokenizer,
+                counters={"run": counters.to_json(), **lengths},
+            ),
+            score=None if scores is None else scores.mean,
+        )
+
+    def _why_stop(self, stopping: Stopping) -> Reason | None:
+        counters, target = self.counters, self.settings.evaluation.target
+        if stopping.is_asked:
+            return "asked"
+        if self.settings.max_updates is not None and counters.updates >= self.settings.max_updates:
+            return "updates"
+        if target is not None and counters.last_scores and counters.last_scores.mean >= target:
+            return "target"
+        return None
+
+    def _flush(self) -> None:
+        """Dynamic sampling may hold answers back; at the end of the data they are trained on."""
+        if self.parts.trainer.flush():
+            self.counters.updates += 1
+            self._log(Figures(), self.parts.trainer.last)
+
+    def _end(self, reason: Reason) -> Ending:
+        counters = self.counters
+        if reason != "asked":
+            self._evaluate()
+        self._save()
+        if reason != "asked":
+            export_model(self.parts.model, self.tokenizer, self.folder.model)
+        return Ending(
+            reason=reason,
+            updates=counters.updates,
+            figures=self.logs.meter.run,
+            first_scores=counters.first_scores,
+            last_scores=counters.last_scores,
+        )
+
+    def _share_done(self) -> float:
+        settings, counters = self.settings, self.counters
+        answers = self.parts.prompts.total * settings.schedule.samples_per_prompt
+        share = self.parts.loop.buffer.num_trained / answers
+        if settings.max_updates is not None:
+            share = max(share, counters.updates / settings.max_updates)
+        return min(1.0, share)
+
+
+def _reward_parts(batch: TrainBatch) -> dict[str, float]:
+    """The mean of each named part of the rewards."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in batch.trajectories:
+        for name, value in trajectory.reward_parts.items():
+            values[name].append(value)
+    return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}
+
+
+def _scores_json(scores: Scores | None) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    return {"by_task": scores.by_task, "mean_length": scores.mean_length}
+
+
+def _scores(row: Mapping[str, Any] | None) -> Scores | None:
+    return None if row is None else Scores(**row)

@@ -1,0 +1,36 @@
+"""A trained model as a folder that transformers reads, with its tokenizer; adapters folded in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
+
+from sortedrl.training.adapters import folded
+
+
+def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write weights, config and tokenizer; no pickle."""
+    has_bar = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        _plain(model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if has_bar:
+            enable_progress_bar()
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    if not model._hf_peft_config_loaded:
+        return model
+    plain: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    plain.load_state_dict(folded(model))
+    plain.generation_config = model.generation_config
+    return plain
