@@ -387,6 +387,7 @@ def test_hours_grow_with_the_work():
     assert predicted(replace(SMALL, has_reference=True)).hours > once.hours
     assert predicted(replace(SMALL, gradient_checkpointing=True)).hours > once.hours
     assert predicted(SMALL, batch_epochs=2).hours > once.hours
+    assert predicted(SMALL, has_first_pass=True).hours > once.hours
     assert predicted(replace(SMALL, lora_rank=8)).hours < once.hours
     assert predicted(SMALL, max_updates=4).hours == pytest.approx(once.hours / 2, rel=0.2)
 

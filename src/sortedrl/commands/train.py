@@ -48,7 +48,10 @@ class Arguments:
     dry_run: bool = False
     """Load nothing: print the plan, the memory it takes and how long it will run."""
     card: str | None = None
-    """Dry run only: the hardware to plan for, such as h100; by default the one that is here."""
+    """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default the
+    one that is here."""
+    mean_length: float | None = None
+    """Dry run only: the mean length of answers that you expect; by default a guess."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
     settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(
@@ -69,9 +72,7 @@ def run(arguments: Sequence[str]) -> None:
         [_opened(settings, spec) for spec in settings.evaluation.tasks],
     )
     if given.dry_run:
-        from sortedrl.runs.dry_run import dry_run
-
-        dry_run(settings, task, card=given.card, as_json=given.json)
+        _dry_run(given, task)
         return
     from sortedrl.runs.opening import opened_run
 
@@ -91,6 +92,22 @@ def run(arguments: Sequence[str]) -> None:
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
         raise SystemExit(130)
+
+
+def _dry_run(given: Arguments, task: Task) -> None:
+    from sortedrl.plan.advice import refuse_too_big
+    from sortedrl.plan.page import lines, to_json
+    from sortedrl.runs.dry_run import planned_run
+
+    plan = planned_run(
+        given.settings,
+        task.rows,
+        card_name=given.card,
+        mean_length=given.mean_length,
+        tell=_tell,
+    )
+    print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
+    refuse_too_big(plan.memory, plan.device_bytes)
 
 
 def _given(arguments: Sequence[str]) -> Arguments:

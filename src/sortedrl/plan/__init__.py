@@ -2,7 +2,7 @@
 
 cards       what hardware can do
 memory      a run -> bytes, part by part
-advice      bytes that do not fit -> changes that do
+advice      a run that does not fit into memory -> changes that make it fit
 prediction  a run -> rounds, updates, bubble, goodput and hours, from the simulator
 page        all of it as lines for people, and as JSON
 """

@@ -14,7 +14,7 @@ from sortedrl.config import EngineSettings, Schedule, require
 from sortedrl.plan.cards import Card
 from sortedrl.plan.memory import Demand, MemoryPlan
 from sortedrl.prompts import open_group
-from sortedrl.simulate.costs import Costs, CostSettings
+from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Prompt
@@ -113,9 +113,15 @@ def predict(
     epochs: int = 1,
     max_updates: int | None = None,
     batch_epochs: int = 1,
+    has_first_pass: bool = False,
     lengths: LengthSettings | None = None,
 ) -> Prediction:
-    """The numbers of a run on a card; lengths that are not given are guessed."""
+    """The numbers of a run on a card; lengths that are not given are guessed.
+
+    `batch_epochs` is how often an update goes through its batch, and `has_first_pass` whether it
+    computes the log-probabilities of the whole batch before it learns: for several steps, or for a
+    divergence in the reward.
+    """
     demand = memory.demand
     known = lengths or guessed_lengths(demand.max_tokens, prompt_tokens=demand.prompt_tokens)
     drawn = _drawn_lengths(known, demand)
@@ -123,9 +129,11 @@ def predict(
     # A long answer is met more often in a slot than it is drawn, on average half written.
     resident = known.prompt_tokens + sum(n * n for n in drawn) / (2 * sum(drawn))
     slots = max(1, min(demand.slots, int(memory.cache_tokens(device_bytes) / resident)))
-    costs = _costs(
-        demand, card, batch_epochs=batch_epochs, prompts_share=known.prompt_tokens / mean
-    )
+    work = _work(demand, batch_epochs=batch_epochs, has_first_pass=has_first_pass)
+    costs = card.costs(demand.shape, number_bytes=demand.number_bytes)
+    # An update goes through the prompts as well, and the simulator counts answers only.
+    scale = work / (_FORWARD + _BACKWARD) * (1 + known.prompt_tokens / mean)
+    costs = replace(costs, update_token_seconds=costs.update_token_seconds * scale)
     simulation = _simulation(
         schedule,
         prompts=num_rows * epochs,
@@ -231,18 +239,12 @@ def _drawn_lengths(settings: LengthSettings, demand: Demand) -> list[int]:
     return [lengths.length(trajectory, version=0) for trajectory in fresh]
 
 
-def _costs(demand: Demand, card: Card, *, batch_epochs: int, prompts_share: float) -> Costs:
-    """The card's costs, with the passes that this update makes over prompts and answers.
-
-    Beside the passes that learn, one gives the log-probabilities at the start of the update.
-    """
+def _work(demand: Demand, *, batch_epochs: int, has_first_pass: bool) -> int:
+    """Operations of an update per parameter and token."""
     again = _FORWARD if demand.gradient_checkpointing else 0
     backward = _BACKWARD if demand.lora_rank is None else _BACKWARD_ADAPTERS
-    work = _FORWARD + batch_epochs * (_FORWARD + again + backward)
-    if demand.has_reference:
-        work += _FORWARD
+    work = batch_epochs * (_FORWARD + again + backward)
+    work += _FORWARD * (has_first_pass + demand.has_reference)
     if demand.has_critic:
         work += _FORWARD + batch_epochs * (_FORWARD + again + _BACKWARD)
-    costs = card.costs(demand.shape, number_bytes=demand.number_bytes)
-    scale = work / (_FORWARD + _BACKWARD) * (1 + prompts_share)
-    return replace(costs, update_token_seconds=costs.update_token_seconds * scale)
+    return work

@@ -35,6 +35,7 @@ def write_snapshot(
             **counters,
             "trainer": write_trainer(parts.trainer, folder),
             "journal": parts.loop.journal.state().to_json(),
+            "engine_version": parts.engine.version,
             "position": parts.prompts.position,
             "fingerprint": parts.prompts.fingerprint,
         },

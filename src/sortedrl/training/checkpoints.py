@@ -103,7 +103,7 @@ class Checkpoints:
             if folder == best:
                 continue
             # Renamed first: half a checkpoint never has the name of a whole one.
-            doomed = folder
+            doomed = folder.with_name(folder.name + PARTIAL)
             try:
                 folder.rename(doomed)
                 shutil.rmtree(doomed)

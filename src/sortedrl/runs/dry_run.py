@@ -1,0 +1,117 @@
+"""The plan of a training run, made without loading any weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sortedrl.build.evaluation import tokenizer_of
+from sortedrl.data.row import Row
+from sortedrl.data.stream import tokenized
+from sortedrl.errors import ModelError
+from sortedrl.models.shape import shape_of
+from sortedrl.plan.cards import CARDS, Card, card_named
+from sortedrl.plan.memory import Precision, memory_plan
+from sortedrl.plan.page import RunPlan
+from sortedrl.plan.prediction import guessed_lengths, predict
+from sortedrl.training.settings import TrainSettings
+
+_GUESSED_PROMPT_TOKENS = 256
+_PROMPTS_LOOKED_AT = 2048
+_GIB = 1 << 30
+
+
+def planned_run(
+    settings: TrainSettings,
+    rows: Sequence[Row],
+    *,
+    card_name: str | None,
+    mean_length: float | None,
+    tell: Callable[[str], None],
+) -> RunPlan:
+    """What the run needs and how long it takes, on a card by name or on the one that is here."""
+    card, device_bytes = _device(settings, card_name)
+    prompt_tokens = _longest_prompt(settings, rows, tell=tell)
+    cache_gib, engine = settings.rollout.cache_gib, settings.engine
+    memory = memory_plan(
+        shape_of(settings.model),
+        slots=engine.slots,
+        max_tokens=engine.max_tokens,
+        prompt_tokens=prompt_tokens,
+        pass_tokens=settings.passes.tokens,
+        precision=_precision(settings, card),
+        is_gpu=card.is_gpu,
+        has_reference=settings.algorithm.kl > 0 and settings.lora.rank is None,
+        has_critic=settings.algorithm.has_critic,
+        lora_rank=settings.lora.rank,
+        gradient_checkpointing=settings.passes.gradient_checkpointing,
+        cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+    )
+    prediction = None
+    if memory.can_run(device_bytes):
+        lengths = None
+        if mean_length is not None:
+            lengths = guessed_lengths(
+                engine.max_tokens, mean=mean_length, prompt_tokens=prompt_tokens
+            )
+        prediction = predict(
+            memory,
+            settings.schedule,
+            card=card,
+            device_bytes=device_bytes,
+            num_rows=len(rows),
+            epochs=settings.epochs,
+            max_updates=settings.max_updates,
+            batch_epochs=settings.optimiser.epochs,
+            lengths=lengths,
+        )
+    return RunPlan(
+        card=card,
+        device_bytes=device_bytes,
+        schedule=settings.schedule,
+        memory=memory,
+        prediction=prediction,
+    )
+
+
+def _device(settings: TrainSettings, name: str | None) -> tuple[Card, int]:
+    """The card to plan for, and its memory."""
+    if name is not None:
+        card = card_named(name)
+        return card, card.memory_bytes or _machine_bytes()
+    if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda"):
+        found = torch.cuda.get_device_name(settings.device).lower().replace(" ", "-")
+        known = [key for key in CARDS if key in found]
+        total = torch.cuda.get_device_properties(torch.device(settings.device or "cuda"))
+        return card_named(known[0] if known else "a100"), int(total.total_memory)
+    return card_named("cpu"), _machine_bytes()
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _precision(settings: TrainSettings, card: Card) -> Precision:
+    if settings.precision == "auto":
+        return "bfloat16" if card.is_gpu else "float32"
+    return settings.precision
+
+
+def _longest_prompt(
+    settings: TrainSettings, rows: Sequence[Row], *, tell: Callable[[str], None]
+) -> int:
+    try:
+        tokenizer = tokenizer_of(settings.model)
+    except ModelError as error:
+        tell(f"{error}; prompts are taken to have {_GUESSED_PROMPT_TOKENS} tokens")
+        return _GUESSED_PROMPT_TOKENS
+    looked_at = rows[:_PROMPTS_LOOKED_AT]
+    found = tokenized(
+        looked_at,
+        tokenizer,
+        chat=settings.data.chat,
+        max_prompt_tokens=settings.max_prompt_tokens,
+    )
+    return max(len(row.tokens) for row in found.rows)
