@@ -9,13 +9,14 @@ one step of AdamW. All ways get the same model and trajectories of long-tailed l
 
     packed          ours: packs of at most `budget` tokens, log-probabilities in chunks
     padded          micro-batches as the trajectories come, padded to the longest in each;
-                    model(...).logits, log_softmax, gather
-    padded, sorted  the same after sorting by length
-    one by one      the same with a single trajectory at a time, hence without padding
+                    model(...).logits, log_softmax, gather. So many that they fill our budget if
+                    all are as long as the longest
+    padded, best    the same, and the fastest of several sizes of micro-batch
+    padded, sorted  the same after sorting by length, again the fastest of several sizes
+    one by one      a single trajectory at a time, hence without padding
 
-The padded ways take the fastest of three sizes of micro-batch: that at which the longest
-trajectories fill our budget, half and twice that. Tokens are those of the trajectories, prompts
-and answers, never padding.
+Tokens are those of the trajectories, prompts and answers, never padding. On the CPU the clock is
+the processor time of one thread, which others on the machine do not disturb.
 """
 
 from __future__ import annotations
@@ -51,37 +52,35 @@ class Settings:
     model: tuple[ModelName, ...] = ()
     """Shapes with random weights; small on the CPU, the other two on the GPU unless given."""
     trajectories: int | None = None
-    """In the update; 48 on the CPU, 192 on the GPU unless given."""
+    """In the update; 64 on the CPU, 384 on the GPU unless given."""
     mean: int | None = None
-    """Mean length of the answers, lognormal; 64 and 600 unless given."""
+    """Mean length of the answers, lognormal; 64 and 300 unless given."""
     max: int | None = None
-    """Greatest length of the answers; 448 and 4,096 unless given."""
+    """Greatest length of the answers; 448 and 2,048 unless given."""
     prompt_tokens: tuple[int, int] = (16, 64)
     """Shortest and longest prompt."""
     budget: int | None = None
-    """Tokens of a pack; 2,048 and 16,640 unless given: four of the longest trajectories."""
+    """Tokens of a pack; 4,096 and 16,896 unless given: eight of the longest trajectories."""
     checkpointing: bool = False
     """Repeat the layers in the backward pass instead of keeping what they computed; all ways."""
     repeats: int = 3
     """Timed updates of each way."""
     seed: int = 0
     """Of weights, tokens and lengths."""
-    threads: int = 1
-    """Threads of torch; more only help on a machine that nobody else uses."""
     json: Path | None = None
     """Write everything to this file."""
 
     def resolved(self) -> Settings:
         """With the values of the device where none is given."""
         on_gpu = self.device == "cuda"
-        most = self.max or (4096 if on_gpu else 448)
+        most = self.max or (2048 if on_gpu else 448)
         return replace(
             self,
             model=self.model or (("smollm2-135m", "qwen2.5-0.5b") if on_gpu else ("small",)),
-            trajectories=self.trajectories or (192 if on_gpu else 48),
-            mean=self.mean or (600 if on_gpu else 64),
+            trajectories=self.trajectories or (384 if on_gpu else 64),
+            mean=self.mean or (300 if on_gpu else 64),
             max=most,
-            budget=self.budget or 4 * (most + self.prompt_tokens[1]),
+            budget=self.budget or 8 * (most + self.prompt_tokens[1]),
         )
 
 
@@ -214,8 +213,9 @@ def padded_way(
     optimiser: Optimizer,
     sequences: Sequence[TokenSequence],
     *,
+    name: str,
     size: int,
-    is_sorted: bool,
+    is_sorted: bool = False,
 ) -> Way:
     """The plain way, in micro-batches of so many trajectories."""
     import torch
@@ -257,7 +257,6 @@ def padded_way(
         optimiser.zero_grad()
         return total.item()
 
-    name = "one by one" if size == 1 else "padded, sorted" if is_sorted else "padded"
     return Way(name, update, num_batches=len(batches), batch_size=size)
 
 
@@ -271,7 +270,8 @@ def timed(way: Way, device: str) -> float | None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    clock = time.perf_counter if on_gpu else time.process_time
+    began = clock()
     try:
         way.loss = way.update()
     except torch.cuda.OutOfMemoryError:
@@ -279,7 +279,7 @@ def timed(way: Way, device: str) -> float | None:
     if on_gpu:
         torch.cuda.synchronize()
         way.peak_bytes = torch.cuda.max_memory_allocated()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def fastest(ways: Sequence[Way], device: str, say: Callable[[str], None]) -> Way:
@@ -295,17 +295,17 @@ def fastest(ways: Sequence[Way], device: str, say: Callable[[str], None]) -> Way
     return min(tried, key=lambda pair: pair[0])[1]
 
 
-def compare(name: ModelName, settings: Settings, progress: Progress) -> dict[str, Any]:
+def compare(shape: ModelName, settings: Settings, progress: Progress) -> dict[str, Any]:
     """All ways on one model, in turn."""
     import torch
 
     assert settings.budget, "settings are resolved"
-    task = progress.add_task(f"{name}: building", total=settings.repeats)
+    task = progress.add_task(f"{shape}: building", total=settings.repeats)
 
     def say(text: str) -> None:
-        progress.update(task, description=f"{name}: {text}")
+        progress.update(task, description=f"{shape}: {text}")
 
-    model = make_model(name, settings)
+    model = make_model(shape, settings)
     sequences = draw(settings, vocabulary=model.config.vocab_size)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=1e-6, fused=settings.device == "cuda" or None
@@ -315,15 +315,17 @@ def compare(name: ModelName, settings: Settings, progress: Progress) -> dict[str
     timed(ours, settings.device)
     longest = max(sequence.num_rows + 1 for sequence in sequences)
     fitting = max(2, settings.budget // longest)
-    sizes = sorted({max(2, fitting // 2), fitting, 2 * fitting})
+
+    def padded(name: str, *, size: int, is_sorted: bool = False) -> Way:
+        return padded_way(model, optimiser, sequences, name=name, size=size, is_sorted=is_sorted)
+
     ways = [ours]
-    for is_sorted in (False, True):
-        tried = [
-            padded_way(model, optimiser, sequences, size=size, is_sorted=is_sorted)
-            for size in sizes
-        ]
+    for name, size in (("padded", fitting), ("one by one", 1)):
+        ways.append(fastest([padded(name, size=size)], settings.device, say))
+    for name, is_sorted in (("padded, best", False), ("padded, sorted", True)):
+        sizes = sorted({max(2, fitting // 4), max(2, fitting // 2), fitting, 2 * fitting})
+        tried = [padded(name, size=size, is_sorted=is_sorted) for size in sizes]
         ways.append(fastest(tried, settings.device, say))
-    ways.append(padded_way(model, optimiser, sequences, size=1, is_sorted=False))
     for _ in range(settings.repeats):
         for way in ways:
             say(way.name)
@@ -333,7 +335,7 @@ def compare(name: ModelName, settings: Settings, progress: Progress) -> dict[str
         progress.advance(task)
     tokens = sum(sequence.num_rows + 1 for sequence in sequences)
     return {
-        "model": name,
+        "model": shape,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "vocabulary": model.config.vocab_size,
         "tokens": tokens,
@@ -356,7 +358,7 @@ def show(result: dict[str, Any]) -> None:
         title=f"{result['model']}: {result['tokens']:,} tokens, packs {result['fill']:.0%} full",
         title_justify="left",
     )
-    headings = ("way", "batches", "tokens/s", "packed is faster by", "spread", "peak GiB", "x")
+    headings = ("way", "batches", "tokens/s", "packed x", "spread", "peak GiB", "x")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     least = result["ways"][0]["peak_bytes"]
@@ -369,10 +371,13 @@ def show(result: dict[str, Any]) -> None:
             f"{way['tokens_per_second']:,.0f}",
             f"{way['packed_is_faster_by']:.2f}",
             f"{min(ratios):.2f}-{max(ratios):.2f}",
-            "not measured" if peak is None else f"{peak / 2**30:.2f}",
+            "-" if peak is None else f"{peak / 2**30:.2f}",
             "-" if peak is None else f"{peak / least:.2f}",
         )
     Console().print(table)
+    print("packed x: how many times faster packed is, the median and the spread of the updates")
+    if least is None:
+        print("the peak of the memory is measured on the GPU only")
 
 
 def main() -> None:
@@ -385,7 +390,7 @@ def main() -> None:
     from engine_peers.circumstances import circumstances
     from engine_peers.peer import Workload
 
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for name in settings.model:
@@ -401,7 +406,7 @@ def main() -> None:
             slots=len(sequences),
             device=settings.device,
             dtype="bfloat16" if settings.device == "cuda" else "float32",
-            threads=settings.threads,
+            threads=1,
         )
         facts = circumstances(cast("Any", settings), workload)
         facts["results"] = results

@@ -24,6 +24,7 @@ from transformers import (
 from native_worlds import CONTEXT, VOCABULARY, fresh_all, roll_out, shared_model, tiny_model
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.errors import ModelError, RequestError
+from sortedrl.training import packed_attention
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence, packs
 
@@ -299,3 +300,35 @@ def test_a_model_with_learned_positions_is_packed_too():
     model = GPT2LMHeadModel(config).train()
     ours_T = PackedModel(model).logprobs(SEQUENCES).logprobs_T
     torch.testing.assert_close(ours_T, plain(model.eval(), SEQUENCES)[0], rtol=1e-5, atol=1e-5)
+
+
+def documented_varlen(q_RHD, k_RKD, v_RKD, starts, ends, *_, scale, window_size, enable_gqa=False):
+    """What torch says of its kernel, which only a GPU can run."""
+    if not enable_gqa:
+        assert q_RHD.shape == k_RKD.shape
+    assert torch.equal(starts, ends)
+    attended = []
+    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        q, k, v = (x[start:end].transpose(0, 1) for x in (q_RHD, k_RKD, v_RKD))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        left, right = window_size
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (distance >= -right) & ((distance <= left) if left >= 0 else True)
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        attended.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(attended)
+
+
+@pytest.mark.parametrize("shares_heads", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_is_asked_for_what_is_computed_one_by_one(monkeypatch, shares_heads, window):
+    monkeypatch.setattr(packed_attention, "_VARLEN_SHARES_HEADS", shares_heads)
+    monkeypatch.setattr(packed_attention, "varlen_attn", documented_varlen)
+    torch.manual_seed(0)
+    row = packed_attention.Row.of([4, 1, 9], device=torch.device("cpu"))
+    q, k, v = torch.randn(1, 6, 14, 8), torch.randn(1, 2, 14, 8), torch.randn(1, 2, 14, 8)
+    both = [
+        attend(q, k, v, row, scale=0.3, window=window)
+        for attend in (packed_attention._by_kernel, packed_attention._one_by_one)
+    ]
+    torch.testing.assert_close(*both)

@@ -160,7 +160,7 @@ def predict(
         hours=_hours(outcome, course),
         sync_bubble=sync.metrics.run.bubble,
         sync_hours=_hours(sync, sync_course),
-        are_lengths_guessed=lengths is None,
+        are_lengths_guessed=are_lengths_guessed or lengths is None,
     )
 
 

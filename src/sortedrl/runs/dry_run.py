@@ -33,29 +33,26 @@ def planned_run(
 ) -> RunPlan:
     """What the run needs and how long it takes, on a card by name or on the one that is here."""
     card, device_bytes = _device(settings, card_name)
-    prompt_tokens = _longest_prompt(settings, rows, tell=tell)
+    prompts = _prompt_lengths(settings, rows, tell=tell)
     cache_gib, engine = settings.rollout.cache_gib, settings.engine
+    algorithm, optimisation = settings.algorithm, settings.optimiser
     memory = memory_plan(
         shape_of(settings.model),
         slots=engine.slots,
         max_tokens=engine.max_tokens,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=max(prompts),
         pass_tokens=settings.passes.tokens,
         precision=_precision(settings, card),
         is_gpu=card.is_gpu,
-        has_reference=settings.algorithm.kl > 0 and settings.lora.rank is None,
-        has_critic=settings.algorithm.has_critic,
+        has_reference=algorithm.kl > 0,
+        has_critic=algorithm.has_critic,
         lora_rank=settings.lora.rank,
         gradient_checkpointing=settings.passes.gradient_checkpointing,
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
     )
     prediction = None
     if memory.can_run(device_bytes):
-        lengths = None
-        if mean_length is not None:
-            lengths = guessed_lengths(
-                engine.max_tokens, mean=mean_length, prompt_tokens=prompt_tokens
-            )
+        in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
         prediction = predict(
             memory,
             settings.schedule,
@@ -64,8 +61,14 @@ def planned_run(
             num_rows=len(rows),
             epochs=settings.epochs,
             max_updates=settings.max_updates,
-            batch_epochs=settings.optimiser.epochs,
-            lengths=lengths,
+            batch_epochs=optimisation.epochs,
+            has_first_pass=in_reward or optimisation.steps * optimisation.epochs > 1,
+            lengths=guessed_lengths(
+                engine.max_tokens,
+                mean=mean_length,
+                prompt_tokens=round(sum(prompts) / len(prompts)),
+            ),
+            are_lengths_guessed=mean_length is None,
         )
     return RunPlan(
         card=card,
@@ -99,19 +102,18 @@ def _precision(settings: TrainSettings, card: Card) -> Precision:
     return settings.precision
 
 
-def _longest_prompt(
+def _prompt_lengths(
     settings: TrainSettings, rows: Sequence[Row], *, tell: Callable[[str], None]
-) -> int:
+) -> list[int]:
     try:
         tokenizer = tokenizer_of(settings.model)
     except ModelError as error:
         tell(f"{error}; prompts are taken to have {_GUESSED_PROMPT_TOKENS} tokens")
-        return _GUESSED_PROMPT_TOKENS
-    looked_at = rows[:_PROMPTS_LOOKED_AT]
+        return [_GUESSED_PROMPT_TOKENS]
     found = tokenized(
-        looked_at,
+        rows[:_PROMPTS_LOOKED_AT],
         tokenizer,
         chat=settings.data.chat,
         max_prompt_tokens=settings.max_prompt_tokens,
     )
-    return max(len(row.tokens) for row in found.rows)
+    return [len(row.tokens) for row in found.rows]

@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
     targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.random.manual_seed(seed)
         try:
             model.add_adapter(config, _NAME)
         except ValueError as error:

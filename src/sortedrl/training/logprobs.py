@@ -129,7 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 scaled_CD = (hidden_CD * factors_C1).to(weight_VD.dtype)
                 _add_product(grad_weight_VD, grads_CV.T, scaled_CD)
             if grad_bias_V is not None:
-                _add_product(grad_bias_V[:, None], grads_CV.T, factors_C1.to(grads_CV.dtype))
+                grad_bias_V.add_(torch.mv(grads_CV.T, factors_C1[:, 0].to(grads_CV.dtype)))
         return (
             grad_hidden_TD,
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),

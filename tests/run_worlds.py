@@ -1,0 +1,253 @@
+"""Whole runs in small: a model whose answers differ in length, a dense reward, and a nursery.
+
+The nursery is one process that has imported everything heavy, and forks a child for each command.
+A child is a process like any other, to be killed or interrupted, that starts in no time.
+"""
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from sortedrl.run_log import read_metrics
+from sortedrl.training.checkpoint import verify
+
+TASK = "knights_knaves:people=2-3,count=24,style=compact"
+STOPS = range(128, 152)
+"""Bytes that end an answer, so that one has some ten tokens."""
+PATIENCE_SECONDS = 120
+_REWARD = '''"""Letters are good."""
+
+import time
+
+
+def letters(prompt, response):
+    time.sleep(0.001)
+    return sum(letter.isascii() and letter.isalpha() for letter in response) / (1 + len(response))
+
+
+def rarely(prompt, response):
+    return float(letters(prompt, response) > 0.3)
+
+
+CALLS = []
+
+
+def huge(prompt, response, first=0, last=10**9):
+    CALLS.append(response)
+    return 1.7e308 if first <= len(CALLS) <= last else letters(prompt, response)
+
+
+def nothing(prompt, response):
+    return float("nan")
+'''
+
+
+def write_world(folder, *, stops=STOPS, hidden=32, seed=0):
+    """Put a model and a file of rewards into a folder."""
+    from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(TinySettings(hidden=hidden, layers=1, heads=2, context=256, seed=seed))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *stops]
+    model.save_pretrained(folder / "begun")
+    tokenizer.save_pretrained(folder / "begun")
+    (folder / "judge.py").write_text(_REWARD)
+
+
+def run_words(out, *more, task=TASK, reward="letters", model="begun"):
+    """The words of a run of seconds, in a folder with a world; later words win."""
+    return [
+        *("train", "--model", model, "--task", task, "--reward", f"judge.py:{reward}"),
+        *("--out", str(out), "--threads", "1", "--device", "cpu", "--rewards.workers", "1"),
+        *("--engine.slots", "6", "--engine.max-tokens", "32"),
+        *("--schedule.group-prompts", "8", "--schedule.update-batch", "4"),
+        *("--optimiser.learning-rate", "1e-2", "--saving.every", "1"),
+        *("--tracking.tensorboard", "False"),
+        *more,
+    ]
+
+
+def weights(out):
+    """The bytes of the trained model."""
+    return (Path(out) / "model" / "model.safetensors").read_bytes()
+
+
+def events(out):
+    """What happened, but for times and for where it was taken up again."""
+    rows = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
+    timeless = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    return [row for row in timeless if row["kind"] != "resume"]
+
+
+def num_resumes(out):
+    """How often the run was taken up again."""
+    return (Path(out) / "events.jsonl").read_text().count('"kind":"resume"')
+
+
+def trained(out):
+    """The answers of each update, in order."""
+    return [
+        [(answer["prompt"], answer["sample"]) for answer in _answers(row)]
+        for row in events(out)
+        if row["kind"] == "update"
+    ]
+
+
+def metrics(out):
+    """The numbers of each update that do not depend on time."""
+    timed = ("seconds", "goodput", "throughput", "per_second", "bubble", "idle_share")
+    return [
+        {k: v for k, v in row.items() if not any(word in k for word in timed)}
+        for row in read_metrics(Path(out) / "metrics.jsonl")
+    ]
+
+
+def checkpoints(out):
+    """The whole checkpoints, the oldest first; each is read to its last byte."""
+    found = sorted(
+        path
+        for path in (Path(out) / "checkpoints").glob("update-*")
+        if path.suffix not in (".partial", ".replaced", ".abandoned")
+    )
+    for path in found:
+        verify(path)
+    return found
+
+
+def _answers(row):
+    names = ("prompt", "sample", "group", "tokens", "staleness_sum", "staleness_max")
+    for answer in row["trained"]:
+        yield answer if isinstance(answer, dict) else dict(zip(names, answer, strict=True))
+
+
+class Child:
+    """A command in a process of its own."""
+
+    def __init__(self, nursery, pid, log):
+        self.pid = pid
+        self._nursery = nursery
+        self._log = log
+        self._code = None
+
+    @property
+    def out(self):
+        """What it has said on standard output."""
+        return self._log.with_suffix(".out").read_text()
+
+    @property
+    def err(self):
+        """What it has said on standard error."""
+        return self._log.with_suffix(".err").read_text()
+
+    def signal(self, number):
+        """Send a signal, if it still runs."""
+        if not self.is_over:
+            os.kill(self.pid, number)
+
+    @property
+    def is_over(self):
+        """Whether it has ended."""
+        if self._code is None and self._nursery.has_said_something():
+            self._code = self._nursery.heard()
+        return self._code is not None
+
+    def wait(self):
+        """Its exit code; that of a process killed by a signal is negative."""
+        if self._code is None:
+            self._code = self._nursery.heard()
+        return self._code
+
+    def until(self, happens):
+        """Wait until something happens; whether it did while the process ran."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not happens():
+            if self.is_over or time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+class Nursery:
+    """Starts commands, one at a time."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._count = 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_SECONDS)
+        self._process.stdout.close()
+
+    def start(self, words, *, file_bytes=None):
+        """Start a command in the nursery's folder; no file of it may grow beyond `file_bytes`."""
+        self._count += 1
+        log = self._folder / f"child-{self._count}"
+        order = [list(words), str(self._folder), str(log), file_bytes]
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        return Child(self, self.heard(), log)
+
+    def run(self, words, **limits):
+        """Run a command to its end, which must be a good one; gives the child."""
+        child = self.start(words, **limits)
+        code = child.wait()
+        assert code == 0, f"code {code}: {child.err}"
+        return child
+
+    def has_said_something(self):
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def heard(self):
+        """The next number it says."""
+        assert select.select([self._process.stdout], [], [], PATIENCE_SECONDS)[0], "it hangs"
+        return int(self._process.stdout.readline())
+
+
+def _serve():
+    import sortedrl.runs.opening  # noqa: F401  heavy, and here only once
+
+    for line in sys.stdin:
+        words, folder, log, file_bytes = json.loads(line)
+        child = os.fork()
+        if not child:
+            _become(words, Path(folder), Path(log), file_bytes)
+        print(child, flush=True)  # noqa: T201
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
+
+
+def _become(words, folder, log, file_bytes):
+    from sortedrl.cli import main
+
+    os.chdir(folder)
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = stop.code
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
