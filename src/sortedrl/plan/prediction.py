@@ -115,15 +115,20 @@ def predict(
     batch_epochs: int = 1,
     has_first_pass: bool = False,
     lengths: LengthSettings | None = None,
+    prompt_tokens: int | None = None,
 ) -> Prediction:
     """The numbers of a run on a card; lengths that are not given are guessed.
+
+    `prompt_tokens` is the mean for the guess, by default the longest.
 
     `batch_epochs` is how often an update goes through its batch, and `has_first_pass` whether it
     computes the log-probabilities of the whole batch before it learns: for several steps, or for a
     divergence in the reward.
     """
     demand = memory.demand
-    known = lengths or guessed_lengths(demand.max_tokens, prompt_tokens=demand.prompt_tokens)
+    known = lengths or guessed_lengths(
+        demand.max_tokens, prompt_tokens=prompt_tokens or demand.prompt_tokens
+    )
     drawn = _drawn_lengths(known, demand)
     mean = sum(drawn) / len(drawn)
     # A long answer is met more often in a slot than it is drawn, on average half written.
@@ -160,7 +165,7 @@ def predict(
         hours=_hours(outcome, course),
         sync_bubble=sync.metrics.run.bubble,
         sync_hours=_hours(sync, sync_course),
-        are_lengths_guessed=are_lengths_guessed or lengths is None,
+        are_lengths_guessed=lengths is None,
     )
 
 

@@ -53,6 +53,11 @@ def planned_run(
     prediction = None
     if memory.can_run(device_bytes):
         in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+        mean_prompt, lengths = round(sum(prompts) / len(prompts)), None
+        if mean_length is not None:
+            lengths = guessed_lengths(
+                engine.max_tokens, mean=mean_length, prompt_tokens=mean_prompt
+            )
         prediction = predict(
             memory,
             settings.schedule,
@@ -63,12 +68,8 @@ def planned_run(
             max_updates=settings.max_updates,
             batch_epochs=optimisation.epochs,
             has_first_pass=in_reward or optimisation.steps * optimisation.epochs > 1,
-            lengths=guessed_lengths(
-                engine.max_tokens,
-                mean=mean_length,
-                prompt_tokens=round(sum(prompts) / len(prompts)),
-            ),
-            are_lengths_guessed=mean_length is None,
+            lengths=lengths,
+            prompt_tokens=mean_prompt,
         )
     return RunPlan(
         card=card,
