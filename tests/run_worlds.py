@@ -26,8 +26,13 @@ import time
 
 
 def letters(prompt, response):
-    time.sleep(0.001)
+    time.sleep(0.01)
     return sum(letter.isascii() and letter.isalpha() for letter in response) / (1 + len(response))
+
+
+def slow(prompt, response):
+    time.sleep(0.2)
+    return letters(prompt, response)
 
 
 def rarely(prompt, response):
@@ -39,7 +44,18 @@ CALLS = []
 
 def huge(prompt, response, first=0, last=10**9):
     CALLS.append(response)
-    return 1.7e308 if first <= len(CALLS) <= last else letters(prompt, response)
+    is_huge = first <= len(CALLS) <= last
+    return 1.7e308 / (1 + len(CALLS) % 2) if is_huge else letters(prompt, response)
+
+
+def scripted(prompt, response, right=()):
+    CALLS.append(response)
+    return {"reward": letters(prompt, response), "correct": len(CALLS) in right}
+
+
+def parts(prompt, response):
+    found = {"letters": letters(prompt, response), "length": len(response) / 100}
+    return {"reward": sum(found.values()), **found}
 
 
 def nothing(prompt, response):
@@ -67,9 +83,21 @@ def run_words(out, *more, task=TASK, reward="letters", model="begun"):
         *("--engine.slots", "6", "--engine.max-tokens", "32"),
         *("--schedule.group-prompts", "8", "--schedule.update-batch", "4"),
         *("--optimiser.learning-rate", "1e-2", "--saving.every", "1"),
-        *("--tracking.tensorboard", "False"),
         *more,
     ]
+
+
+def said(capsys, words, *, code=0):
+    """Run a command here, which must end with this code; gives what it said on both streams."""
+    from sortedrl.cli import main
+
+    try:
+        found = main([str(word) for word in words])
+    except SystemExit as stop:
+        found = stop.code
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out, err
 
 
 def weights(out):
@@ -81,20 +109,20 @@ def events(out):
     """What happened, but for times and for where it was taken up again."""
     rows = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
     timeless = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
-    return [row for row in timeless if row["kind"] != "resume"]
+    return [row for row in timeless if row["event"] != "resume"]
 
 
 def num_resumes(out):
     """How often the run was taken up again."""
-    return (Path(out) / "events.jsonl").read_text().count('"kind":"resume"')
+    return (Path(out) / "events.jsonl").read_text().count('"event":"resume"')
 
 
 def trained(out):
     """The answers of each update, in order."""
     return [
-        [(answer["prompt"], answer["sample"]) for answer in _answers(row)]
+        [(prompt, sample) for prompt, sample, *_ in row["trained"]]
         for row in events(out)
-        if row["kind"] == "update"
+        if row["event"] == "update"
     ]
 
 
@@ -117,12 +145,6 @@ def checkpoints(out):
     for path in found:
         verify(path)
     return found
-
-
-def _answers(row):
-    names = ("prompt", "sample", "group", "tokens", "staleness_sum", "staleness_max")
-    for answer in row["trained"]:
-        yield answer if isinstance(answer, dict) else dict(zip(names, answer, strict=True))
 
 
 class Child:
@@ -199,6 +221,8 @@ class Nursery:
         """Start a command in the nursery's folder; no file of it may grow beyond `file_bytes`."""
         self._count += 1
         log = self._folder / f"child-{self._count}"
+        for suffix in (".out", ".err"):
+            log.with_suffix(suffix).touch()
         order = [list(words), str(self._folder), str(log), file_bytes]
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         return Child(self, self.heard(), log)
@@ -220,7 +244,9 @@ class Nursery:
 
 
 def _serve():
-    import sortedrl.runs.opening  # noqa: F401  heavy, and here only once
+    import torch.utils.tensorboard  # noqa: F401  heavy, and here only once
+
+    import sortedrl.runs.opening  # noqa: F401
 
     for line in sys.stdin:
         words, folder, log, file_bytes = json.loads(line)
@@ -237,7 +263,7 @@ def _become(words, folder, log, file_bytes):
 
     os.chdir(folder)
     for number, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))

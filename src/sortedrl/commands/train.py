@@ -67,10 +67,13 @@ def run(arguments: Sequence[str]) -> None:
     told: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
     if given.resume:
         _refuse_other_run(settings)
-    task, held_out = (
-        _task(settings),
-        [_opened(settings, spec) for spec in settings.evaluation.tasks],
-    )
+    task = _with_options(_opened(settings, settings.task), settings)
+    require(bool(task.rows), f"task {settings.task!r} has no rows")
+    held_out = [_opened(settings, spec) for spec in settings.evaluation.tasks]
+    held_out = [
+        _with_options(other, settings) if other.reward.function == task.reward.function else other
+        for other in held_out
+    ]
     if given.dry_run:
         _dry_run(given, task)
         return
@@ -150,11 +153,9 @@ def _refuse_other_run(settings: TrainSettings) -> None:
         refuse_other_settings(asdict(begun), asdict(settings))
 
 
-def _task(settings: TrainSettings) -> Task:
-    task = _opened(settings, settings.task)
+def _with_options(task: Task, settings: TrainSettings) -> Task:
     options = options_from(settings.reward_options)
     reward = replace(task.reward, options={**task.reward.options, **options})
-    require(bool(task.rows), f"task {settings.task!r} has no rows")
     return replace(task, reward=reward)
 
 

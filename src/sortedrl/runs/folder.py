@@ -75,11 +75,19 @@ class RunFolder:
 
     def begin(self, config: str) -> None:
         """Make the folder for a new run; one that holds a run already is refused."""
+        self.refuse_second_run()
+        self.write(config)
+
+    def refuse_second_run(self) -> None:
+        """Refuse a folder that holds a run already."""
         if self.holds_run:
             raise ConfigError(
                 f"{self.root} already holds a run; go on with it (--resume), "
                 "or choose another folder (--out)"
             )
+
+    def write(self, config: str) -> None:
+        """Write the settings down, in place of older ones."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             write_whole(self.config, config.encode())

@@ -1,6 +1,7 @@
 """A training run made ready to go: data, rewards, model, logs, in the order of what can go wrong.
 
-What is wrong with rows, rewards or tokenizer shows before any weights are loaded.
+What is wrong with rows, rewards or tokenizer shows before any weights are loaded, and what is
+wrong with these before anything is written.
 """
 
 from __future__ import annotations
@@ -62,21 +63,24 @@ def opened_run(
         keep_best=settings.saving.keep_best,
         warn=tell,
     )
-    saved = _begun(folder, checkpoints, config=config, is_resumed=is_resumed, tell=tell)
+    if not is_resumed:
+        folder.refuse_second_run()
     with ExitStack() as stack:
         pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
         tokenizer = tokenizer_of(settings.model)
         rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
         questions = _questions(held_out, tokenizer, settings, folder, stack, tell=tell)
+        saved = _saved(folder, checkpoints, tell=tell) if is_resumed else None
+        watch = _Watch()
+        parts = training_parts(
+            settings, rows, tokenizer=tokenizer, pool=pool, record=watch, saved=saved
+        )
+        folder.write(config)  # of a resumed run too, as some settings may have changed
         meter = _meter(folder, saved)
         logs = _logs(settings, folder, saved, meter=meter, told=told, tell=tell)
         stack.callback(logs.trackers.close)
         stack.callback(logs.metrics.close)
         stack.callback(logs.events.close)
-        watch = _Watch(logs)
-        parts = training_parts(
-            settings, rows, tokenizer=tokenizer, pool=pool, record=watch, saved=saved
-        )
         run = TrainingRun(
             settings=settings,
             parts=parts,
@@ -96,31 +100,28 @@ def opened_run(
 class _Watch:
     """Records events, and lets the terminal know of finished answers."""
 
-    def __init__(self, logs: Logs) -> None:
+    def __init__(self) -> None:
         self.run: TrainingRun | None = None
-        self._logs = logs
 
     def __call__(self, event: Event) -> None:
-        self._logs.meter(event)
-        self._logs.events(event)
-        if isinstance(event, Finish) and self.run is not None:
-            ready = self.run.parts.loop.buffer.num_harvestable
-            self.run.show(f"{ready} answers ready, {event.running} being written")
+        run = self.run
+        assert run is not None, "nothing happens before the run goes"
+        run.logs.meter(event)
+        run.logs.events(event)
+        if isinstance(event, Finish):
+            ready = run.parts.loop.buffer.num_harvestable
+            run.show(f"{ready} answers ready, {event.running} being written")
 
 
-def _begun(
-    folder: RunFolder, checkpoints: Checkpoints, *, config: str, is_resumed: bool, tell: Tell
-) -> Saved | None:
+def _saved(folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell) -> Saved | None:
     """The checkpoint to go on from; `None` where the run begins."""
-    if not is_resumed or not folder.holds_run:
-        folder.begin(config)
-        return None
     newest = checkpoints.newest()
-    if newest is None:
+    if newest is not None:
+        tell(f"going on from {newest}")
+        return Saved.read(newest)
+    if folder.holds_run:
         tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
-        return None
-    tell(f"going on from {newest}")
-    return Saved.read(newest)
+    return None
 
 
 def _readable(
@@ -160,7 +161,8 @@ def _questions(
 def _meter(folder: RunFolder, saved: Saved | None) -> Meter:
     """A meter that has seen all events up to the checkpoint."""
     meter = Meter()
-    if saved is not None:
+    # A run that was stopped before it began has no events yet.
+    if saved is not None and saved.state["events_bytes"]:
         EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
         for event in read_events(folder.events):
             meter(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,9 @@ def supervised_run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folder = RunFolder(settings.out)
+    folder.refuse_second_run()
     tokenizer = tokenizer_of(settings.model)
     sequences = _sequences(task, tokenizer, settings, tell=tell)
-    folder.begin(config)
     rows = step_rows(
         [sequence.num_rows for sequence in sequences],
         batch_tokens=settings.batch_tokens,
@@ -70,25 +71,26 @@ def supervised_run(
     )[: settings.max_steps]
     model = trained_model(settings)
     optimiser = Optimiser(trained_parameters(model), settings.optimiser, total_steps=len(rows))
-    metrics = MetricsFile(folder.metrics)
+    policy = PackedModel(model)
+    folder.begin(config)
     done: list[SupervisedStep] = []
-    for step in supervised_steps(
-        PackedModel(model),
-        optimiser,
-        sequences,
-        rows=rows,
-        budget=settings.passes.tokens,
-        max_bad=settings.optimiser.max_bad_updates,
-    ):
-        done.append(step)
-        metrics(_row(step))
-        line = _line(done, len(rows))
-        advance(line, step.step / len(rows))
-        if step.step % _LINE_EVERY == 0 or step.step == len(rows):
-            tell(line)
-        if stopping.is_asked:
-            break
-    metrics.close()
+    with closing(MetricsFile(folder.metrics)) as metrics:
+        for step in supervised_steps(
+            policy,
+            optimiser,
+            sequences,
+            rows=rows,
+            budget=settings.passes.tokens,
+            max_bad=settings.optimiser.max_bad_updates,
+        ):
+            done.append(step)
+            metrics(_row(step))
+            line = _line(done, len(rows))
+            advance(line, step.step / len(rows))
+            if step.step % _LINE_EVERY == 0 or step.step == len(rows):
+                tell(line)
+            if stopping.is_asked:
+                break
     export_model(model, tokenizer, folder.model)
     return SupervisedEnding(
         steps=len(done),

@@ -101,7 +101,7 @@ class TrainingRun:
 
     def go(self, stopping: Stopping) -> Ending:
         """Train until the data, the updates or the patience are used up."""
-        if self.counters.scored_at is None:
+        if self.counters.scored_at is None and not stopping.is_asked:
             self._evaluate()
         reason: Reason = "data"
         if self._why_stop(stopping) is None:
@@ -211,7 +211,7 @@ class TrainingRun:
         return Ending(
             reason=reason,
             updates=counters.updates,
-            figures=self.logs.meter.run,
+            figures=self.logs.meter.run if counters.updates else Figures(),
             first_scores=counters.first_scores,
             last_scores=counters.last_scores,
         )

@@ -34,6 +34,22 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
             model.add_adapter(config, _NAME)
         except ValueError as error:
             raise ConfigError(f"lora.targets {list(lora.targets)}: {error}") from error
+    _refuse_other_layers(model)
+
+
+def _refuse_other_layers(model: PreTrainedModel) -> None:
+    """Only adapters of linear layers can be folded in."""
+    from peft.tuners.lora import Linear, LoraLayer
+
+    others = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, Linear)
+    ]
+    if others:
+        raise ConfigError(
+            f"lora.targets must name linear layers, got {', '.join(others)}; leave those out"
+        )
 
 
 def folded(model: PreTrainedModel) -> dict[str, Tensor]:

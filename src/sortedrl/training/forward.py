@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
+from sortedrl.training.layers import compiled_layers, replaced_forwards
 from sortedrl.training.logprobs import token_logprobs
 from sortedrl.training.packed_attention import Row, packed_attention, refuse_unpackable
 from sortedrl.training.packing import TokenSequence
@@ -38,10 +39,16 @@ class PackedModel:
     off at any time, except on the output layer.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
-        """Refuse a model whose log-probabilities would come out wrong."""
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float = 1.0, is_compiled: bool = False
+    ) -> None:
+        """Refuse a model whose log-probabilities would come out wrong.
+
+        Compiled layers take less time and memory on a GPU, and half a minute before the first pass.
+        """
         self.model = model
         self.temperature = temperature
+        self._compiled = compiled_layers(model) if is_compiled else {}
         refuse_unpackable(model)
         _probe(self)
 
@@ -85,7 +92,7 @@ class PackedModel:
         device = self.model.device
         row = Row.of([sequence.num_rows for sequence in sequences], device=device)
         positions_R = torch.cat([torch.arange(length) for length in row.lengths])
-        with packed_attention(self.model):
+        with packed_attention(self.model), replaced_forwards(self._compiled):
             output: Any = self.model.base_model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=positions_R[None].to(device),

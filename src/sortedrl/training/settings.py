@@ -51,7 +51,10 @@ class PassSettings:
     tokens: int = 16384
     """Tokens, prompts included, of one pass forward and backward; fewer need less memory."""
     gradient_checkpointing: bool = False
-    """Compute the layers twice and keep less: more memory for a third more time."""
+    """Compute the layers twice and keep less: much less memory for a third more time."""
+    compiled: bool | None = None
+    """Fuse the small operations of the layers with torch.compile: less time and memory for half
+    a minute at the start; by default on a GPU."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

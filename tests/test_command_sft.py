@@ -1,0 +1,171 @@
+"""`sortedrl sft` from end to end: it learns to imitate, and leaves a model to train."""
+
+import json
+import shutil
+import signal
+from math import log
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from run_worlds import Nursery, run_words, said, weights, write_world
+from sortedrl.arguments import read_toml, settings_over
+from sortedrl.run_log import read_metrics
+from sortedrl.training.supervision import SupervisedSettings
+
+MODEL = "tiny:hidden=32,layers=1,heads=2,context=256"
+PUZZLES = "knights_knaves:people=2-3,count=64,style=compact"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The commands run in a folder of their own, and the number of threads is put back."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def sft_words(out, *more, task=PUZZLES, model=MODEL):
+    return [
+        *("sft", "--model", str(model), "--task", str(task), "--out", str(out), "--threads", "1"),
+        *("--device", "cpu", "--batch-tokens", "1024", "--optimiser.learning-rate", "1e-2"),
+        *more,
+    ]
+
+
+def losses(out):
+    return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_it_learns_and_the_model_is_evaluated_and_trained_on(capsys, tmp_path):
+    out, _ = said(capsys, sft_words(tmp_path / "warm", "--epochs", "8", "--json"))
+    ending = json.loads(out)
+    found = losses(tmp_path / "warm")
+    assert ending["is_complete"] is True
+    assert ending["steps"] == len(found)
+    assert found[0] == pytest.approx(log(264), rel=0.1), "it begins by knowing nothing"
+    assert ending["loss"] < found[0] / 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "warm" / "model")
+    model = tmp_path / "warm" / "model"
+    words = ["--tasks", PUZZLES, "--limit", "2", "--max-tokens", "8", "--workers", "1", "--json"]
+    out, _ = said(capsys, ["eval", model, *words])
+    assert json.loads(out)["evaluations"][0]["rows"][0]["prompts"] == 2
+    write_world(tmp_path)
+    said(capsys, run_words(tmp_path / "run", "--max-updates", "1", model=model))
+    assert weights(tmp_path / "run") != (model / "model.safetensors").read_bytes()
+
+
+def test_the_seed_decides_everything(capsys, tmp_path):
+    for name, seed in (("one", "1"), ("again", "1"), ("other", "2")):
+        said(capsys, sft_words(tmp_path / name, "--seed", seed, "--max-steps", "2"))
+    assert weights(tmp_path / "one") == weights(tmp_path / "again")
+    assert weights(tmp_path / "one") != weights(tmp_path / "other")
+
+
+def test_the_settings_are_kept_and_read_back_the_same(capsys, tmp_path):
+    said(capsys, sft_words(tmp_path / "one", "--max-steps", "1", "--lora.rank", "2"))
+    path = tmp_path / "one" / "config.toml"
+    settings = settings_over(SupervisedSettings(), read_toml(path), path=path, is_dotted=True)
+    assert (settings.model, settings.max_steps, settings.lora.rank) == (MODEL, 1, 2)
+    said(capsys, ["sft", path, "--out", tmp_path / "two"])
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
+def test_only_the_responses_are_imitated(capsys, tmp_path):
+    """The same responses after other prompts of the same length have the same number of losses."""
+    rows = [{"prompt": "A:b;", "response": "xyz"}] * 4
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    out, _ = said(capsys, sft_words(tmp_path / "run", "--json", task=path))
+    assert json.loads(out)["answer_tokens"] == 4 * len(["x", "y", "z", "<eos>"])
+
+
+def test_adapters_are_folded_into_the_model_that_is_left(capsys, tmp_path):
+    write_world(tmp_path)
+    words = sft_words(tmp_path / "run", "--lora.rank", "2", "--max-steps", "3", model="begun")
+    said(capsys, words)
+    before = load_file(tmp_path / "begun" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("_proj.weight" in name for name in changed), "embeddings and norms are left alone"
+
+
+@pytest.mark.parametrize("row", [{"prompt": "A:b;"}, {"prompt": "A:b;", "response": ""}])
+def test_a_row_without_a_response_is_refused_with_its_place(capsys, tmp_path, row):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "A:b;", "response": "x"}, row])
+    _, err = said(capsys, sft_words(tmp_path / "run", task=path), code=2)
+    assert f"{path}:2: supervised training needs a text in the field 'response'" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_beyond_the_context_are_left_out_with_their_count(capsys, tmp_path):
+    rows = [{"prompt": "A:b;", "response": "x" * (300 if n % 2 else 3)} for n in range(6)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    _, err = said(capsys, sft_words(tmp_path / "run", task=path))
+    assert "3 of 6 rows are left out, with their responses they have more than 256 tokens" in err
+    path = write_rows(tmp_path / "rows.jsonl", rows[1::2])
+    _, err = said(capsys, sft_words(tmp_path / "none", task=path), code=2)
+    assert "no row fits into the model's context of 256 tokens" in err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
+    said(capsys, sft_words(tmp_path / "run", "--max-steps", "1"))
+    before = weights(tmp_path / "run")
+    _, err = said(capsys, sft_words(tmp_path / "run"), code=2)
+    assert "already holds a run" in err
+    assert weights(tmp_path / "run") == before
+    assert said(capsys, ["train", tmp_path / "run", "--resume"], code=2)[1]
+
+
+def test_a_model_without_weights_is_refused_and_nothing_is_written(capsys, tmp_path):
+    write_world(tmp_path)
+    (tmp_path / "begun" / "model.safetensors").unlink()
+    _, err = said(capsys, sft_words(tmp_path / "run", model="begun"), code=2)
+    assert "begun cannot be loaded as a causal language model" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nowhere"], "the first word must be a .toml file, got 'nowhere'"),
+        (["--epochs", "0"], "epochs must be at least 1, got 0"),
+        (["--optimiser.steps", "2"], "set batch_tokens and epochs"),
+        (["--optimiser.schedule", "cosinus"], "did you mean 'cosine'?"),
+        (["--model", "tiny:hiden=3"], "did you mean 'hidden'?"),
+    ],
+)
+def test_what_cannot_work_is_refused(capsys, tmp_path, words, reason):
+    _, err = said(capsys, ["sft", *words], code=2)
+    assert reason in " ".join(err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_losses_that_are_not_finite_stop_it(capsys, tmp_path):
+    words = ["--optimiser.learning-rate", "1e30", "--optimiser.max-bad-updates", "2"]
+    words += ["--optimiser.warmup-steps", "0", "--epochs", "3"]
+    _, err = said(capsys, sft_words(tmp_path / "run", *words), code=2)
+    assert "2 steps in a row had a loss or a gradient that is not finite" in err
+
+
+def test_ctrl_c_keeps_what_was_learnt(tmp_path):
+    write_world(tmp_path)
+    shutil.copytree(tmp_path / "begun", tmp_path / "model")
+    with Nursery(tmp_path) as nursery:
+        child = nursery.start(sft_words(tmp_path / "run", "--epochs", "999", model="model"))
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        assert child.until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        child.signal(signal.SIGINT)
+        assert child.wait() == 130, child.err
+        assert "stopping" in child.err
+        assert weights(tmp_path / "run") != (tmp_path / "model" / "model.safetensors").read_bytes()

@@ -1,0 +1,435 @@
+"""The ways a training run can go wrong, and what happens then."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from run_worlds import (
+    Nursery,
+    checkpoints,
+    events,
+    metrics,
+    num_resumes,
+    run_words,
+    said,
+    weights,
+    write_world,
+)
+
+SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
+BEGUN = ("--max-updates", "3")
+MORE = ("--max-updates", "5")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    write_world(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(world, monkeypatch):
+    """The commands run in the world, and the number of threads is put back afterwards."""
+    monkeypatch.chdir(world)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def runs(world):
+    """A run of three updates, and the same run of five."""
+    with Nursery(world) as nursery:
+        nursery.run(run_words("begun-run", *BEGUN))
+        nursery.run(run_words("whole", *MORE))
+    return world
+
+
+@pytest.fixture
+def copied(runs, request):
+    """A copy of the run of three updates."""
+    out = runs / request.node.name.replace("[", "-").replace("]", "")
+    shutil.copytree(runs / "begun-run", out)
+    return out
+
+
+def state(checkpoint):
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+# --- what is not finite ---------------------------------------------------------------------------
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(capsys):
+    words = ["--reward-options", "first=5", "last=8", "--max-updates", "4"]
+    _, err = said(capsys, run_words("skipped", *SYNC, *words, reward="huge"))
+    rows = metrics("skipped")
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 0, 0]
+    assert [row["version"] for row in rows] == [1, 1, 2, 3]
+    assert rows[1]["loss"] is None
+    assert err.count("SKIPPED") == 1
+    saved = checkpoints("skipped")
+    assert [state(one)["trainer"]["num_bad"] for one in saved] == [0, 1, 0, 0]
+    for name in ("model/model.safetensors", "optimiser.safetensors"):
+        first, second, third, _ = ((one / name).read_bytes() for one in saved)
+        assert first == second, "a skipped update leaves everything as it was"
+        assert second != third
+
+
+def test_a_critic_outlives_an_update_that_is_not_finite(capsys):
+    words = ["--reward-options", "first=5", "last=8", "--max-updates", "3"]
+    words += ["--algorithm.name", "ppo"]
+    said(capsys, run_words("skipped-ppo", *SYNC, *words, reward="huge"))
+    for tensor in load_file("skipped-ppo/checkpoints/update-000003/critic.safetensors").values():
+        assert tensor.isfinite().all()
+    assert [row["version"] for row in metrics("skipped-ppo")] == [1, 1, 2]
+
+
+def test_too_many_such_updates_in_a_row_stop_the_run(capsys):
+    words = ["--optimiser.max-bad-updates", "2", "--reward-options", "first=5"]
+    _, err = said(capsys, run_words("ruined", *SYNC, *words, reward="huge"), code=2)
+    assert "sortedrl: 2 updates in a row had a loss or a gradient that is not finite" in err
+    assert "--resume" in err
+    assert "Traceback" not in err
+    saved = checkpoints("ruined")
+    assert [one.name for one in saved] == ["update-000001", "update-000002"]
+    models = [(one / "model" / "model.safetensors").read_bytes() for one in saved]
+    assert models[0] == models[1], "the weights are those before them"
+
+
+def test_a_model_that_is_not_finite_is_refused_and_nothing_is_written(world, capsys):
+    shutil.copytree(world / "begun", "broken")
+    tensors = load_file("broken/model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, "broken/model.safetensors", metadata={"format": "pt"})
+    words = run_words("nan", "--optimiser.max-bad-updates", "1", model="broken")
+    _, err = said(capsys, words, code=2)
+    assert "they differ by nan; train another model" in err
+    assert "Traceback" not in err
+    assert not Path("nan").exists()
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_with_its_place(capsys):
+    _, err = said(capsys, run_words("no-reward", reward="nothing"), code=2)
+    assert "nan" in err
+    assert "no-reward/reward-error.json" in err
+
+
+# --- the disk -------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stands(runs):
+    shutil.copytree("begun-run", "full")
+    model = Path("full/checkpoints/update-000003/model/model.safetensors").stat().st_size
+    with Nursery(runs) as nursery:
+        again = ["train", "full", "--resume", *MORE]
+        child = nursery.start(again, file_bytes=model + 10_000)
+        assert child.wait() == 2, child.err
+        assert "update-000004: the checkpoint cannot be saved: File too large" in child.err
+        assert "the last complete checkpoint update-000003 stands" in child.err
+        assert "Traceback" not in child.err
+        assert [one.name for one in checkpoints("full")] == ["update-000002", "update-000003"]
+        assert not list(Path("full/checkpoints").glob("*.partial")), "the space is given back"
+        nursery.run(again)
+    assert weights("full") == weights("whole")
+    assert metrics("full") == metrics("whole")
+
+
+def damage(path, how):
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[:-1])
+    elif how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "reason"),
+    [
+        ("optimiser.safetensors", "flipped", "checksum differs: damaged"),
+        ("model/model.safetensors", "truncated", "truncated"),
+        ("state.json", "flipped", "checksum differs: damaged"),
+        ("buffer.bin", "missing", "missing"),
+        ("manifest.json", "truncated", ""),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(capsys, copied, name, how, reason):
+    damage(copied / "checkpoints" / "update-000003" / name, how)
+    if name == "manifest.json":  # its last byte is a newline, which nobody misses
+        (copied / "checkpoints" / "update-000003" / name).unlink()
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert "checkpoint update-000003 is skipped: " in err
+    assert reason in err
+    assert f"going on from {copied}/checkpoints/update-000002" in err
+    assert weights(copied) == weights("whole")
+    assert events(copied) == events("whole")
+
+
+def test_a_half_written_checkpoint_is_not_looked_at(capsys, copied):
+    half = copied / "checkpoints" / "update-000004.partial"
+    shutil.copytree(copied / "checkpoints" / "update-000003", half)
+    (half / "manifest.json").unlink()
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert f"going on from {copied}/checkpoints/update-000003" in err
+    assert not half.exists()
+    assert weights(copied) == weights("whole")
+
+
+def test_without_any_whole_checkpoint_the_run_begins_anew(capsys, copied):
+    for one in (copied / "checkpoints").iterdir():
+        (one / "state.json").write_text("{}")
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert "has no complete checkpoint yet; the run begins anew" in err
+    assert num_resumes(copied) == 0
+    assert weights(copied) == weights("whole")
+    assert events(copied) == events("whole")
+    assert metrics(copied) == metrics("whole")
+
+
+def test_a_foreign_checkpoint_is_passed_over(capsys, copied):
+    foreign = copied / "checkpoints" / "update-000009"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text('{"format": "another", "version": 1, "files": {}}')
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert "update-000009 is skipped" in err
+    assert "written by another program" in err
+    assert weights(copied) == weights("whole")
+
+
+def test_a_pickle_in_a_checkpoint_is_never_read(capsys, copied):
+    (copied / "checkpoints" / "update-000003" / "model" / "pytorch_model.bin").write_bytes(b"cos")
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert "update-000003 is skipped" in err
+    assert "no pickle" in err
+
+
+def test_logs_that_are_not_those_of_the_run_are_refused(capsys, copied):
+    (copied / "events.jsonl").write_text("")
+    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
+    assert "events.jsonl: must hold" in err
+
+
+# --- another run ----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_in_again(capsys, copied):
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
+    _, err = said(capsys, run_words(copied), code=2)
+    assert f"{copied} already holds a run; go on with it (--resume)" in err
+    assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
+
+
+def test_a_run_is_not_resumed_with_settings_that_make_it_another(capsys, copied):
+    words = ["--seed", "1", "--schedule.mode", "coupled", "--optimiser.learning-rate", "0.5"]
+    _, err = said(capsys, ["train", copied, "--resume", *words], code=2)
+    assert "seed was 0, is 1" in err
+    assert "schedule.mode was 'partial', is 'coupled'" in err
+    assert "optimiser.learning_rate was 0.01, is 0.5" in err
+    assert "threads" not in err
+
+
+def test_settings_that_change_no_answer_may_change(capsys, copied):
+    words = ["--saving.every", "9", "--saving.keep-last", "1", "--rewards.workers", "2"]
+    words += ["--rewards.time-limit-seconds", "5", "--evaluation.every", "7", "--epochs", "1"]
+    said(capsys, ["train", copied, "--resume", *MORE, *words])
+    assert weights(copied) == weights("whole")
+    assert [one.name for one in checkpoints(copied)] == ["update-000005"]
+
+
+def test_a_run_keeps_what_was_changed_for_when_it_is_resumed_again(capsys, copied):
+    said(capsys, ["train", copied, "--resume", "--max-updates", "4"])
+    assert "max_updates = 4" in (copied / "config.toml").read_text()
+    _, err = said(capsys, ["train", copied, "--resume"])
+    assert "update" in err
+    assert len(metrics(copied)) == 4, "the 4 updates that were asked for, and not again 3"
+
+
+def test_a_run_that_was_moved_is_resumed_where_it_is(capsys, copied):
+    moved = copied.with_name("moved")
+    copied.rename(moved)
+    said(capsys, ["train", moved, "--resume", *MORE])
+    assert weights(moved) == weights("whole")
+    assert not copied.exists()
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_is_not_resumed_on_other_rows(capsys, tmp_path):
+    rows = [{"prompt": f"A:{number};"} for number in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    words = run_words(tmp_path / "run", "--max-updates", "1", task=str(tmp_path / "rows.jsonl"))
+    said(capsys, words)
+    config = (tmp_path / "run" / "config.toml").read_text()
+    write_rows(tmp_path / "rows.jsonl", [*rows[:-1], {"prompt": "B:0;"}])
+    again = ["train", tmp_path / "run", "--resume", "--max-updates", "2"]
+    _, err = said(capsys, again, code=2)
+    assert "the run was begun on other rows than the 12 of" in err
+    assert (tmp_path / "run" / "config.toml").read_text() == config
+    write_rows(tmp_path / "rows.jsonl", rows)
+    said(capsys, again)
+
+
+# --- the rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "A:1;"', "JSON"),
+        ('{"answer": "1"}', "prompt"),
+        ('{"prompt": 7}', "prompt"),
+        ("[]", "object"),
+    ],
+)
+def test_a_malformed_row_is_refused_with_its_place_and_nothing_is_written(
+    capsys, tmp_path, line, reason
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "A:0;"}}\n{line}\n')
+    _, err = said(capsys, run_words(tmp_path / "run", task=str(path)), code=2)
+    assert f"{path}:2" in err
+    assert reason in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_beyond_the_context_are_left_out_with_their_count(capsys, tmp_path):
+    rows = [{"prompt": "A:1;" * (70 if number % 3 == 0 else 1)} for number in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    words = run_words(tmp_path / "run", task=str(tmp_path / "rows.jsonl"))
+    _, err = said(capsys, words)
+    assert "4 of 12 prompts are left out, they have more than 255 tokens" in err
+    assert sum(row["rollout/trajectories"] for row in metrics(tmp_path / "run")) == 8
+
+
+def test_an_answer_ends_where_the_context_does(capsys, tmp_path):
+    rows = [{"prompt": "x" * 250} for _ in range(8)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    said(capsys, run_words(tmp_path / "run", task=str(tmp_path / "rows.jsonl")))
+    lengths = [row["tokens"] for row in events(tmp_path / "run") if row["event"] == "finish"]
+    assert max(lengths) <= 6
+
+
+def test_where_no_prompt_fits_that_is_said_and_nothing_is_written(capsys, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "x" * 300} for _ in range(8)])
+    words = run_words(tmp_path / "run", task=str(tmp_path / "rows.jsonl"))
+    _, err = said(capsys, words, code=2)
+    assert "no prompt has at most" in err
+    assert "255" in err
+    assert "8 are longer" in err
+    assert not (tmp_path / "run").exists()
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["pad", "chat", "eos", "all"])
+def test_a_tokenizer_may_lack_what_others_have(capsys, tmp_path, world, missing):
+    """Nothing is padded, a chat template is used if there is one, and an answer may never end."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    model = shutil.copytree(world / "begun", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.chat_template is None
+    if missing != "chat":
+        tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    if missing in ("pad", "all"):
+        tokenizer.pad_token = None
+    if missing in ("eos", "all"):
+        tokenizer.eos_token = None
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+        GenerationConfig().save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    words = run_words(tmp_path / "run", "--max-updates", "1", model=str(model))
+    said(capsys, words)
+    lengths = [row["tokens"] for row in events(tmp_path / "run") if row["event"] == "finish"]
+    assert lengths
+    assert (set(lengths) == {32}) == (missing in ("eos", "all"))
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "tiny:hidden=33", "judge.py"])
+def test_a_model_that_is_none_is_refused_and_nothing_is_written(capsys, tmp_path, name):
+    _, err = said(capsys, run_words(tmp_path / "run", model=name), code=2)
+    assert name.split(":")[0] in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+# --- the settings ---------------------------------------------------------------------------------
+
+REFUSALS = [
+    ("[schedule]\nmod = 'coupled'\n", "unknown key 'schedule.mod'; did you mean 'schedule.mode'?"),
+    ("modell = 'tiny'\n", "unknown key 'modell'; did you mean 'model'?"),
+    ("schedule = 3\n", "[schedule] must be a section"),
+    ("epochs = 'many'\n", "epochs"),
+    ("[schedule]\nmode = 'couplet'\n", "did you mean 'coupled'?"),
+    ("[engine]\nslots = 0\n", "engine.slots must be at least 1, got 0"),
+    ("epochs = 0\n", "epochs must be at least 1, got 0"),
+    ("[algorithm]\nname = 'grpo'\n", "samples_per_prompt must be at least 2, got 1"),
+    (
+        "[algorithm]\nname = 'rloo'\n[schedule]\nsamples_per_prompt = 4\n",
+        "schedule.harvest_unit must be 'prompt', got 'trajectory'",
+    ),
+    ("[schedule]\nupdate_batch = 4096\n", "lower update_batch or raise group_prompts"),
+    ("[algorithm]\noverlong_tokens = 9999\n", "at most engine.max_tokens (8192), got 9999"),
+    ("[evaluation]\ntarget = 0.5\n", "needs evaluation.tasks to be measured on"),
+    ("[optimiser]\nlearning_rate = -1.0\n", "optimiser.learning_rate must be 0 or more, got -1.0"),
+    ("[lora]\nrank = 0\n", "lora.rank must be at least 1, got 0"),
+    ("[saving]\nkeep_last = 0\n", "saving.keep_last must be at least 1, got 0"),
+    ("task = 'no_such_task'\n", "no_such_task"),
+    ("not toml\n", "not TOML"),
+]
+
+
+def test_adapters_on_layers_that_are_not_there_are_refused(capsys, tmp_path):
+    words = run_words(tmp_path / "run", "--lora.rank", "2", "--lora.targets", "no_layer")
+    _, err = said(capsys, words, code=2)
+    assert "lora.targets ['no_layer']" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_heavy_is_loaded(tmp_path):
+    """All in one process: if any of them loaded torch, it would be there at the end."""
+    paths = []
+    for number, (content, _) in enumerate(REFUSALS):
+        paths.append(tmp_path / f"{number}.toml")
+        paths[-1].write_text(content)
+    script = """
+import sys
+from sortedrl.cli import main
+for words in [[path] for path in sys.argv[1:]] + [["nowhere"], ["nowhere.toml"]]:
+    try:
+        code = main(["train", *words, "--out", "refused"])
+    except SystemExit as stop:
+        code = stop.code
+    print("==== code", code, "torch" in sys.modules, file=sys.stderr, flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PATH": "", "COLUMNS": "400"},
+    )
+    parts = ended.stderr.split("==== code")
+    assert parts[1:] != []
+    outcomes = [part.split("\n")[0] for part in parts[1:]]
+    assert outcomes == [" 2 False"] * (len(REFUSALS) + 2)
+    for part, (content, words) in zip(parts, REFUSALS, strict=False):
+        assert words in part, content
+    assert "the first word must be a .toml file or the folder of a run, got 'nowhere'" in parts[-3]
+    assert "nowhere.toml: cannot be read" in parts[-2]
+    assert not (tmp_path / "refused").exists()
