@@ -150,7 +150,7 @@ def _flags(
             continue
         prefix = section if is_dotted else ""
         flag = f"--{prefix}{key}".replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, bool) and hints[key] is bool:
             yield flag if value else f"--{prefix}no-{key}".replace("_", "-")
         elif isinstance(value, list):
             yield flag

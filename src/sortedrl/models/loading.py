@@ -14,6 +14,8 @@ from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokeni
 try:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+    from sortedrl.models.quiet import without_bars
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
@@ -26,13 +28,24 @@ def load_model(
     name: str | Path, *, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> PreTrainedModel:
     """A causal language model, on the GPU in bf16 or on the CPU in fp32 unless told otherwise."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     model = _in_memory(name, kind)
     _refuse_too_big(model, where)
     torch.nn.Module.to(model, where)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _device(name: torch.device | str | None) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError as error:
+        raise ModelError(f"{name!r} is no device that torch knows; take cpu or cuda") from error
+    if device.type == "cuda" and not has_gpu:
+        raise ModelError(f"device {name!r} needs a GPU, and torch finds none; take cpu")
+    return device
 
 
 def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
@@ -57,9 +70,10 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         return made
     folder, gguf = folder_and_gguf(name)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf, dtype=dtype
-        )
+        with without_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=gguf, dtype=dtype
+            )
     except (OSError, ValueError) as error:
         raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
     return model

@@ -37,18 +37,19 @@ class RewardSettings:
         """Refuse what cannot work."""
         counts = {"workers": self.workers, "batch": self.batch, "concurrency": self.concurrency}
         for name, value in counts.items():
-            require(value is None or value >= 1, f"reward.{name} must be at least 1, got {value}")
+            require(value is None or value >= 1, f"rewards.{name} must be at least 1, got {value}")
         require(
             self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds),
-            f"reward.time_limit_seconds must be a positive number, got {self.time_limit_seconds}",
+            f"rewards.time_limit_seconds must be a positive number, got {self.time_limit_seconds}",
         )
         require(
             self.memory_gib is None or self.memory_gib > 0,
-            f"reward.memory_gib must be positive, got {self.memory_gib}; leave it out for no limit",
+            f"rewards.memory_gib must be positive, got {self.memory_gib}; "
+            "leave it out for no limit",
         )
         require(
             math.isfinite(self.failure_reward),
-            f"reward.failure_reward must be a finite number, got {self.failure_reward}",
+            f"rewards.failure_reward must be a finite number, got {self.failure_reward}",
         )
 
     @property

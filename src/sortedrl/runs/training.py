@@ -103,19 +103,23 @@ class TrainingRun:
         """Train until the data, the updates or the patience are used up."""
         if self.counters.scored_at is None and not stopping.is_asked:
             self._evaluate()
-        reason: Reason = "data"
-        if self._why_stop(stopping) is None:
-            for batch in self.parts.loop.run():
-                self._after_update(batch)
-                found = self._why_stop(stopping)
-                if found is not None:
-                    reason = found
-                    break
-            else:
+        reason = self._why_stop(stopping)
+        batches = self.parts.loop.run() if self._has_work else iter(())
+        while reason is None:
+            batch = next(batches, None)
+            if batch is None:
                 self._flush()
-        else:
-            reason = self._why_stop(stopping) or "data"
+                reason = "data"
+            else:
+                self._after_update(batch)
+                reason = self._why_stop(stopping)
         return self._end(reason)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether there is anything to train on; not so where a run is resumed after its end."""
+        is_open = self.parts.loop.buffer.oldest_open_group is not None
+        return is_open or not self.parts.prompts.is_exhausted
 
     def show(self, done: str) -> None:
         """Tell the person at the terminal what goes on."""

@@ -6,25 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
 
+from sortedrl.models.quiet import without_bars
 from sortedrl.training.adapters import folded
 
 
 def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
     """Write weights, config and tokenizer; no pickle."""
-    has_bar = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
+    with without_bars():
         _plain(model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    finally:
-        if has_bar:
-            enable_progress_bar()
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -78,6 +78,7 @@ class Lora:
             self.rank is None or self.rank >= 1,
             f"lora.rank must be at least 1, got {self.rank}; leave it out for no adapters",
         )
+        require(self.alpha >= 1, f"lora.alpha must be at least 1, got {self.alpha}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,17 @@ class PeriodicEvaluation:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(self.every >= 1, f"evaluation.every must be at least 1, got {self.every}")
+        for name, value in (("every", self.every), ("samples", self.samples)):
+            require(value >= 1, f"evaluation.{name} must be at least 1, got {value}")
+        require(
+            self.limit is None or self.limit >= 1,
+            f"evaluation.limit must be at least 1, got {self.limit}; leave it out for all rows",
+        )
+        require(
+            self.samples == 1 or self.temperature != 0,
+            f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
+            "temperature out, or ask for one answer",
+        )
         require(
             self.target is None or bool(self.tasks),
             f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
@@ -158,10 +169,11 @@ class TrainSettings:
             self.max_updates is None or self.max_updates >= 1,
             f"max_updates must be at least 1, got {self.max_updates}",
         )
-        require(
-            self.threads is None or self.threads >= 1,
-            f"threads must be at least 1, got {self.threads}",
-        )
+        for name, value in (
+            ("max_prompt_tokens", self.max_prompt_tokens),
+            ("threads", self.threads),
+        ):
+            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         self._check_siblings()
         overlong = self.algorithm.overlong_tokens
         require(

@@ -19,6 +19,7 @@ So each symbol follows from the nearest assignment, one statement, and the symbo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sortedrl.tasks.knights.puzzle import (
@@ -71,8 +72,11 @@ def compact_answer(roles: Assignment) -> str:
     return "".join(_letter(person, is_knight) for person, is_knight in enumerate(roles))
 
 
-def compact_trace(puzzle: Puzzle) -> str:
-    """The whole response, up to the first solution; a `ValueError` if there is none."""
+def compact_trace(puzzle: Puzzle, *, gives_up: Callable[[int], bool] = lambda number: False) -> str:
+    """The whole response, up to the first solution; a `ValueError` if there is none.
+
+    A teacher who gives up after a failed try, told by its number, answers with what failed.
+    """
     tried: list[str] = []
     for number in range(1 << puzzle.people):
         roles = assignment(number, puzzle.people)
@@ -86,8 +90,14 @@ def compact_trace(puzzle: Puzzle) -> str:
             if not fits:
                 break
         else:
-            return f"<think>{''.join(tried)}</think><answer>{compact_answer(roles)}</answer>"
+            return _response(tried, roles)
+        if gives_up(number):
+            return _response(tried, roles)
     raise ValueError(f"a puzzle must have a solution to be explained, got {puzzle.text}")
+
+
+def _response(tried: Sequence[str], roles: Assignment) -> str:
+    return f"<think>{''.join(tried)}</think><answer>{compact_answer(roles)}</answer>"
 
 
 def read_prompt(text: str) -> Puzzle:

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from sortedrl.config import require
 from sortedrl.data.row import Row
 from sortedrl.errors import unknown_name
-from sortedrl.randomness import mix
+from sortedrl.randomness import mix, uniform
 from sortedrl.tasks.knights.canonical import Split, require_share
 from sortedrl.tasks.knights.cast import Roles, draw_names
 from sortedrl.tasks.knights.compact import PEOPLE, compact_answer, compact_prompt, compact_trace
@@ -58,6 +58,9 @@ class KnightsSettings:
     style: Style = "words"
     """words: English sentences and a chat prompt.
     compact: a few symbols, for a tiny model trained from scratch."""
+    haste: float = 0.0
+    """Style compact only: the chance that the teacher of the responses gives up after a failed
+    try, and answers wrongly. Who imitates such a teacher has much to learn from rewards."""
     roles: tuple[str, str] = ("knight", "knave")
     """The words for those who tell the truth and those who lie; style words only."""
 
@@ -80,6 +83,11 @@ class KnightsSettings:
             self.style == "words" or self.roles == ("knight", "knave"),
             f"knights.roles needs style 'words', got {' and '.join(self.roles)} with style "
             "'compact', which has letters instead; leave roles out",
+        )
+        require(
+            0 <= self.haste < 1 and (self.haste == 0 or self.style == "compact"),
+            f"knights.haste must lie in [0, 1) and needs style 'compact', got {self.haste} with "
+            f"style {self.style!r}",
         )
         # Both check their values when they are made.
         _ = self.shape, Roles(*self.roles)
@@ -153,14 +161,18 @@ def _generated_row(settings: KnightsSettings, puzzle: Puzzle, number: int) -> Ro
     (solution,) = solutions(puzzle)
     place = f"knights, seed {settings.seed}, {settings.split}:{number + 1}"
     if settings.style == "compact":
-        return _compact_row(puzzle, solution, place)
+        response = compact_trace(
+            puzzle,
+            gives_up=lambda tried: uniform(settings.seed, number, tried) < settings.haste,
+        )
+        return _compact_row(puzzle, solution, response=response, place=place)
     roles = Roles(*settings.roles)
     names = draw_names(puzzle.people, mix(settings.seed, number, 0))
     text = quiz(puzzle, names, roles=roles, seed=mix(settings.seed, number, 1))
     return row_in_words(puzzle, solution, names=names, roles=roles, text=text, place=place)
 
 
-def _compact_row(puzzle: Puzzle, solution: Assignment, place: str) -> Row:
+def _compact_row(puzzle: Puzzle, solution: Assignment, *, response: str, place: str) -> Row:
     return Row(
         prompt=compact_prompt(puzzle),
         fields={
@@ -170,7 +182,7 @@ def _compact_row(puzzle: Puzzle, solution: Assignment, place: str) -> Row:
             "level": puzzle.people,
             "answer": compact_answer(solution),
             "roles": ["knight", "knave"],
-            "response": compact_trace(puzzle),
+            "response": response,
         },
         place=place,
     )
