@@ -5,10 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
+from sortedrl.arguments import read_toml, settings_over
+from sortedrl.cli import main
+from sortedrl.run_log import read_metrics
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.supervision import SupervisedSettings
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -54,3 +60,34 @@ def test_a_reward_of_ones_own_is_tried_out_and_a_call_that_hangs_is_ended():
         ["-1.000", "timeout"],
     ]
     assert "it took more than 1 seconds; the answer gets the reward -1" in done.stderr
+
+
+def settings_in(name, kind):
+    return settings_over(kind(), read_toml(EXAMPLES / name), path=Path(name), is_dotted=True)
+
+
+def test_the_files_are_settings_and_the_second_goes_on_from_the_first():
+    warm = settings_in("sft.toml", SupervisedSettings)
+    train = settings_in("train.toml", TrainSettings)
+    assert train.model == str(warm.out / "model")
+    assert (train.schedule.mode, warm.optimiser.schedule) == ("coupled", "cosine")
+
+
+def test_a_warm_start_and_training_run_from_their_files(tmp_path, monkeypatch, capsys):
+    """Shortened: fewer rows, and a model that has nothing to say yet."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    puzzles = "knights_knaves:people=2,style=compact"
+    warm = ["--model", "tiny:hidden=32,layers=1", "--max-steps", "2", "--batch-tokens", "256"]
+    assert main(["sft", str(EXAMPLES / "sft.toml"), "--task", f"{puzzles},count=24", *warm]) == 0
+    train = ["--schedule.group-prompts", "8", "--schedule.update-batch", "4"]
+    train += ["--engine.slots", "4", "--engine.max-tokens", "8", "--max-updates", "2"]
+    train += ["--evaluation.tasks", f"{puzzles},count=2,split=test"]
+    train += ["--task", f"{puzzles},count=16", "--tracking.tensorboard", "False"]
+    assert main(["train", str(EXAMPLES / "train.toml"), *train]) == 0
+    torch.set_num_threads(threads)
+    assert "2 steps in " in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "runs" / "train" / "metrics.jsonl")
+    assert [row["update"] for row in rows] == [0, 1, 2, 2], "scores before the first and at the end"
+    for folder in ("warm", "train"):
+        assert (tmp_path / "runs" / folder / "model" / "model.safetensors").exists()

@@ -42,7 +42,7 @@ class SupervisedEnding:
     is_complete: bool
     """Whether it came to its end, and was not stopped before."""
     loss: float
-    """Mean over the last tenth of the steps."""
+    """Mean over the last 50 steps."""
     answer_tokens: int
     seconds: float
 
@@ -150,9 +150,10 @@ def _row(step: SupervisedStep) -> dict[str, Any]:
 
 
 def _line(done: Sequence[SupervisedStep], total: int) -> str:
-    seconds = sum(step.seconds for step in done)
-    tokens = sum(step.tokens for step in done)
-    left = seconds / len(done) * (total - len(done))
+    recent = done[-_LINE_EVERY:]
+    seconds = sum(step.seconds for step in recent)
+    tokens = sum(step.tokens for step in recent)
+    left = seconds / len(recent) * (total - len(done))
     return (
         f"step {len(done):4d} of {total}  loss {_recent_loss(done):.4f}  "
         f"{thousands(tokens / seconds)} tokens/s  {duration(left)} left"
@@ -160,5 +161,5 @@ def _line(done: Sequence[SupervisedStep], total: int) -> str:
 
 
 def _recent_loss(done: Sequence[SupervisedStep]) -> float:
-    recent = done[-max(1, len(done) // 10) :]
+    recent = done[-_LINE_EVERY:]
     return sum(step.loss for step in recent) / len(recent) if recent else math.nan

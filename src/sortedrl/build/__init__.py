@@ -1,0 +1,1 @@
+"""From settings to objects: the only package that names concrete classes."""

@@ -1,0 +1,221 @@
+"""`sortedrl demo`: the main job on a laptop, start to end: warm start, SortedRL, the baseline."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sortedrl.arguments import all_to_toml, parse
+from sortedrl.commands.opening import opened
+from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.data.settings import DataSettings
+from sortedrl.runs.lines import duration
+from sortedrl.runs.stopping import Stopping
+from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.trackers import Tracking
+from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.saving import Saving
+from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
+from sortedrl.training.supervision import SupervisedSettings
+
+if TYPE_CHECKING:
+    from sortedrl.runs.evaluating import Scores
+    from sortedrl.runs.training import Ending
+
+HELP = """Train a tiny model on the CPU: warm start, SortedRL, and the synchronous baseline.
+
+A model of 0.6 million weights learns to solve Knights-and-Knaves puzzles by trying every
+assignment in turn. First it imitates a hasty teacher, who gives up after a failed try one time in
+four. Then it is trained with rewards, once with SortedRL (sorted, coupled) and once with the
+synchronous baseline, on the same puzzles from the same warm start.
+"""
+_PUZZLES = "knights_knaves:people=3,style=compact"
+_HASTE = 0.25
+_GROUP = 256
+_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """How much of everything."""
+
+    out: Path = Path("runs/demo")
+    """Where the runs and the report go; what an older demo left there is replaced."""
+    seed: int = 0
+    """Decides the weights, the puzzles and every answer."""
+    warm_steps: int = 500
+    """Optimiser steps of the warm start."""
+    answers: int = 1536
+    """Answers that each of the two runs is trained on."""
+    held_out: int = 200
+    """Puzzles that the score is measured on, none of which is trained on."""
+    threads: int = 1
+    """CPU threads; so small a model gains little from a second, and loses much if others want
+    the cores too."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("warm_steps", "answers", "held_out", "threads"):
+            value = asdict(self)[name]
+            require(value >= 1, f"{name} must be at least 1, got {value}")
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl demo", description=HELP)
+    began = time.monotonic()
+    _clear(given.out)
+    _warm_start(given)
+    endings = {
+        name: _trained(given, name, schedule, number=number)
+        for number, (name, schedule) in enumerate(_schedules(given).items(), start=2)
+    }
+    page = _report(given)
+    _print(endings)
+    print(f"\nReport: {page}; everything took {duration(time.monotonic() - began)}.")
+
+
+def warm_settings(given: Arguments) -> SupervisedSettings:
+    """The warm start on a hasty teacher's traces."""
+    return SupervisedSettings(
+        model=f"tiny:seed={given.seed}",
+        task=f"{_PUZZLES},count=4096,seed={given.seed},haste={_HASTE}",
+        out=given.out / "warm",
+        seed=given.seed,
+        epochs=max(1, given.warm_steps // 100),
+        max_steps=given.warm_steps,
+        batch_tokens=2048,
+        threads=given.threads,
+        optimiser=Optimisation(
+            learning_rate=2e-3, schedule="cosine", warmup_steps=20, weight_decay=0.01, beta2=0.98
+        ),
+    )
+
+
+def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
+    """Training with rewards, from the warm start."""
+    return TrainSettings(
+        model=str(given.out / "warm" / "model"),
+        task=f"{_PUZZLES},count={given.answers},seed={given.seed + 1}",
+        out=given.out / schedule.strategy,
+        seed=given.seed,
+        threads=given.threads,
+        schedule=schedule,
+        engine=EngineSettings(slots=_BATCH, max_tokens=256),
+        optimiser=Optimisation(learning_rate=2e-4, warmup_steps=4),
+        evaluation=PeriodicEvaluation(
+            tasks=(f"{_PUZZLES},count={given.held_out},split=test,seed={given.seed}",),
+            every=8,
+            temperature=1.0,
+        ),
+        saving=Saving(every=1000, keep_last=1, keep_best=False),
+        tracking=Tracking(tensorboard=False),
+    )
+
+
+def _schedules(given: Arguments) -> dict[str, Schedule]:
+    group = min(_GROUP, given.answers)
+    sync = Schedule(
+        strategy="sync",
+        mode="on_policy",
+        group_prompts=group,
+        update_batch=min(_BATCH, group),
+    )
+    return {
+        "SortedRL": replace(sync, strategy="sorted", mode="coupled", lookahead=1),
+        "synchronous": sync,
+    }
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an older demo left; anything else is not ours to remove."""
+    for name in ("warm", "sorted", "sync"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _warm_start(given: Arguments) -> None:
+    settings = warm_settings(given)
+    _tell("1 of 3: a warm start by imitation")
+    task = opened(settings.task, folder=None, reward=None, data=DataSettings())
+    from sortedrl.runs.supervised import supervised_run
+
+    with Stopping(_tell) as stopping, progress(1.0) as advance:
+        ending = supervised_run(
+            settings,
+            task,
+            config=all_to_toml(settings, SupervisedSettings()),
+            stopping=stopping,
+            advance=advance,
+            tell=_tell,
+        )
+    if not ending.is_complete:
+        raise KeyboardInterrupt
+
+
+def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) -> Ending:
+    settings = train_settings(given, schedule)
+    _tell(f"{number} of 3: rewards, {name}")
+    task, held_out = (
+        opened(spec, folder=None, reward=None, data=settings.data)
+        for spec in (settings.task, settings.evaluation.tasks[0])
+    )
+    from sortedrl.runs.opening import opened_run
+
+    with (
+        Stopping(_tell) as stopping,
+        progress(1.0) as advance,
+        opened_run(
+            settings,
+            task=task,
+            held_out=[held_out],
+            config=all_to_toml(settings, TrainSettings()),
+            told={},
+            is_resumed=False,
+            advance=advance,
+            tell=_tell,
+        ) as ready,
+    ):
+        ending = ready.go(stopping)
+    if ending.reason == "asked":
+        raise KeyboardInterrupt
+    return ending
+
+
+def _report(given: Arguments) -> Path:
+    from sortedrl.report.runs import read_run, runs_page
+
+    runs = [read_run(given.out / strategy) for strategy in ("sorted", "sync")]
+    page = given.out / "report.html"
+    write_text(page, runs_page(runs, title="SortedRL beside the synchronous baseline"))
+    return page
+
+
+def _print(endings: Mapping[str, Ending]) -> None:
+    rows: dict[str, Callable[[Ending], str]] = {
+        "right answers, before": lambda e: _score(e.first_scores),
+        "right answers, after": lambda e: _score(e.last_scores),
+        "bubble": lambda e: percent(e.figures.bubble),
+        "goodput, tokens/s": lambda e: thousands(e.figures.goodput),
+        "tokens decoded": lambda e: f"{e.figures.ledger.decoded:,}",
+        "tokens trained": lambda e: f"{e.figures.ledger.trained:,}",
+        "answers trained": lambda e: f"{e.figures.trajectories:,}",
+        "updates": lambda e: f"{e.updates:,}",
+        "time": lambda e: duration(e.figures.seconds),
+    }
+    table(
+        ("", *endings),
+        [[name, *(tell(ending) for ending in endings.values())] for name, tell in rows.items()],
+    )
+
+
+def _score(scores: Scores | None) -> str:
+    return "" if scores is None else percent(scores.mean)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

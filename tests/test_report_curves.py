@@ -1,0 +1,158 @@
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sortedrl.report.curves import MAX_POINTS, Series, curves
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw(*lines, **changes) -> ElementTree.Element:
+    told = {"x_label": "answers", "y_label": "score", "title": "Scores"} | changes
+    named = [Series(name=f"run {place}", points=tuple(line)) for place, line in enumerate(lines)]
+    return ElementTree.fromstring(curves(named, **told))
+
+
+def words(root, css=None):
+    return [
+        text.text for text in root.iter(f"{SVG}text") if css is None or text.get("class") == css
+    ]
+
+
+def dots(root, place=0):
+    return [c for c in root.iter(f"{SVG}circle") if c.get("class") == f"series{place}"]
+
+
+def titles(dots):
+    return [dot.find(f"{SVG}title").text for dot in dots]
+
+
+finite = st.floats(-1e6, 1e6, allow_subnormal=False)
+places = st.floats(0, 1e6, allow_subnormal=False)
+lines = st.lists(st.lists(st.tuples(places, finite), max_size=8).map(sorted), max_size=9)
+
+
+@given(lines, st.booleans())
+def test_whatever_the_values_everything_drawn_lies_on_the_sheet(lines, is_share):
+    root = draw(*lines, is_share=is_share)
+    width, height = float(root.get("width")), float(root.get("height"))
+    circles = list(root.iter(f"{SVG}circle"))
+    assert len(circles) == sum(len(line) for line in lines)
+    for circle in circles:
+        assert 0 <= float(circle.get("cx")) <= width
+        assert 0 <= float(circle.get("cy")) <= height
+    for text in root.iter(f"{SVG}text"):
+        assert 0 <= float(text.get("x")) <= width
+        assert 0 <= float(text.get("y")) <= height
+
+
+@given(lines.filter(any))
+def test_zero_is_always_on_the_upright_axis(lines):
+    root = draw(*lines)
+    rules = [line for line in root.iter(f"{SVG}line") if line.get("class") == "axis"]
+    assert len(rules) == 1
+    assert "0" in words(root, "small")
+
+
+@given(lines)
+def test_labels_at_the_ends_of_lines_do_not_lie_over_each_other(lines):
+    ends = [t for t in draw(*lines).iter(f"{SVG}text") if t.get("class") == "head"]
+    spots = [(float(end.get("x")), float(end.get("y"))) for end in ends]
+    for place, (x, y) in enumerate(spots):
+        for other_x, other_y in spots[:place]:
+            assert abs(x - other_x) >= 60 or abs(y - other_y) >= 13.9
+
+
+def test_higher_values_lie_higher_and_later_places_further_right():
+    first, second, third = dots(draw([(0, 0.25), (10, 0.5), (40, 1.0)]))
+    assert float(first.get("cy")) > float(second.get("cy")) > float(third.get("cy"))
+    step = float(second.get("cx")) - float(first.get("cx"))
+    assert float(third.get("cx")) - float(second.get("cx")) == 3 * step
+
+
+def test_shares_are_told_as_percentages_and_never_beyond_100():
+    root = draw([(0, 0.62), (1536, 0.985)], is_share=True)
+    assert titles(dots(root)) == ["run 0: score 62.0 % at 0", "run 0: score 98.5 % at 1,536"]
+    assert words(root, "head") == ["98.5 %"]
+    assert "100 %" in words(root)
+    assert "120 %" not in words(root)
+    full, plain = (dots(draw([(0, 1.0)], is_share=share))[0].get("cy") for share in (True, False))
+    assert float(full) < float(plain)
+
+
+def test_every_line_has_its_colour_a_name_in_the_key_and_its_last_value():
+    root = draw([(0, 1.0), (1, 2.0)], [(0, 3.0), (1, 4.0)])
+    paths = [path.get("class") for path in root.iter(f"{SVG}path")]
+    assert sorted(paths) == ["series0 curve", "series1 curve"]
+    assert sorted(words(root, "head")) == ["2", "4"]
+    assert [word for word in words(root, "muted") if word.startswith("run")] == ["run 0", "run 1"]
+
+
+def test_a_line_without_points_keeps_its_colour_and_is_named_as_empty():
+    root = draw([], [(0, 3.0), (1, 4.0)])
+    assert not dots(root, 0)
+    assert len(dots(root, 1)) == 2
+    assert "run 0 (none)" in words(root)
+
+
+def test_no_values_at_all_are_a_picture_that_says_so():
+    assert "nothing to draw yet" in words(draw([]))
+    assert "nothing to draw yet" in words(draw())
+    assert "nothing to draw yet" not in words(draw([(0, 0)]))
+
+
+def test_whole_places_get_whole_marks():
+    marks = words(draw([(0, 1.0), (3, 2.0)]), "small")
+    assert {"0", "1", "2", "3"} <= set(marks)
+    assert "2.5" not in marks[len(marks) - 4 :]
+    assert "2.5" in words(draw([(0, 1.0), (2.75, 2.0)]), "small")
+
+
+def test_a_long_line_is_drawn_through_means_of_neighbours():
+    count = 10 * MAX_POINTS
+    drawn = dots(draw([(float(x), float(x % 10)) for x in range(count)]))
+    assert len(drawn) == MAX_POINTS
+    assert titles(drawn)[0] == "run 0: score 4.5 (mean of 10) at 4.5"
+    assert len({dot.get("cy") for dot in drawn}) == 1
+
+
+def test_names_from_outside_are_text_and_cut_where_they_are_too_long():
+    nasty = "<script>alert(1)</script> & " + "x" * 400
+    picture = curves(
+        [Series(name=nasty, points=((0, 1),))], x_label="<x>", y_label="&y", title='<t a="b">'
+    )
+    assert not re.search(r"<script|<x>|<t ", picture)
+    root = ElementTree.fromstring(picture)
+    shown = [word for word in words(root) if word.startswith("<script>")]
+    assert len(shown) == 1
+    assert len(shown[0]) < 130
+    assert titles(dots(root)) == [f"{nasty}: &y 1 at 0"]
+
+
+def test_where_lines_lie_on_each_other_the_first_shows():
+    root = draw([(0, 1.0), (1, 1.0)], [(0, 1.0), (1, 1.0)])
+    assert [path.get("class") for path in root.iter(f"{SVG}path")][-1] == "series0 curve"
+    assert list(root.iter(f"{SVG}circle"))[-1].get("class") == "series0"
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_labels_give_way_into_the_plot_and_are_left_out_where_it_ends(value):
+    root = draw(*[[(0, value)]] * 60, is_share=True)
+    ends = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.get("class") == "head"]
+    rules = [float(line.get("y1")) for line in root.iter(f"{SVG}line")]
+    assert 15 < len(ends) < 20
+    assert min(rules) - 18 < min(ends)
+    assert max(ends) < float(root.get("height")) - 46
+
+
+def test_many_names_wrap_into_rows_that_push_the_plot_down():
+    few, many = draw([(0, 1.0)]), draw(*[[(0, 1.0)]] * 30)
+    assert float(many.get("height")) > float(few.get("height"))
+    swatches = [rect for rect in many.iter(f"{SVG}rect") if rect.get("height") == "10"]
+    assert len({rect.get("y") for rect in swatches}) > 1
+    plot = min(float(line.get("y1")) for line in many.iter(f"{SVG}line"))
+    assert max(float(rect.get("y")) + 20 for rect in swatches) < plot
+    assert all(float(rect.get("x")) < 800 for rect in swatches)

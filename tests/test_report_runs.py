@@ -1,0 +1,375 @@
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sortedrl.compare import simulate
+from sortedrl.errors import DataError
+from sortedrl.events import Update, to_json
+from sortedrl.meter import measure
+from sortedrl.report.lanes import lanes
+from sortedrl.report.runs import RunRecord, first_seconds, read_run, runs_page
+from sortedrl.report.timeline import MAX_BARS
+from sortedrl.simulate.presets import PRESETS
+
+NASTY = "</style><script>alert(1)</script><img src=x onerror=alert(2)> & \"q\" 'a'"
+
+
+class Reader(HTMLParser):
+    """What a browser would make of the page: its elements, and the text inside each kind."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+            self.words.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.words[self.open[-1]][-1] += data
+
+    def table(self):
+        """The cells of each row under its name."""
+        runs = len([True for tag, attrs in self.tags if attrs.get("scope") == "col"]) - 1
+        names = self.words["th"][runs + 1 :]
+        cells = iter(self.words["td"])
+        return {name: [next(cells) for _ in range(runs)] for name in names}
+
+
+@cache
+def events_of(strategy, mode="on_policy", preset="picture"):
+    simulation = PRESETS[preset]()
+    schedule = replace(simulation.schedule, strategy=strategy, mode=mode)
+    events = []
+    simulate(replace(simulation, schedule=schedule), record=events.append)
+    return tuple(events)
+
+
+def rows_of(events, scores):
+    """Metrics as a run writes them: a row for each update, evaluations spread evenly."""
+    rows = [{"update": 0, "evaluation/score": scores[0]}] if scores else []
+    updates = [event for event in events if isinstance(event, Update)]
+    due = {
+        round(place * len(updates) / (len(scores) - 1)): score
+        for place, score in enumerate(scores)
+        if place
+    }
+    samples = 0
+    for number, update in enumerate(updates, start=1):
+        samples += len(update.trained)
+        tokens = sum(trained.tokens for trained in update.trained)
+        rows.append(
+            {
+                "update": number,
+                "total/seconds": update.seconds,
+                "total/samples": samples,
+                "reward/mean": number / len(updates) - 0.5,
+                "length/mean": tokens / len(update.trained),
+            }
+        )
+        if number in due:
+            rows.append({"update": number, "evaluation/score": due[number]})
+    return rows
+
+
+def record(name, *, scores=(0.25, 0.5, 0.75), strategy="sorted", mode="partial", **changes):
+    events = events_of(strategy, mode, **changes)
+    return RunRecord(name=name, events=events, rows=rows_of(events, scores))
+
+
+def pair():
+    return [record("ours"), record("base", scores=(0.25, 0.6), strategy="sync", mode="on_policy")]
+
+
+def read(runs, title="Two runs"):
+    return Reader(runs_page(runs, title=title))
+
+
+def captions(reader):
+    return reader.words["figcaption"]
+
+
+def dots_of(page, title):
+    """Hover words of the dots of one chart."""
+    picture = re.search(rf'<svg[^>]*aria-label="{title}".*?</svg>', page, re.DOTALL).group()
+    return re.findall(r"<circle[^>]*><title>(.*?)</title>", picture)
+
+
+def test_the_numbers_are_those_of_the_meter():
+    runs = pair()
+    told = read(runs).table()
+    for place, run in enumerate(runs):
+        figures = measure(run.events).run
+        cells = {name: row[place] for name, row in told.items()}
+        assert cells["updates"] == f"{figures.updates:,}"
+        assert cells["answers trained on"] == f"{figures.trajectories:,}"
+        assert cells["tokens decoded"] == f"{figures.ledger.decoded:,}"
+        assert cells["tokens trained on"] == f"{figures.ledger.trained:,}"
+        assert cells["tokens thrown away"] == f"{figures.ledger.discarded:,}"
+        assert cells["bubble"] == f"{100 * figures.bubble:.1f}\xa0%"
+        assert float(cells["goodput"].split()[0]) == pytest.approx(figures.goodput, rel=0.05)
+        assert float(cells["mean length"].split()[0]) == pytest.approx(
+            figures.mean_length, rel=0.05
+        )
+        assert cells["staleness, mean and most"] == (
+            f"{figures.mean_staleness:.2f} and {figures.staleness_max}"
+        )
+        seconds = cells["time of training, all together"].removesuffix(" s").replace(",", "")
+        assert float(seconds) == pytest.approx(figures.seconds, rel=0.05)
+
+
+def test_scores_are_told_before_after_and_at_their_best():
+    told = read([record("ours", scores=(0.25, 0.875, 0.75))]).table()
+    assert told["right answers, before and after"] == ["25.0\xa0% \N{RIGHTWARDS ARROW} 75.0\xa0%"]
+    half = sum(isinstance(event, Update) for event in events_of("sorted", "partial")) // 2
+    assert told["best evaluation"] == [f"87.5\xa0% after update {half}"]
+
+
+def test_one_evaluation_is_neither_before_nor_after():
+    run = replace(record("ours"), rows=[{"update": 0, "evaluation/score": 0.25}])
+    assert read([run]).table()["right answers, before and after"] == ["25.0\xa0%"]
+
+
+def test_the_headline_names_the_best_run_its_gain_and_the_bubbles():
+    reader = read(pair())
+    assert reader.words["h1"] == ["ours: right answers go from 25.0\xa0% to 75.0\xa0%"]
+    title, lead = reader.words["p"][:2]
+    assert title == "Two runs"
+    assert "+50.0 points for ours, +35.0 points for base" in lead
+    ours, base = (measure(run.events).run.bubble for run in pair())
+    assert ours < base
+    assert f"from {100 * base:.1f}\xa0% (base) to {100 * ours:.1f}\xa0% (ours)" in lead
+
+
+def test_the_best_run_is_the_one_that_ends_highest_wherever_it_stands():
+    assert read(pair()[::-1]).words["h1"][0].startswith("ours: ")
+    peak = record("peak", scores=(0.25, 0.99, 0.3))
+    assert read([peak, *pair()]).words["h1"][0].startswith("ours: ")
+
+
+@pytest.mark.parametrize(
+    ("scores", "headline"),
+    [
+        ((0.5,), "one: 50.0\xa0% right answers"),
+        ((0.5, 0.5), "one: right answers stay at 50.0\xa0%"),
+        ((0.5, 0.25), "one: right answers go from 50.0\xa0% to 25.0\xa0%"),
+    ],
+)
+def test_a_run_that_learned_nothing_is_not_praised(scores, headline):
+    run = record("one")
+    rows = [{"update": i, "evaluation/score": score} for i, score in enumerate(scores)]
+    assert read([replace(run, rows=rows)]).words["h1"] == [headline]
+
+
+def test_an_evaluation_stands_at_the_answers_and_seconds_of_the_update_before_it():
+    run = pair()[1]
+    page = runs_page([run], title="One")
+    figures = measure(run.events).run
+    by_answers = dots_of(page, "Right answers to held-out prompts, by answers trained on")
+    assert by_answers == [
+        "base: right answers 25.0 % at 0",
+        f"base: right answers 60.0 % at {figures.trajectories}",
+    ]
+    by_seconds = dots_of(page, "Right answers to held-out prompts, by seconds of training")
+    last = float(by_seconds[1].rpartition(" at ")[2].replace(",", ""))
+    assert last == pytest.approx(figures.seconds, rel=0.01)
+
+
+def test_lengths_and_rewards_have_a_dot_for_each_update():
+    run = record("ours")
+    page = runs_page([run], title="One")
+    for what in ("length", "reward"):
+        dots = dots_of(page, f"Mean {what} of the answers of an update")
+        assert len(dots) == measure(run.events).run.updates
+
+
+def test_runs_without_metrics_show_their_slots_and_numbers():
+    bare = replace(record("bare"), rows=[])
+    reader = read([bare])
+    assert reader.words["h1"][0].startswith("bare: the slots were idle for ")
+    assert "Learning" not in reader.words["h2"]
+    assert "Answers" not in reader.words["h2"]
+    assert "Slots" in reader.words["h2"]
+    assert reader.table()["best evaluation"] == ["\N{EN DASH}"]
+    both = read([bare, record("whole")])
+    assert "bare (none)" in both.words["text"]
+
+
+def test_numbers_that_are_missing_or_not_finite_are_left_out():
+    run = record("ours")
+    rows = [dict(row) for row in run.rows]
+    rows[1]["reward/mean"] = None
+    rows[2]["reward/mean"] = float("nan")
+    del rows[3]["reward/mean"]
+    page = runs_page([replace(run, rows=rows)], title="One")
+    dots = dots_of(page, "Mean reward of the answers of an update")
+    assert len(dots) == measure(run.events).run.updates - 3
+    assert "nan" not in page
+
+
+def test_long_runs_show_the_first_seconds_that_all_have_and_none_seems_to_end_there():
+    runs = pair()
+    closes = [
+        [event.seconds for event in run.events if isinstance(event, Update) and event.closed][1]
+        for run in runs
+    ]
+    page = runs_page(runs, title="Two")
+    shown = f"The first {max(closes):,.0f} s of every run"
+    assert any(caption.startswith(shown) for caption in captions(Reader(page)))
+    assert "done after" not in page
+    bands = re.findall(r'class="idle" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', page)
+    assert max(float(x) + float(width) for x, width in bands) <= 836.01
+
+
+def test_no_run_is_drawn_beyond_the_end_of_the_shortest():
+    base = pair()[1]
+    first = next(place for place, event in enumerate(base.events) if event.kind == "update")
+    killed = RunRecord(name="killed", events=base.events[: first + 1], rows=[])
+    page = runs_page([base, killed], title="Two")
+    seconds = f"{killed.events[-1].seconds:,.0f}"
+    assert captions(Reader(page))[-1].startswith(f"The first {seconds} s of every run")
+    assert "done after" not in page
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+@given(share=st.floats(0.01, 0.99))
+def test_the_first_seconds_hold_what_was_written_by_then_and_no_more(mode, share):
+    whole = lanes(events_of("sorted", mode))
+    end = whole.start + share * (whole.end - whole.start)
+    torn = first_seconds(whole, end - whole.start)
+    assert torn.end == pytest.approx(end)
+    assert all(band.start <= band.end <= torn.end for band in torn.bands)
+    by_start = {(bar.slot, bar.start): bar for bar in whole.bars}
+    assert len(torn.bars) == sum(bar.start < torn.end for bar in whole.bars)
+    for bar in torn.bars:
+        before = by_start[bar.slot, bar.start]
+        if before.end <= torn.end:
+            assert bar == before
+            continue
+        assert bar.end == torn.end
+        assert not bar.is_finished
+        assert bar.length == before.length is not None
+        # an answer that is written evenly, one token a second
+        assert bar.decoded == pytest.approx(bar.end - bar.start, abs=0.51)
+        assert bar.decoded - bar.discarded == min(bar.decoded, before.decoded - before.discarded)
+
+
+def test_a_torn_bar_of_an_answer_that_was_never_trained_on_keeps_its_shade():
+    events = events_of("sync")
+    first = next(place for place, event in enumerate(events) if event.kind == "update")
+    whole = lanes(events[:first])
+    assert all(bar.length is None for bar in whole.bars)
+    longest = max(whole.bars, key=lambda bar: bar.decoded)
+    torn = first_seconds(whole, longest.end - 1 - whole.start)
+    bar = max(torn.bars, key=lambda bar: bar.decoded)
+    assert (bar.decoded, bar.length) == (longest.decoded - 1, longest.decoded)
+
+
+def test_short_runs_are_drawn_whole():
+    run = record("six", preset="six", scores=())
+    reader = read([run])
+    assert captions(reader)[-1].startswith("The whole of the run")
+
+
+def test_a_large_run_makes_a_page_of_bounded_size():
+    run = record("large", preset="paper")
+    assert sum(event.kind == "start" for event in run.events) > MAX_BARS / 2
+    assert len(runs_page([run] * 3, title="Large")) < 3_000_000
+
+
+def test_everything_from_outside_is_shown_as_text():
+    run = record(NASTY)
+    reader = read([run, replace(run, name="other")], title=NASTY)
+    tags = {tag for tag, _ in reader.tags}
+    assert "img" not in tags
+    assert [tag for tag, _ in reader.tags].count("script") == 1
+    assert reader.words["title"][0] == NASTY
+    assert reader.words["p"][0] == NASTY
+    assert NASTY in reader.words["th"]
+    assert not any(name.startswith("on") for _, attrs in reader.tags for name in attrs)
+
+
+def test_the_page_fetches_nothing_and_its_policy_allows_its_only_style():
+    page = runs_page(pair(), title="Two")
+    assert not re.search(r"""(src|href)=|url\((?!#)|@import""", page)
+    styles = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert len(styles) == 1
+    digest = base64.b64encode(hashlib.sha256(styles[0].encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in page
+    assert " style=" not in page
+    assert "prefers-color-scheme:dark" in styles[0]
+    assert "prefers-color-scheme: dark" in styles[0]
+
+
+def test_every_class_of_the_page_has_a_look():
+    page = runs_page(pair(), title="Two")
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL).group(1)
+    used = {name for names in re.findall(r"class=[\"'](.*?)[\"']", page) for name in names.split()}
+    plain = {"ink", "small", "title", "muted"}
+    assert {name for name in used - plain if f".{name}" not in style} == set()
+
+
+def test_no_runs_are_refused():
+    with pytest.raises(ValueError, match="at least one run"):
+        runs_page([], title="None")
+
+
+def write(folder, run):
+    folder.mkdir()
+    lines = [to_json(event) + "\n" for event in run.events]
+    (folder / "events.jsonl").write_text("".join(lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.rows))
+
+
+def test_a_folder_gives_the_record_that_was_written_there(tmp_path):
+    run = record("first try")
+    write(tmp_path / "first try", run)
+    found = read_run(tmp_path / "first try")
+    assert found == replace(run, events=list(run.events))
+    assert read_run(tmp_path / "first try", name="other").name == "other"
+
+
+def test_a_run_killed_in_mid_line_shows_as_far_as_it_came(tmp_path):
+    run = record("torn")
+    write(tmp_path / "torn", run)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        path = tmp_path / "torn" / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 5])
+    found = read_run(tmp_path / "torn")
+    assert 0 < len(found.events) < len(run.events)
+    told = read([found]).table()
+    assert told["updates"] == [f"{measure(found.events).run.updates}"]
+
+
+def test_a_run_without_metrics_is_read_and_one_without_events_is_refused(tmp_path):
+    write(tmp_path / "run", record("run"))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert read_run(tmp_path / "run").rows == []
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    with pytest.raises(DataError, match="first update"):
+        read_run(tmp_path / "run")
+    (tmp_path / "run" / "events.jsonl").unlink()
+    with pytest.raises(DataError, match=r"events\.jsonl"):
+        read_run(tmp_path / "run")
