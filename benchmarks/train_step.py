@@ -53,7 +53,7 @@ class Settings:
     model: tuple[ModelName, ...] = ()
     """Shapes with random weights; small on the CPU, the other two on the GPU unless given."""
     trajectories: int | None = None
-    """In the update; 48 on the CPU, 192 on the GPU unless given."""
+    """In the update; 48 on the CPU, 128 on the GPU unless given."""
     mean: int | None = None
     """Mean length of the answers, lognormal; 64 and 300 unless given."""
     max: int | None = None
@@ -78,7 +78,7 @@ class Settings:
         return replace(
             self,
             model=self.model or (("smollm2-135m", "qwen2.5-0.5b") if on_gpu else ("small",)),
-            trajectories=self.trajectories or (192 if on_gpu else 48),
+            trajectories=self.trajectories or (128 if on_gpu else 48),
             mean=self.mean or (300 if on_gpu else 64),
             max=most,
             budget=self.budget or 8 * (most + self.prompt_tokens[1]),

@@ -161,6 +161,8 @@ def test_the_headline_names_the_best_run_its_gain_and_the_bubbles():
     ours, base = (measure(run.events).run.bubble for run in pair())
     assert ours < base
     assert f"from {100 * base:.1f}\xa0% (base) to {100 * ours:.1f}\xa0% (ours)" in lead
+    ours, base = (measure(run.events).run.goodput for run in pair())
+    assert f"from {base:.2f} to {ours:.2f} tokens/s" in lead
 
 
 def test_the_best_run_is_the_one_that_ends_highest_wherever_it_stands():
@@ -360,7 +362,12 @@ def test_a_run_killed_in_mid_line_shows_as_far_as_it_came(tmp_path):
     found = read_run(tmp_path / "torn")
     assert 0 < len(found.events) < len(run.events)
     told = read([found]).table()
-    assert told["updates"] == [f"{measure(found.events).run.updates}"]
+    figures = measure(found.events).run
+    assert told["updates"] == [f"{figures.updates}"]
+    (note,) = read([run, found]).words["li"]
+    assert note.startswith("torn was stopped before its prompts were used up")
+    assert f"{figures.trajectories} answers" in note
+    assert "li" not in read([run]).words
 
 
 def test_a_run_without_metrics_is_read_and_one_without_events_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sortedrl.errors import DataError
 from sortedrl.evaluation.tables import percent, points
-from sortedrl.events import Begin, Event, Update, read_events
+from sortedrl.events import Begin, End, Event, Update, read_events
 from sortedrl.meter import measure
 from sortedrl.metrics import Metrics
 from sortedrl.report.axis import short
@@ -141,9 +141,16 @@ def _number(row: Mapping[str, Value], name: str) -> float | None:
 
 
 def _opening(runs: Sequence[_Run], *, title: str) -> str:
+    unfinished = [
+        f"<li>{escape(run.name)} was stopped before its prompts were used up, or is still going "
+        f"on: {run.metrics.run.trajectories:,} answers so far.</li>"
+        for run in runs
+        if not isinstance(run.record.events[-1], End)
+    ]
+    notes = f"<ul class='notes'>{''.join(unfinished)}</ul>" if unfinished else ""
     return (
         f"<header><p class='kicker'>{escape(title)}</p><h1>{_prose(_headline(runs))}</h1>"
-        f"<p class='lead'>{_prose(_lead(runs))}</p></header>"
+        f"<p class='lead'>{_prose(_lead(runs))}</p>{notes}</header>"
     )
 
 
@@ -169,16 +176,19 @@ def _lead(runs: Sequence[_Run]) -> str:
         for run in runs
         if len(run.scores) > 1
     ]
+    words = [f"Gain on held-out prompts: {', '.join(gains)}."] if gains else []
     by_bubble = sorted(runs, key=lambda run: -run.metrics.run.bubble)
     worst, least = by_bubble[0], by_bubble[-1]
-    bubble = percent(worst.metrics.run.bubble)
-    words = [f"Gain on held-out prompts: {', '.join(gains)}."] if gains else []
+    before, after = worst.metrics.run, least.metrics.run
     if len(runs) == 1:
-        words.append(f"Bubble: {bubble} of the slot-seconds of the rollouts were idle.")
+        words.append(
+            f"Bubble: {percent(after.bubble)} of the slot-seconds of the rollouts were idle."
+        )
     else:
         words.append(
-            f"Bubble, the idle share of the rollouts' slot-seconds: from {bubble} ({worst.name}) "
-            f"to {percent(least.metrics.run.bubble)} ({least.name})."
+            f"Bubble, the idle share of the rollouts' slot-seconds: from {percent(before.bubble)} "
+            f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput, with that: from "
+            f"{short(before.goodput)} to {short(after.goodput)} tokens/s."
         )
     return " ".join(words)
 
@@ -282,7 +292,7 @@ def _slots(runs: Sequence[_Run]) -> str:
         caption = f"The whole of {whose}."
     else:
         drawn = [first_seconds(run, seconds) for run in drawn]
-        caption = f"The first {short(seconds)} s of {whose}; the bubble is that of the whole."
+        caption = f"The first {short(seconds)} s of {whose}; bubbles are of whole runs."
     panels = [
         (
             run.name,

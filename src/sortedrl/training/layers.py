@@ -21,12 +21,21 @@ def compiled_layers(model: PreTrainedModel) -> Forwards:
     """For each decoder layer its compiled forward; all layers of a class share one function."""
     names = set(model._no_split_modules or ())
     kinds = {type(layer) for layer in model.modules() if type(layer).__name__ in names}
-    compiled = {kind: torch.compile(kind.forward, dynamic=True) for kind in kinds}
+    compiled = {kind: _compiled(kind) for kind in kinds}
     return {
         layer: partial(compiled[type(layer)], layer)
         for layer in model.modules()
         if type(layer) in compiled
     }
+
+
+def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
+    # A function of its own: what torch.compile keeps for it is not shared with the engine, which
+    # compiles the same layers for passes of another kind.
+    def forward(layer: nn.Module, *inputs: object, **named: object) -> Any:  # noqa: ANN401
+        return kind.forward(layer, *inputs, **named)
+
+    return torch.compile(forward, dynamic=True)
 
 
 @contextmanager
