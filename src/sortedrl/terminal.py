@@ -59,6 +59,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(grid)
 
 
+def tell(line: str) -> None:
+    """A line for the person who waits, beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def percent(share: float) -> str:
     """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %"

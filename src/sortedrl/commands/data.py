@@ -17,12 +17,12 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.build.evaluation import tokenizer_of
-from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.chat import Tokenizer, rendered
 from sortedrl.data.row import Row
 from sortedrl.data.settings import DataSettings
 from sortedrl.evaluation.answers import in_order
+from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
 from sortedrl.terminal import write_text

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sortedrl.arguments import all_to_toml, parse
-from sortedrl.commands.opening import opened
+from sortedrl.arguments import parse
 from sortedrl.config import EngineSettings, Schedule, require
-from sortedrl.data.settings import DataSettings
 from sortedrl.runs.lines import duration
-from sortedrl.runs.stopping import Stopping
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.terminal import percent, table, tell, thousands, write_text
 from sortedrl.trackers import Tracking
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.saving import Saving
@@ -36,6 +32,14 @@ synchronous baseline, on the same puzzles from the same warm start.
 """
 _PUZZLES = "knights_knaves:people=3,style=compact"
 _HASTE = 0.25
+_RIGHT_OR_NOT = (
+    "right=1",
+    "partly_right=0",
+    "wrong=0",
+    "unparsable=0",
+    "format_right=0",
+    "format_wrong=0",
+)
 _GROUP = 256
 _BATCH = 64
 
@@ -48,7 +52,7 @@ class Arguments:
     """Where the runs and the report go; what an older demo left there is replaced."""
     seed: int = 0
     """Decides the weights, the puzzles and every answer."""
-    warm_steps: int = 500
+    warm_steps: int = 600
     """Optimiser steps of the warm start."""
     answers: int = 1536
     """Answers that each of the two runs is trained on."""
@@ -105,9 +109,10 @@ def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
         out=given.out / schedule.strategy,
         seed=given.seed,
         threads=given.threads,
+        reward_options=_RIGHT_OR_NOT,
         schedule=schedule,
         engine=EngineSettings(slots=_BATCH, max_tokens=256),
-        optimiser=Optimisation(learning_rate=2e-4, warmup_steps=4),
+        optimiser=Optimisation(learning_rate=1e-4),
         evaluation=PeriodicEvaluation(
             tasks=(f"{_PUZZLES},count={given.held_out},split=test,seed={given.seed}",),
             every=8,
@@ -139,48 +144,18 @@ def _clear(folder: Path) -> None:
 
 
 def _warm_start(given: Arguments) -> None:
-    settings = warm_settings(given)
-    _tell("1 of 3: a warm start by imitation")
-    task = opened(settings.task, folder=None, reward=None, data=DataSettings())
-    from sortedrl.runs.supervised import supervised_run
+    from sortedrl.runs.start import warm_start
 
-    with Stopping(_tell) as stopping, progress(1.0) as advance:
-        ending = supervised_run(
-            settings,
-            task,
-            config=all_to_toml(settings, SupervisedSettings()),
-            stopping=stopping,
-            advance=advance,
-            tell=_tell,
-        )
-    if not ending.is_complete:
+    tell("1 of 3: a warm start by imitation")
+    if not warm_start(warm_settings(given)).is_complete:
         raise KeyboardInterrupt
 
 
 def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) -> Ending:
-    settings = train_settings(given, schedule)
-    _tell(f"{number} of 3: rewards, {name}")
-    task, held_out = (
-        opened(spec, folder=None, reward=None, data=settings.data)
-        for spec in (settings.task, settings.evaluation.tasks[0])
-    )
-    from sortedrl.runs.opening import opened_run
+    from sortedrl.runs.start import train
 
-    with (
-        Stopping(_tell) as stopping,
-        progress(1.0) as advance,
-        opened_run(
-            settings,
-            task=task,
-            held_out=[held_out],
-            config=all_to_toml(settings, TrainSettings()),
-            told={},
-            is_resumed=False,
-            advance=advance,
-            tell=_tell,
-        ) as ready,
-    ):
-        ending = ready.go(stopping)
+    tell(f"{number} of 3: rewards, {name}")
+    ending = train(train_settings(given, schedule))
     if ending.reason == "asked":
         raise KeyboardInterrupt
     return ending
@@ -215,7 +190,3 @@ def _print(endings: Mapping[str, Ending]) -> None:
 
 def _score(scores: Scores | None) -> str:
     return "" if scores is None else percent(scores.mean)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.build.evaluation import evaluation_engine, tokenizer_of
-from sortedrl.commands.opening import opened
 from sortedrl.config import require
 from sortedrl.data.settings import DataSettings
 from sortedrl.data.stream import tokenized
@@ -36,6 +35,7 @@ from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.findings import notes
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
+from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import reward_from
 from sortedrl.tasks.spec import options_from
 from sortedrl.tasks.task import Task

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,13 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from sortedrl.arguments import all_to_toml, parse, read_toml, settings_over
-from sortedrl.commands.opening import opened
+from sortedrl.arguments import parse, read_toml, settings_over
 from sortedrl.errors import ConfigError
-from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.lines import duration
-from sortedrl.runs.stopping import Stopping
-from sortedrl.terminal import progress
 from sortedrl.training.supervision import SupervisedSettings
 
 HELP = """Train a model to imitate written answers, as a warm start for sortedrl train.
@@ -30,8 +25,6 @@ HELP = """Train a model to imitate written answers, as a warm start for sortedrl
 Rows are those of sortedrl train, with one field more: response, the answer to imitate.
 The model is left in the run's folder, in model/; Ctrl-C stops early and keeps what was learnt.
 """
-_NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
-"""Rows of the user's own need some reward to be opened; none is called here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +53,9 @@ def run(arguments: Sequence[str]) -> None:
         is_dotted=True,
     )
     settings = given.settings
-    task = opened(settings.task, folder=settings.folder, reward=_NO_REWARD, data=settings.data)
-    from sortedrl.runs.supervised import supervised_run
+    from sortedrl.runs.start import warm_start
 
-    with Stopping(_tell) as stopping, progress(1.0) as advance:
-        ending = supervised_run(
-            settings,
-            task,
-            config=all_to_toml(settings, SupervisedSettings()),
-            stopping=stopping,
-            advance=advance,
-            tell=_tell,
-        )
+    ending = warm_start(settings)
     if given.json:
         print(json.dumps({"folder": str(settings.out), **asdict(ending)}, indent=2))
     else:
@@ -89,7 +73,3 @@ def _settings_from(source: Path) -> SupervisedSettings:
             f"the first word must be a .toml file, got {str(source)!r}; see sortedrl sft --help"
         )
     return settings_over(SupervisedSettings(), read_toml(source), path=source, is_dotted=True)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

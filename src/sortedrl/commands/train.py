@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sortedrl.arguments import all_to_toml, parse, read_toml, settings_over
-from sortedrl.commands.opening import opened
-from sortedrl.config import require
+from sortedrl.arguments import parse, read_toml, settings_over
 from sortedrl.errors import ConfigError
 from sortedrl.runs.folder import RunFolder, refuse_other_settings
-from sortedrl.runs.stopping import Stopping
-from sortedrl.tasks.catalogue import reward_from
-from sortedrl.tasks.spec import options_from
-from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress, table
+from sortedrl.runs.tasks import training_tasks
+from sortedrl.terminal import table, tell
 from sortedrl.training.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -63,51 +57,31 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = _given(arguments)
     settings = given.settings
-    config = all_to_toml(settings, TrainSettings())
-    told: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    if given.dry_run:
+        _dry_run(given)
+        return
     if given.resume:
         _refuse_other_run(settings)
-    task = _with_options(_opened(settings, settings.task), settings)
-    require(bool(task.rows), f"task {settings.task!r} has no rows")
-    held_out = [_opened(settings, spec) for spec in settings.evaluation.tasks]
-    held_out = [
-        _with_options(other, settings) if other.reward.function == task.reward.function else other
-        for other in held_out
-    ]
-    if given.dry_run:
-        _dry_run(given, task)
-        return
-    from sortedrl.runs.opening import opened_run
+    from sortedrl.runs.start import train
 
-    with Stopping(_tell) as stopping, progress(1.0) as advance:
-        advance("loading", 0.0)
-        with opened_run(
-            settings,
-            task=task,
-            held_out=held_out,
-            config=config,
-            told=told,
-            is_resumed=given.resume,
-            advance=advance,
-            tell=_tell,
-        ) as ready:
-            ending = ready.go(stopping)
+    ending = train(settings, is_resumed=given.resume)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
         raise SystemExit(130)
 
 
-def _dry_run(given: Arguments, task: Task) -> None:
+def _dry_run(given: Arguments) -> None:
     from sortedrl.plan.advice import refuse_too_big
     from sortedrl.plan.page import lines, to_json
     from sortedrl.runs.dry_run import planned_run
 
+    task, _ = training_tasks(given.settings)
     plan = planned_run(
         given.settings,
         task.rows,
         card_name=given.card,
         mean_length=given.mean_length,
-        tell=_tell,
+        tell=tell,
     )
     print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
     refuse_too_big(plan.memory, plan.device_bytes)
@@ -151,21 +125,6 @@ def _refuse_other_run(settings: TrainSettings) -> None:
             TrainSettings(), read_toml(folder.config), path=folder.config, is_dotted=True
         )
         refuse_other_settings(asdict(begun), asdict(settings))
-
-
-def _with_options(task: Task, settings: TrainSettings) -> Task:
-    options = options_from(settings.reward_options)
-    reward = replace(task.reward, options={**task.reward.options, **options})
-    return replace(task, reward=reward)
-
-
-def _opened(settings: TrainSettings, spec: str) -> Task:
-    reward = None if settings.reward is None else reward_from(settings.reward)
-    return opened(spec, folder=settings.folder, reward=reward, data=settings.data)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

@@ -126,9 +126,8 @@ def predict(
     divergence in the reward.
     """
     demand = memory.demand
-    known = lengths or guessed_lengths(
-        demand.max_tokens, prompt_tokens=prompt_tokens or demand.prompt_tokens
-    )
+    room = min(demand.max_tokens, demand.shape.context - demand.prompt_tokens)
+    known = lengths or guessed_lengths(room, prompt_tokens=prompt_tokens or demand.prompt_tokens)
     drawn = _drawn_lengths(known, demand)
     mean = sum(drawn) / len(drawn)
     # A long answer is met more often in a slot than it is drawn, on average half written.
@@ -142,7 +141,7 @@ def predict(
     simulation = _simulation(
         schedule,
         prompts=num_rows * epochs,
-        engine=EngineSettings(slots=slots, max_tokens=demand.max_tokens),
+        engine=EngineSettings(slots=slots, max_tokens=room),
         lengths=known,
         costs=CostSettings(hardware="ticks", **asdict(costs)),
     )

@@ -6,13 +6,14 @@ wrong with these before anything is written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import torch
 
+from sortedrl.arguments import all_to_toml
 from sortedrl.build.evaluation import tokenizer_of
 from sortedrl.build.training import Saved, TrainingParts, training_parts
 from sortedrl.data.chat import Tokenizer
@@ -43,16 +44,11 @@ def opened_run(
     *,
     task: Task,
     held_out: Sequence[Task],
-    config: str,
-    told: dict[str, Any],
     is_resumed: bool,
     advance: Advance,
     tell: Tell,
 ) -> Iterator[TrainingRun]:
-    """A run that can go; everything it holds is let go of afterwards.
-
-    `config` and `told` are the settings as a TOML file and as JSON.
-    """
+    """A run that can go; everything it holds is let go of afterwards."""
     settings.tracking.check_installed()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -75,9 +71,10 @@ def opened_run(
         parts = training_parts(
             settings, rows, tokenizer=tokenizer, pool=pool, record=watch, saved=saved
         )
+        config = all_to_toml(settings, TrainSettings())
         folder.write(config)  # of a resumed run too, as some settings may have changed
         meter = _meter(folder, saved)
-        logs = _logs(settings, folder, saved, meter=meter, told=told, tell=tell)
+        logs = _logs(settings, folder, saved, meter=meter, tell=tell)
         stack.callback(logs.trackers.close)
         stack.callback(logs.metrics.close)
         stack.callback(logs.events.close)
@@ -176,7 +173,6 @@ def _logs(
     saved: Saved | None,
     *,
     meter: Meter,
-    told: dict[str, Any],
     tell: Tell,
 ) -> Logs:
     lengths = {} if saved is None else saved.state
@@ -187,7 +183,7 @@ def _logs(
             settings.tracking,
             TrackedRun(
                 folder=folder.root,
-                settings=told,
+                settings=json.loads(json.dumps(asdict(settings), default=str)),
                 resumed_step=None if saved is None else saved.state["run"]["updates"],
             ),
             warn=tell,

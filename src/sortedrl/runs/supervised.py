@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sortedrl.arguments import all_to_toml
 from sortedrl.build.evaluation import tokenizer_of
 from sortedrl.build.training import trained_model
 from sortedrl.data.chat import Tokenizer
@@ -51,7 +52,6 @@ def supervised_run(
     settings: SupervisedSettings,
     task: Task,
     *,
-    config: str,
     stopping: Stopping,
     advance: Advance,
     tell: Callable[[str], None],
@@ -72,7 +72,7 @@ def supervised_run(
     model = trained_model(settings)
     optimiser = Optimiser(trained_parameters(model), settings.optimiser, total_steps=len(rows))
     policy = PackedModel(model)
-    folder.begin(config)
+    folder.begin(all_to_toml(settings, SupervisedSettings()))
     done: list[SupervisedStep] = []
     with closing(MetricsFile(folder.metrics)) as metrics:
         for step in supervised_steps(

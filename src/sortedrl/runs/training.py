@@ -61,6 +61,7 @@ class Counters:
     updates: int = 0
     first_scores: Scores | None = None
     last_scores: Scores | None = None
+    best_score: float | None = None
     scored_at: int | None = None
     """The update after which the last evaluation took place."""
 
@@ -70,6 +71,7 @@ class Counters:
             "updates": self.updates,
             "first_scores": _scores_json(self.first_scores),
             "last_scores": _scores_json(self.last_scores),
+            "best_score": self.best_score,
             "scored_at": self.scored_at,
         }
 
@@ -80,6 +82,7 @@ class Counters:
             updates=row["updates"],
             first_scores=_scores(row["first_scores"]),
             last_scores=_scores(row["last_scores"]),
+            best_score=row["best_score"],
             scored_at=row["scored_at"],
         )
 
@@ -138,9 +141,9 @@ class TrainingRun:
             seconds=self.parts.clock.seconds(),
         )
         self.tell(line)
-        if counters.updates % self.settings.evaluation.every == 0:
-            self._evaluate()
-        if counters.updates % self.settings.saving.every == 0:
+        is_best = counters.updates % self.settings.evaluation.every == 0 and self._evaluate()
+        is_due = counters.updates % self.settings.saving.every == 0
+        if is_due or (is_best and self.settings.saving.keep_best):
             self._save()
 
     def _log(self, figures: Figures, values: Mapping[str, float]) -> None:
@@ -160,10 +163,11 @@ class TrainingRun:
         shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self.logs.trackers.log(shown, step=counters.updates)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Ask the held-out tasks; whether the model was never better."""
         counters = self.counters
         if self.evaluator is None or counters.scored_at == counters.updates:
-            return
+            return False
         with self.parts.clock.paused():
             scores = self.evaluator.scores(self.parts.trainer.weights(), advance=self.show)
         counters.last_scores = scores
@@ -172,6 +176,9 @@ class TrainingRun:
         self.logs.metrics({"update": counters.updates, **scores.row()})
         self.logs.trackers.log(scores.row(), step=counters.updates)
         self.tell(evaluation_line(counters.updates, scores.by_task))
+        is_best = counters.best_score is None or scores.mean > counters.best_score
+        counters.best_score = scores.mean if is_best else counters.best_score
+        return is_best
 
     def _save(self) -> None:
         counters, logs = self.counters, self.logs

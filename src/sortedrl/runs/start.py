@@ -1,0 +1,42 @@
+"""Whole runs in one call each, with progress and a clean stop: what the commands and Python use.
+
+ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("runs/gsm8k")))
+"""
+
+from __future__ import annotations
+
+from sortedrl.rewards.source import RewardSource
+from sortedrl.runs.opening import opened_run
+from sortedrl.runs.stopping import Stopping
+from sortedrl.runs.supervised import SupervisedEnding, supervised_run
+from sortedrl.runs.tasks import opened, training_tasks
+from sortedrl.runs.training import Ending
+from sortedrl.terminal import progress, tell
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.supervision import SupervisedSettings
+
+_NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
+"""Rows of the user's own need some reward to be opened; none is called in supervised training."""
+
+
+def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
+    """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint."""
+    task, held_out = training_tasks(settings)
+    with Stopping(tell) as stopping, progress(1.0) as advance:
+        advance("loading", 0.0)
+        with opened_run(
+            settings,
+            task=task,
+            held_out=held_out,
+            is_resumed=is_resumed,
+            advance=advance,
+            tell=tell,
+        ) as run:
+            return run.go(stopping)
+
+
+def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
+    """Train on written answers until the run ends."""
+    task = opened(settings.task, folder=settings.folder, reward=_NO_REWARD, data=settings.data)
+    with Stopping(tell) as stopping, progress(1.0) as advance:
+        return supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)
