@@ -15,8 +15,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,lora,tensorboard,data,maths,gym]' --group dev
 	@touch $@
 
-demo: setup ## compare the strategies on the paper's workload, in seconds and without a GPU
-	$(BIN)/sortedrl compare paper
+demo: setup ## train a tiny model on the CPU, with SortedRL and with the baseline (minutes)
+	$(BIN)/sortedrl demo
 
 check: setup ## lint, format check, types, import order
 	$(BIN)/ruff check .

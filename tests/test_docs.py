@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ELSEWHERE = ("make test", "make bench", "git clone", "cd ")
+ELSEWHERE = ("make demo", "make test", "make bench", "git clone", "cd ")
 """Commands that cannot run inside a test: they run this test, take minutes, or need a network."""
 
 

@@ -14,8 +14,8 @@ from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import Update, to_json
 from sortedrl.meter import measure
-from sortedrl.report.lanes import lanes
-from sortedrl.report.runs import RunRecord, first_seconds, read_run, runs_page
+from sortedrl.report.lanes import first_seconds, lanes
+from sortedrl.report.runs import RunRecord, read_run, runs_page
 from sortedrl.report.timeline import MAX_BARS
 from sortedrl.simulate.presets import PRESETS
 

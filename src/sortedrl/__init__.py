@@ -6,12 +6,13 @@
     3 controller   buffer -> decisions: start which? stop now? train on which?
     4 engines      decisions -> tokens
     5 rewards      tokens -> reward
-    6 batches      trajectories -> TrainBatch
+    6 controller   rewarded answers -> TrainBatch, sorted by length
     7 training     TrainBatch -> new weights
-    8 weights      weights -> engine, with a version
+    8 engines      weights with a version -> the next tokens
       loop         1 to 8 in order, on one page
+      runs         the loop with evaluations, checkpoints and logs around it
 
-Stations 1 to 5 and the loop are here, with simulated parts in the place of the others.
+`sortedrl.runs.start` has a whole run in one call; the names below are those of the loop.
 """
 
 from sortedrl.buffer import Buffer

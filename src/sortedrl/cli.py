@@ -15,6 +15,12 @@ COMMANDS = ("simulate", "compare", "tune", "fit", "presets", "data", "eval", "tr
 HELP = """\
 SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
 
+Train a model with rewards:
+
+  sortedrl demo                         a tiny model on the CPU, start to end, in minutes
+  sortedrl sft sft.toml                 a warm start on written answers
+  sortedrl train config.toml            the main job; --dry-run plans it, --resume goes on with it
+
 Know before you rent: these commands run the real scheduler on a simulated engine, in seconds.
 
   sortedrl compare paper                all strategies side by side, on the paper's workload
@@ -24,7 +30,7 @@ Know before you rent: these commands run the real scheduler on a simulated engin
   sortedrl fit events.jsonl             the constants of your machine, from a run's events
   sortedrl presets                      the named workloads and hardware, with their arithmetic
 
-What a model is trained and evaluated on:
+What it is trained and evaluated on:
 
   sortedrl data show knights_knaves     tasks, as a person reads them; sortedrl data --help
   sortedrl eval MODEL --tasks gsm8k     models on tasks, with intervals; two models, compared

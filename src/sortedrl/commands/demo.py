@@ -52,7 +52,7 @@ class Arguments:
     """Where the runs and the report go; what an older demo left there is replaced."""
     seed: int = 0
     """Decides the weights, the puzzles and every answer."""
-    warm_steps: int = 600
+    warm_steps: int = 1100
     """Optimiser steps of the warm start."""
     answers: int = 1536
     """Answers that each of the two runs is trained on."""
@@ -93,7 +93,7 @@ def warm_settings(given: Arguments) -> SupervisedSettings:
         seed=given.seed,
         epochs=max(1, given.warm_steps // 100),
         max_steps=given.warm_steps,
-        batch_tokens=2048,
+        batch_tokens=1024,
         threads=given.threads,
         optimiser=Optimisation(
             learning_rate=2e-3, schedule="cosine", warmup_steps=20, weight_decay=0.01, beta2=0.98

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sortedrl.errors import DataError
@@ -21,7 +21,7 @@ from sortedrl.metrics import Metrics
 from sortedrl.report.axis import short
 from sortedrl.report.curves import Series, curves
 from sortedrl.report.html import asset, escape, page, table
-from sortedrl.report.lanes import Bar, Lanes, lanes
+from sortedrl.report.lanes import Lanes, first_seconds, lanes
 from sortedrl.report.svg import stylesheet
 from sortedrl.report.timeline import timelines
 from sortedrl.run_log import Value, read_metrics
@@ -327,36 +327,6 @@ def _first_groups(events: Sequence[Event]) -> float:
             if closed >= SHOWN_GROUPS:
                 return event.seconds - events[0].seconds
     return events[-1].seconds - events[0].seconds
-
-
-def first_seconds(run: Lanes, seconds: float) -> Lanes:
-    """The lanes of a run as if the picture were torn off there."""
-    end = run.start + seconds
-    return replace(
-        run,
-        end=end,
-        lanes=tuple(
-            tuple(_torn(bar, end) for bar in lane if bar.start < end) for lane in run.lanes
-        ),
-        bands=tuple(
-            replace(band, end=min(band.end, end)) for band in run.bands if band.start < end
-        ),
-    )
-
-
-def _torn(bar: Bar, end: float) -> Bar:
-    """The part of a bar before `end`: what was written by then, and what of it was to stay."""
-    if bar.end <= end:
-        return bar
-    decoded = round(bar.decoded * (end - bar.start) / (bar.end - bar.start))
-    return replace(
-        bar,
-        end=end,
-        decoded=decoded,
-        discarded=max(0, decoded - (bar.decoded - bar.discarded)),
-        is_finished=False,
-        length=bar.kept + bar.decoded if bar.length is None else bar.length,
-    )
 
 
 def _reading() -> str:

@@ -1,0 +1,53 @@
+"""The demo, in small: warm start, two runs on the same puzzles, a table and a report."""
+
+from sortedrl.arguments import read_toml
+from sortedrl.cli import main
+from sortedrl.events import Update, read_events
+from sortedrl.run_log import read_metrics
+
+SMALL = ("--warm-steps", "4", "--answers", "24", "--held-out", "8")
+
+
+def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(tmp_path, capsys):
+    out = tmp_path / "demo"
+    assert main(["demo", "--out", str(out), *SMALL]) == 0
+    shown, progress = capsys.readouterr()
+    heading, *lines = shown.splitlines()
+    assert heading.split() == ["SortedRL", "synchronous"]
+    rows = {line[:24].strip(): line[24:].split() for line in lines if line}
+    assert rows["answers trained"] == ["24", "24"]
+    assert {"right answers, before", "right answers, after", "bubble", "time"} <= rows.keys()
+    assert str(out / "report.html") in lines[-1]
+    assert "</svg>" in (out / "report.html").read_text()
+    for step in ("1 of 3", "2 of 3", "3 of 3", "step    4 of 4", "after update 0"):
+        assert step in progress
+    sorted_config, sync_config = (
+        read_toml(out / name / "config.toml") for name in ("sorted", "sync")
+    )
+    assert sorted_config["schedule"]["mode"] == "coupled"
+    assert sync_config["schedule"]["strategy"] == "sync"
+    assert sorted_config["task"] == sync_config["task"]
+    prompts = [
+        sorted(
+            trained.prompt
+            for event in read_events(out / name / "events.jsonl")
+            if isinstance(event, Update)
+            for trained in event.trained
+        )
+        for name in ("sorted", "sync")
+    ]
+    assert prompts[0] == prompts[1] == list(range(24))
+
+
+def test_a_second_demo_replaces_the_first(tmp_path, capsys):
+    out = tmp_path / "demo"
+    for seed in ("0", "1"):
+        assert main(["demo", "--out", str(out), "--seed", seed, *SMALL]) == 0
+    capsys.readouterr()
+    assert "seed=2" in read_toml(out / "sync" / "config.toml")["task"]
+    assert read_metrics(out / "sync" / "metrics.jsonl")[0]["update"] == 0
+
+
+def test_a_demo_of_nothing_is_refused(capsys):
+    assert main(["demo", "--answers", "0"]) == 2
+    assert "answers must be at least 1, got 0" in capsys.readouterr().err
