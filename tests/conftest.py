@@ -31,3 +31,24 @@ def published_data():
     if "SORTEDRL_DATA" not in os.environ:
         pytest.skip("needs the published data sets: SORTEDRL_DATA names no folder")
     return Path(os.environ["SORTEDRL_DATA"])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with what training runs need: a model, rewards."""
+    from run_worlds import write_world
+
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    return folder
+
+
+@pytest.fixture
+def here(world, monkeypatch):
+    """The commands run in the world, and the number of threads is put back afterwards."""
+    import torch
+
+    monkeypatch.chdir(world)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ import transformers.modeling_utils
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights, write_world
+from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights
 from sortedrl.runs import opening
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence
@@ -21,20 +21,7 @@ HELD_OUT = "knights_knaves:people=2-3,count=8,style=compact,split=test"
 SEQUENCES = [TokenSequence([65, 58, 49], [70, 71, 72, 90]), TokenSequence([80], [81, 82])]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("command")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(world, monkeypatch):
-    """The commands run in the world, and the number of threads is put back afterwards."""
-    monkeypatch.chdir(world)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture

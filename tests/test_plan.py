@@ -20,7 +20,7 @@ from sortedrl.plan.advice import advice, refuse_too_big
 from sortedrl.plan.cards import CARDS, card_named
 from sortedrl.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
 from sortedrl.plan.page import RunPlan, lines, to_json
-from sortedrl.plan.prediction import guessed_lengths, predict, schedule_plan
+from sortedrl.plan.prediction import guessed_lengths, predict
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
@@ -300,7 +300,7 @@ def test_a_smaller_cache_than_the_slots_can_fill_is_enough_to_run():
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_course_of_sync_is_counted_by_hand(rows, epochs):
     schedule = Schedule(strategy="sync", group_prompts=64, update_batch=50)
-    course = schedule_plan(schedule, num_rows=rows, epochs=epochs)
+    course = predicted(SMALL, schedule=schedule, num_rows=rows, epochs=epochs).schedule
     prompts = rows * epochs
     assert course.prompts == course.trajectories == prompts
     assert course.rounds == course.updates == course.groups == -(-prompts // 50)
@@ -311,7 +311,8 @@ def test_the_course_of_sync_is_counted_by_hand(rows, epochs):
 def test_what_is_beyond_the_first_groups_goes_on_like_them():
     schedule = Schedule(group_prompts=32, samples_per_prompt=2, update_batch=16, lookahead=1)
     engine = EngineSettings(slots=16, max_tokens=256)
-    course = schedule_plan(schedule, num_rows=320, engine=engine)
+    demand = replace(SMALL, slots=16, max_tokens=256)
+    course = predicted(demand, schedule=schedule, num_rows=320).schedule
     assert course.is_extrapolated
     whole = simulate(
         Simulation(
@@ -330,12 +331,14 @@ def test_what_is_beyond_the_first_groups_goes_on_like_them():
 
 def test_a_run_that_is_stopped_is_shorter():
     schedule = Schedule(group_prompts=64, update_batch=16)
-    whole = schedule_plan(schedule, num_rows=640)
-    half = schedule_plan(schedule, num_rows=640, max_updates=whole.updates // 2)
+    whole = predicted(SMALL, schedule=schedule, num_rows=640).schedule
+    stopped = predicted(SMALL, schedule=schedule, num_rows=640, max_updates=whole.updates // 2)
+    half = stopped.schedule
     assert half.updates == whole.updates // 2
     assert half.prompts == pytest.approx(whole.prompts / 2, rel=0.05)
     assert half.updates_per_epoch == whole.updates_per_epoch
-    assert schedule_plan(schedule, num_rows=640, max_updates=10**6) == whole
+    never = predicted(SMALL, schedule=schedule, num_rows=640, max_updates=10**6)
+    assert never.schedule == whole
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from run_worlds import (
@@ -19,7 +18,6 @@ from run_worlds import (
     run_words,
     said,
     weights,
-    write_world,
 )
 
 SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
@@ -27,20 +25,7 @@ BEGUN = ("--max-updates", "3")
 MORE = ("--max-updates", "5")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(world, monkeypatch):
-    """The commands run in the world, and the number of threads is put back afterwards."""
-    monkeypatch.chdir(world)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="module")

@@ -4,29 +4,15 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 
-from run_worlds import checkpoints, events, metrics, run_words, said, trained, weights, write_world
+from run_worlds import checkpoints, events, metrics, run_words, said, trained, weights
 from sortedrl.training.checkpoint import read_state
 
 ROWS = 24
 SIBLINGS = ("--schedule.samples-per-prompt", "2", "--schedule.harvest-unit", "prompt")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    write_world(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(world, monkeypatch):
-    """The commands run in the world, and the number of threads is put back afterwards."""
-    monkeypatch.chdir(world)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def has_learnt(out, world):

@@ -89,15 +89,29 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run of a W&B project.
+class Remote:
+    """A run of Weights & Biases or of trackio, which are called alike."""
+
+    def __init__(self, run: Any) -> None:  # noqa: ANN401
+        """The run as their `init` gives it."""
+        self._run = run
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """One row."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def weights_and_biases(project: str, run: TrackedRun) -> Remote:
+    """A new run of a W&B project, or the same again.
 
     A step that comes again after a resume is ignored there, so it is never doubled.
     """
-
-    def __init__(self, project: str, run: TrackedRun) -> None:
-        """Open the run, or go on with it."""
-        self._run: Any = import_module("wandb").init(
+    return Remote(
+        import_module("wandb").init(
             project=project,
             name=run.folder.name,
             id=_identity(run, "wandb"),
@@ -105,35 +119,22 @@ class WeightsAndBiases:
             config=dict(run.settings),
             resume="never" if run.resumed_step is None else "allow",
         )
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """One row."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+    )
 
 
-class Trackio:
-    """A run of a trackio project; steps that come again after a resume are there twice."""
+def trackio(project: str, run: TrackedRun) -> Remote:
+    """A new run of a trackio project, or the same again; trackio knows runs by their names.
 
-    def __init__(self, project: str, run: TrackedRun) -> None:
-        """Open the run, or go on with it; trackio knows runs by their names."""
-        self._run: Any = import_module("trackio").init(
+    Steps that come again after a resume are there twice.
+    """
+    return Remote(
+        import_module("trackio").init(
             project=project,
             name=f"{run.folder.name}-{_identity(run, 'trackio')}",
             config=dict(run.settings),
             resume="never" if run.resumed_step is None else "allow",
         )
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """One row."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+    )
 
 
 class Trackers:
@@ -191,9 +192,9 @@ def open_trackers(tracking: Tracking, run: TrackedRun, *, warn: Callable[[str], 
     if wants_tensorboard:
         makers["tensorboard"] = lambda: TensorBoard(run)
     if (wandb_project := tracking.wandb) is not None:
-        makers["wandb"] = lambda: WeightsAndBiases(wandb_project, run)
+        makers["wandb"] = lambda: weights_and_biases(wandb_project, run)
     if (trackio_project := tracking.trackio) is not None:
-        makers["trackio"] = lambda: Trackio(trackio_project, run)
+        makers["trackio"] = lambda: trackio(trackio_project, run)
     return Trackers(makers, warn=warn)
 
 

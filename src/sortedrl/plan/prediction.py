@@ -80,29 +80,6 @@ def guessed_lengths(
     return LengthSettings(median=max(1.0, median), sigma=sigma, prompt_tokens=prompt_tokens)
 
 
-def schedule_plan(
-    schedule: Schedule,
-    *,
-    num_rows: int,
-    epochs: int = 1,
-    max_updates: int | None = None,
-    engine: EngineSettings | None = None,
-    lengths: LengthSettings | None = None,
-) -> SchedulePlan:
-    """Rounds and updates of a run, counted on the loop itself."""
-    engine = engine or EngineSettings()
-    outcome = simulate(
-        _simulation(
-            schedule,
-            prompts=num_rows * epochs,
-            engine=engine,
-            lengths=lengths or guessed_lengths(engine.max_tokens),
-            costs=CostSettings(hardware="ticks"),
-        )
-    )
-    return _course(outcome, num_rows=num_rows, epochs=epochs, max_updates=max_updates)
-
-
 def predict(
     memory: MemoryPlan,
     schedule: Schedule,

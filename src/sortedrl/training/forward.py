@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
+from sortedrl.models.attention import refuse_foreign_attention
 from sortedrl.training.layers import compiled_layers, replaced_forwards
 from sortedrl.training.logprobs import token_logprobs
-from sortedrl.training.packed_attention import Row, packed_attention, refuse_unpackable
+from sortedrl.training.packed_attention import INSTEAD, Row, packed_attention
 from sortedrl.training.packing import TokenSequence
 
 
@@ -49,7 +50,7 @@ class PackedModel:
         self.model = model
         self.temperature = temperature
         self._compiled = compiled_layers(model) if is_compiled else {}
-        refuse_unpackable(model)
+        refuse_foreign_attention(model, instead=INSTEAD)
         _probe(self)
 
     @property

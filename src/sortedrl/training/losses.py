@@ -65,16 +65,6 @@ class LossInputs:
     reference_T: Tensor | None = None
     """Log-probabilities under the reference, where the divergence belongs to the loss."""
 
-    def part(self, places: slice | Tensor) -> LossInputs:
-        """The tokens at some places, in their order."""
-        return LossInputs(
-            advantages_T=self.advantages_T[places],
-            anchor_T=self.anchor_T[places],
-            corrections_T=self.corrections_T[places],
-            weights_T=self.weights_T[places],
-            reference_T=None if self.reference_T is None else self.reference_T[places],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:

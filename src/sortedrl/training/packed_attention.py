@@ -25,8 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sortedrl.errors import ModelError
+from sortedrl.models.attention import checked_scale
 
+INSTEAD = "train another model"
+"""What to do with a model whose sequences cannot be packed."""
 _NAME = "sortedrl_packed"
 # This argument came later than the function; before it, keys and values must be repeated.
 _VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -93,32 +95,6 @@ def _switched(config: Any, dropouts: Sequence[nn.Module]) -> Iterator[None]:  # 
             dropout.training = True
 
 
-def refuse_unpackable(model: PreTrainedModel) -> None:
-    """Raise `ModelError` if sequences packed in one row would not be independent."""
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    if not model._supports_attention_backend:
-        raise ModelError(
-            f"the attention of {name} cannot be exchanged in transformers, so sequences cannot be "
-            "packed; train another model"
-        )
-    values = config.to_dict()
-    kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelError(
-            f"training packs sequences, which layers of kind {', '.join(sorted(kinds))} do not "
-            f"allow, and {name} has such; train another model"
-        )
-    ropes = values.get("rope_parameters") or {}
-    for rope in [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ModelError(
-                f"{name} turns its positions by {rope['rope_type']!r}, which depends on the "
-                "longest sequence beside it; set another rope_type in its config, or train "
-                "another model"
-            )
-
-
 def _is_checkpointed(module: nn.Module) -> bool:
     return (
         isinstance(module, GradientCheckpointingLayer)
@@ -143,12 +119,15 @@ def _attend(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Packed attention, as transformers calls it: `[1, heads, R, D]` in, `[1, R, H, D]` out."""
-    if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
-        raise ModelError(
-            f"{type(module).__name__} uses an attention that packed training does not have "
-            "(capped scores, sinks or values of another size than the keys); train another model"
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = checked_scale(
+        module,
+        query,
+        value=value,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        instead=INSTEAD,
+    )
     attend = _by_kernel if query.is_cuda and query.dtype in _HALF else _one_by_one
     return attend(query, key, value, row, scale=scale, window=sliding_window), None
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sortedrl.errors import ModelError
+from sortedrl.models.attention import checked_scale, refuse_foreign_attention
 
 _NAME = "sortedrl"
+_INSTEAD = "use the vLLM or SGLang engine for this model"
 
 
 class Pages(Protocol):
@@ -56,15 +58,17 @@ def _attend(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The engine's attention, as transformers calls it."""
-    if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
-        raise ModelError(
-            f"{type(module).__name__} uses an attention the native engine does not have "
-            "(capped scores, sinks or values of another size than the keys); "
-            "use the vLLM or SGLang engine for this model"
-        )
+    scale = checked_scale(
+        module,
+        query,
+        value=value,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        instead=_INSTEAD,
+    )
     layer = module.layer_idx
     assert isinstance(layer, int), "transformers numbers its attention layers"
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return pages.attend(layer, query, key, value, scale=scale, window=sliding_window), None
 
 
@@ -80,7 +84,7 @@ class Driver:
         """Refuse a model that cannot be driven, before any work."""
         self.model = model
         self.config = model.config.get_text_config()
-        _refuse_unsupported(model, self.config)
+        _refuse_unsupported(model)
         self.replaced: dict[nn.Module, Callable[..., Any]] = {}
         self._modules = list(model.modules())
 
@@ -173,9 +177,8 @@ def attention_shape(config: Any) -> tuple[int, int, int]:  # noqa: ANN401
     return values["num_hidden_layers"], values.get("num_key_value_heads") or heads, head_dim
 
 
-def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:  # noqa: ANN401
+def _refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
-    other = "use the vLLM or SGLang engine for this model"
     if model.config.is_encoder_decoder:
         raise ModelError(
             f"the native engine writes with decoder-only models, {name} has an encoder"
@@ -184,17 +187,4 @@ def _refuse_unsupported(model: PreTrainedModel, config: Any) -> None:  # noqa: A
         raise ModelError(f"{name} gives no logits; load it with AutoModelForCausalLM")
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ModelError(f"{name} must be in float32, float16 or bfloat16, got {model.dtype}")
-    if not model._supports_attention_backend:
-        raise ModelError(f"the attention of {name} cannot be exchanged in transformers; {other}")
-    values = config.to_dict()
-    kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}; {other}")
-    ropes = values.get("rope_parameters") or {}
-    nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-    for rope in nested:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise ModelError(
-                f"{name} turns its positions by {rope['rope_type']!r}, which depends on the whole "
-                f"batch, so a row would not be the same in every batch; {other}"
-            )
+    refuse_foreign_attention(model, instead=_INSTEAD)
