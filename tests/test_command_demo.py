@@ -1,5 +1,7 @@
 """The demo, in small: warm start, two runs on the same puzzles, a table and a report."""
 
+import pytest
+
 from sortedrl.arguments import read_toml
 from sortedrl.cli import main
 from sortedrl.events import Update, read_events
@@ -49,5 +51,7 @@ def test_a_second_demo_replaces_the_first(tmp_path, capsys):
 
 
 def test_a_demo_of_nothing_is_refused(capsys):
-    assert main(["demo", "--answers", "0"]) == 2
+    with pytest.raises(SystemExit) as refusal:
+        main(["demo", "--answers", "0"])
+    assert refusal.value.code == 2
     assert "answers must be at least 1, got 0" in capsys.readouterr().err

@@ -145,3 +145,28 @@ def test_too_many_rows_for_the_space_are_refused():
     settings = KnightsSettings(people=(2, 3), count=2000, forms=("claim", "not"))
     with pytest.raises(ConfigError, match="puzzles with 2 people were asked for, but only"):
         knights_rows(settings)
+
+
+def test_a_hasty_teacher_is_wrong_as_often_as_haste_says_and_leaves_the_puzzles_alone():
+    patient, hasty = (
+        knights_rows(KnightsSettings(people=(3, 3), count=400, style="compact", haste=haste))
+        for haste in (0.0, 0.4)
+    )
+    right = 0
+    for before, after in zip(patient, hasty, strict=True):
+        assert after.prompt == before.prompt
+        assert after.fields["answer"] == before.fields["answer"]
+        wanted, given = str(before.fields["response"]), str(after.fields["response"])
+        thoughts, answer = given.removesuffix("</answer>").split("</think><answer>")
+        assert wanted.startswith(thoughts)
+        assert thoughts.rpartition("#")[2].startswith(answer), "it answers with its last try"
+        right += given == wanted
+        assert (answer == before.fields["answer"]) == (given == wanted)
+        assert thoughts.endswith("+" if given == wanted else "-")
+    # One to eight tries, alike: the mean of 0.6 to the power of the failed ones is 0.31.
+    assert 0.24 < right / 400 < 0.40
+
+
+def test_haste_needs_the_compact_style():
+    with pytest.raises(ConfigError, match=r"needs style 'compact', got 0\.4"):
+        KnightsSettings(haste=0.4)
