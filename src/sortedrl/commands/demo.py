@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sortedrl.arguments import parse
 from sortedrl.config import EngineSettings, Schedule, require
 from sortedrl.runs.lines import duration
+from sortedrl.runs.start import train, warm_start
 from sortedrl.terminal import percent, table, tell, thousands, write_text
 from sortedrl.trackers import Tracking
 from sortedrl.training.optimisation import Optimisation
@@ -150,16 +151,12 @@ def _clear(folder: Path) -> None:
 
 
 def _warm_start(given: Arguments) -> None:
-    from sortedrl.runs.start import warm_start
-
     tell("1 of 3: a warm start by imitation")
     if not warm_start(warm_settings(given)).is_complete:
         raise KeyboardInterrupt
 
 
 def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) -> Ending:
-    from sortedrl.runs.start import train
-
     tell(f"{number} of 3: rewards, {name}")
     ending = train(train_settings(given, schedule))
     if ending.reason == "asked":

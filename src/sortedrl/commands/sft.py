@@ -13,6 +13,7 @@ import tyro
 from sortedrl.arguments import parse, read_toml, settings_over
 from sortedrl.errors import ConfigError
 from sortedrl.runs.lines import duration
+from sortedrl.runs.start import warm_start
 from sortedrl.training.supervision import SupervisedSettings
 
 HELP = """Train a model to imitate written answers, as a warm start for sortedrl train.
@@ -53,8 +54,6 @@ def run(arguments: Sequence[str]) -> None:
         is_dotted=True,
     )
     settings = given.settings
-    from sortedrl.runs.start import warm_start
-
     ending = warm_start(settings)
     if given.json:
         print(json.dumps({"folder": str(settings.out), **asdict(ending)}, indent=2))

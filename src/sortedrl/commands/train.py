@@ -13,6 +13,7 @@ import tyro
 from sortedrl.arguments import parse, read_toml, settings_over
 from sortedrl.errors import ConfigError
 from sortedrl.runs.folder import RunFolder, refuse_other_settings
+from sortedrl.runs.start import train
 from sortedrl.runs.tasks import training_tasks
 from sortedrl.terminal import table, tell
 from sortedrl.training.settings import TrainSettings
@@ -62,8 +63,6 @@ def run(arguments: Sequence[str]) -> None:
         return
     if given.resume:
         _refuse_other_run(settings)
-    from sortedrl.runs.start import train
-
     ending = train(settings, is_resumed=given.resume)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":

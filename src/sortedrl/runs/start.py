@@ -5,15 +5,18 @@ ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("ru
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sortedrl.rewards.source import RewardSource
-from sortedrl.runs.opening import opened_run
 from sortedrl.runs.stopping import Stopping
-from sortedrl.runs.supervised import SupervisedEnding, supervised_run
 from sortedrl.runs.tasks import opened, training_tasks
-from sortedrl.runs.training import Ending
 from sortedrl.terminal import progress, tell
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
+
+if TYPE_CHECKING:
+    from sortedrl.runs.supervised import SupervisedEnding
+    from sortedrl.runs.training import Ending
 
 _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 """Rows of the user's own need some reward to be opened; none is called in supervised training."""
@@ -22,6 +25,8 @@ _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
     """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint."""
     task, held_out = training_tasks(settings)
+    from sortedrl.runs.opening import opened_run
+
     with Stopping(tell) as stopping, progress(1.0) as advance:
         advance("loading", 0.0)
         with opened_run(
@@ -38,5 +43,7 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
 def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
     """Train on written answers until the run ends."""
     task = opened(settings.task, folder=settings.folder, reward=_NO_REWARD, data=settings.data)
+    from sortedrl.runs.supervised import supervised_run
+
     with Stopping(tell) as stopping, progress(1.0) as advance:
         return supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)

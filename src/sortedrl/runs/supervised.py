@@ -43,7 +43,7 @@ class SupervisedEnding:
     is_complete: bool
     """Whether it came to its end, and was not stopped before."""
     loss: float
-    """Mean over the last 50 steps."""
+    """Mean over the last tenth of the steps, at most 50."""
     answer_tokens: int
     seconds: float
 
@@ -161,5 +161,5 @@ def _line(done: Sequence[SupervisedStep], total: int) -> str:
 
 
 def _recent_loss(done: Sequence[SupervisedStep]) -> float:
-    recent = done[-_LINE_EVERY:]
+    recent = done[-max(1, min(_LINE_EVERY, len(done) // 10)) :]
     return sum(step.loss for step in recent) / len(recent) if recent else math.nan
