@@ -29,7 +29,10 @@ _MAY_CHANGE = (
     "saving",
     "tracking",
 )
-"""Settings that a resumed run may have others of: no answer and no update depends on them."""
+"""Settings that a resumed run may have others of.
+
+What was trained stands; a cosine learning rate is stretched to the new `epochs` and `max_updates`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
