@@ -2,7 +2,8 @@
 
 A log opens with `begin`, closes with `end`, and between them repeats, round by round:
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
-goes, `harvest`, `interrupt` for what was still running, and `update`.
+goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
+`update`.
 The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
 the weights stayed) to its `harvest`. Every number we report is a function of this log (see
 `metrics`).
@@ -142,6 +143,31 @@ class Interrupt:
     running: int
 
 
+class Scored(NamedTuple):
+    """The reward of one answer: `start` and `took_seconds` where the scorer took the time.
+
+    `reward` is `None` where scoring failed and the answer is left without one.
+    """
+
+    prompt: int
+    sample: int
+    reward: float | None
+    worker: int | None
+    start: float | None
+    took_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The answers of the next update have their rewards, `waited_seconds` after they were asked."""
+
+    kind: ClassVar = "score"
+    seconds: float
+    round: int
+    waited_seconds: float
+    scored: tuple[Scored, ...]
+
+
 class Trained(NamedTuple):
     """One trajectory of an update, with the staleness of its tokens summed and at its most."""
 
@@ -180,7 +206,18 @@ class End:
 
 
 Event = (
-    Begin | Resume | HandOver | Renew | Load | Start | Finish | Harvest | Interrupt | Update | End
+    Begin
+    | Resume
+    | HandOver
+    | Renew
+    | Load
+    | Start
+    | Finish
+    | Harvest
+    | Interrupt
+    | Score
+    | Update
+    | End
 )  # the order of a round
 Record = Callable[[Event], None]
 
@@ -206,7 +243,9 @@ def from_json(line: str) -> Event:
         raise ValueError(unknown_name("event", str(kind), _KINDS))
     if set(row) != set(_NAMES[kind]):
         raise ValueError(f"event {kind!r} must have the fields {', '.join(_NAMES[kind])}")
-    if kind == "update":
+    if kind == "score":
+        row["scored"] = tuple(Scored(*entry) for entry in row["scored"])
+    elif kind == "update":
         row["trained"] = tuple(Trained(*entry) for entry in row["trained"])
         row["closed"] = tuple(row["closed"])
     return _KINDS[kind](**row)
@@ -215,14 +254,20 @@ def from_json(line: str) -> Event:
 class EventFile:
     """Appends events to a JSONL file as they happen."""
 
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
+    def __init__(
+        self, path: Path, *, keep_bytes: int | None = None, is_watched: bool = False
+    ) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there.
+
+        Others can read everything up to the last update; of a watched file, every event at once.
+        """
         self._file = LineFile(path, keep_bytes=keep_bytes)
+        self._is_watched = is_watched
 
     def __call__(self, event: Event) -> None:
-        """Append one event; from an update on, others can read everything so far."""
+        """Append one event."""
         self._file.write(to_json(event))
-        if event.kind in ("update", "end"):
+        if self._is_watched or event.kind in ("update", "end"):
             self._file.flush()
 
     def sync(self) -> int:

@@ -24,6 +24,8 @@ from sortedrl.events import (
     Record,
     Renew,
     Resume,
+    Score,
+    Scored,
     Start,
     Trained,
     Update,
@@ -209,6 +211,20 @@ class Journal:
             )
         )
 
+    def scored(self, trajectories: Sequence[Trajectory]) -> None:
+        """The answers of an update came back from the scorer; without rewards this is no event."""
+        if all(t.reward is None and t.scoring is None for t in trajectories):
+            return
+        now = self._seconds()
+        self._record(
+            Score(
+                seconds=now,
+                round=self.round,
+                waited_seconds=now - self._since,
+                scored=tuple(map(_scored, trajectories)),
+            )
+        )
+
     def updated(self, batch: TrainBatch, *, closed: Sequence[int]) -> None:
         """The trainer was given a batch."""
         now = self._seconds()
@@ -226,6 +242,18 @@ class Journal:
     def ended(self, buffer: Buffer) -> None:
         """Everything is trained."""
         self._record(End(seconds=self._seconds(), rounds=self.round, trained=buffer.num_trained))
+
+
+def _scored(trajectory: Trajectory) -> Scored:
+    scoring = trajectory.scoring
+    return Scored(
+        prompt=trajectory.prompt.id,
+        sample=trajectory.sample_index,
+        reward=trajectory.reward,
+        worker=None if scoring is None else scoring.worker,
+        start=None if scoring is None else scoring.start,
+        took_seconds=None if scoring is None else scoring.seconds,
+    )
 
 
 def _trained(trajectory: Trajectory, version: int) -> Trained:

@@ -128,6 +128,7 @@ class Loop:
     def _train(self, keys: list[Key]) -> TrainBatch:
         self.journal.mark()
         scored = self.scorer.collect(self.buffer.ready(keys))
+        self.journal.scored(scored)
         batch = TrainBatch(self.trainer.version, tuple(scored))
         self.trainer.update(batch)
         taken = self.buffer.take(keys)

@@ -69,6 +69,15 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """When an answer was scored, in seconds of the run, and by which worker."""
+
+    worker: int
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One answer to one prompt, complete or not.
 
@@ -88,6 +97,8 @@ class Trajectory:
     finish_reason: FinishReason | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=lambda: _NO_PARTS, hash=False)
+    scoring: Scoring | None = field(default=None, compare=False)
+    """Known where the scorer took the time; two equal answers may have been scored apart."""
 
     @property
     def key(self) -> Key:

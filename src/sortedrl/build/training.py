@@ -120,7 +120,7 @@ def training_parts(
         buffer=buffer,
         controller=Controller(settings.schedule),
         engine=engine,
-        scorer=PoolScorer(pool, text=engine.text),
+        scorer=PoolScorer(pool, text=engine.text, seconds=clock.seconds),
         trainer=trainer,
         journal=Journal(record, clock=clock, state=state),
         seed=settings.seed,

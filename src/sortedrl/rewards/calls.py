@@ -24,6 +24,8 @@ class Call:
     sample_index: int
     response: str
     began: float = 0.0
+    worker: int = 0
+    """The number of the worker that has it or had it last."""
     deaths: int = 0
     is_alone: bool = False
     is_cancelled: bool = False
@@ -40,5 +42,8 @@ class Outcome:
 
     ticket: int
     score: Score | None
+    began: float
+    """When it was given to the worker, on the clock `time.monotonic`."""
     seconds: float
+    worker: int
     failure: Failure | None = None

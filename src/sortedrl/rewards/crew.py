@@ -124,8 +124,10 @@ class Crew:
             time_limit_seconds=self._settings.time_limit_seconds,
             memory_bytes=None if memory is None else int(memory * (1 << 30)),
         )
-        while len(self._workers) < self._settings.num_workers:
-            self._workers.append(WorkerProcess.start(setup, now=self._clock()))
+        # whoever replaces a worker takes over its number
+        missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
+        for number in sorted(missing):
+            self._workers.append(WorkerProcess.start(setup, number=number, now=self._clock()))
             self.stats.started += 1
 
     def _hand_out(self) -> None:
@@ -170,7 +172,7 @@ class Crew:
         if not worker.under_way:
             worker.began = now
         for call in calls:
-            call.began = now
+            call.began, call.worker = now, worker.number
             worker.under_way.append(call.ticket)
         try:
             worker.send(

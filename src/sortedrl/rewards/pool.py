@@ -151,7 +151,7 @@ class RewardPool:
         """The crew delivers a score."""
         self.stats.scored += 1
         self.stats.seconds += seconds
-        self._done(call, Outcome(ticket=call.ticket, score=score, seconds=seconds))
+        self._done(call, score, seconds=seconds)
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
         """The crew delivers a failure: it is counted, written down and warned of."""
@@ -166,7 +166,7 @@ class RewardPool:
         if self.stats.failures[failure] == 1:
             _LOG.warning("%s; %s", what, self._consequence())
         score = Score(self.settings.failure_reward) if self.settings.on_failure == "score" else None
-        self._done(call, Outcome(ticket=call.ticket, score=score, seconds=seconds, failure=failure))
+        self._done(call, score, seconds=seconds, failure=failure)
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
         """The crew delivers an exception of the function, or what is no score: the run stops."""
@@ -185,7 +185,17 @@ class RewardPool:
             )
         )
 
-    def _done(self, call: Call, outcome: Outcome) -> None:
+    def _done(
+        self, call: Call, score: Score | None, *, seconds: float, failure: Failure | None = None
+    ) -> None:
+        outcome = Outcome(
+            ticket=call.ticket,
+            score=score,
+            began=call.began,
+            seconds=seconds,
+            worker=call.worker,
+            failure=failure,
+        )
         with self._changed:
             if self._open.pop(call.ticket, None) is not None:
                 self._outcomes[call.ticket] = outcome

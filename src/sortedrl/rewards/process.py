@@ -33,6 +33,7 @@ class WorkerLostError(Exception):
 class WorkerProcess:
     """A process and our end of the socket to it."""
 
+    number: int
     process: subprocess.Popen[bytes]
     connection: Connection
     under_way: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ class WorkerProcess:
     """When it was started, or given the oldest of its present work."""
 
     @classmethod
-    def start(cls, setup: Setup, *, now: float) -> WorkerProcess:
+    def start(cls, setup: Setup, *, number: int, now: float) -> WorkerProcess:
         """A new process, in a group of its own, that loads the function."""
         ours, theirs = socket.socketpair()
         # A worker whose socket stays full does not listen any more: do not wait for it for ever.
@@ -61,7 +62,7 @@ class WorkerProcess:
                 start_new_session=True,
                 env=environment,
             )
-        worker = cls(process, Connection(ours.detach()), began=now)
+        worker = cls(number, process, Connection(ours.detach()), began=now)
         worker.connection.send(setup)
         return worker
 

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from sortedrl.rewards.calls import Outcome
 from sortedrl.rewards.pool import RewardPool
-from sortedrl.types import Key, Trajectory
+from sortedrl.types import Key, Scoring, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """An answer at the pool, and when it came there: on the pool's clock and on the run's."""
+
+    number: int
+    pool_seconds: float
+    run_seconds: float
 
 
 class PoolScorer:
     """Hands answers to a pool as text, and gives them back with their rewards."""
 
-    def __init__(self, pool: RewardPool, *, text: Callable[[Trajectory], str]) -> None:
-        """`text` is an answer as a person reads it."""
+    def __init__(
+        self,
+        pool: RewardPool,
+        *,
+        text: Callable[[Trajectory], str],
+        seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`text` is an answer as a person reads it, `seconds` the time of the run."""
         self._pool = pool
         self._text = text
-        self._tickets: dict[Key, int] = {}
+        self._seconds = seconds
+        self._tickets: dict[Key, _Ticket] = {}
 
     def submit(self, trajectory: Trajectory) -> None:
         """Start to score a complete answer; never waits."""
-        self._tickets[trajectory.key] = self._pool.submit(
+        number = self._pool.submit(
             trajectory.prompt, self._text(trajectory), sample_index=trajectory.sample_index
         )
+        self._tickets[trajectory.key] = _Ticket(number, time.monotonic(), self._seconds())
 
     def cancel(self, trajectory: Trajectory) -> None:
         """Forget an answer that will be renewed before it is trained on."""
         ticket = self._tickets.pop(trajectory.key, None)
         if ticket is not None:
-            self._pool.cancel(ticket)
+            self._pool.cancel(ticket.number)
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         """Wait for these answers and give them back, in order, with their rewards.
@@ -38,10 +57,21 @@ class PoolScorer:
         for trajectory in trajectories:
             if trajectory.key not in self._tickets:
                 self.submit(trajectory)
-        outcomes = self._pool.wait([self._tickets.pop(t.key) for t in trajectories])
+        tickets = [self._tickets.pop(trajectory.key) for trajectory in trajectories]
+        outcomes = self._pool.wait([ticket.number for ticket in tickets])
         return [
-            trajectory
-            if outcome.score is None
-            else replace(trajectory, reward=outcome.score.reward, reward_parts=outcome.score.parts)
-            for trajectory, outcome in zip(trajectories, outcomes, strict=True)
+            _scored(trajectory, ticket, outcome)
+            for trajectory, ticket, outcome in zip(trajectories, tickets, outcomes, strict=True)
         ]
+
+
+def _scored(trajectory: Trajectory, ticket: _Ticket, outcome: Outcome) -> Trajectory:
+    """The answer with its reward, if it got one."""
+    waited = max(0.0, outcome.began - ticket.pool_seconds)
+    scoring = Scoring(
+        worker=outcome.worker, start=ticket.run_seconds + waited, seconds=outcome.seconds
+    )
+    if outcome.score is None:
+        return replace(trajectory, scoring=scoring)
+    score = outcome.score
+    return replace(trajectory, reward=score.reward, reward_parts=score.parts, scoring=scoring)

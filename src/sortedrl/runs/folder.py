@@ -3,6 +3,7 @@
 config.toml       every setting, as resolved
 events.jsonl      everything that happened
 metrics.jsonl     one line of numbers for each update
+answers.jsonl     some answers of each update, as text
 checkpoints/      the last complete ones, and the best
 tensorboard/      the same numbers as curves
 model/            the trained model, as transformers reads it
@@ -55,6 +56,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One line of numbers for each update."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        """Some answers of each update, as text."""
+        return self.root / "answers.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from sortedrl.answer_log import AnswerFile
 from sortedrl.arguments import all_to_toml
 from sortedrl.build.evaluation import tokenizer_of
 from sortedrl.build.training import Saved, TrainingParts, training_parts
@@ -76,6 +77,7 @@ def opened_run(
         meter = _meter(folder, saved)
         logs = _logs(settings, folder, saved, meter=meter, tell=tell)
         stack.callback(logs.trackers.close)
+        stack.callback(logs.answers.close)
         stack.callback(logs.metrics.close)
         stack.callback(logs.events.close)
         run = TrainingRun(
@@ -177,8 +179,9 @@ def _logs(
 ) -> Logs:
     lengths = {} if saved is None else saved.state
     return Logs(
-        events=EventFile(folder.events, keep_bytes=lengths.get("events_bytes")),
+        events=EventFile(folder.events, keep_bytes=lengths.get("events_bytes"), is_watched=True),
         metrics=MetricsFile(folder.metrics, keep_bytes=lengths.get("metrics_bytes")),
+        answers=AnswerFile(folder.answers, keep_bytes=lengths.get("answers_bytes")),
         trackers=open_trackers(
             settings.tracking,
             TrackedRun(

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sortedrl.answer_log import AnswerFile
 from sortedrl.build.training import TrainingParts
 from sortedrl.data.chat import Tokenizer
 from sortedrl.events import EventFile
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures, numbers
 from sortedrl.run_log import MetricsFile, Value
+from sortedrl.runs.answers import logged
 from sortedrl.runs.evaluating import Evaluator, Scores
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.lines import evaluation_line, update_line
@@ -50,6 +52,7 @@ class Logs:
 
     events: EventFile
     metrics: MetricsFile
+    answers: AnswerFile
     trackers: Trackers
     meter: Meter
 
@@ -133,6 +136,7 @@ class TrainingRun:
         counters.updates += 1
         figures = self.logs.meter.window()
         self._log(figures, {**trainer.last, **_reward_parts(batch)})
+        self._keep_answers(batch)
         line = update_line(
             counters.updates,
             numbers=trainer.last,
@@ -163,6 +167,18 @@ class TrainingRun:
         shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self.logs.trackers.log(shown, step=counters.updates)
 
+    def _keep_answers(self, batch: TrainBatch) -> None:
+        """Write some answers down as text."""
+        self.logs.answers(
+            logged(
+                batch,
+                update=self.counters.updates,
+                count=self.settings.saving.answers,
+                question=lambda tokens: self.tokenizer.decode(list(tokens)),
+                response=self.parts.engine.text,
+            )
+        )
+
     def _evaluate(self) -> bool:
         """Ask the held-out tasks; whether the model was never better."""
         counters = self.counters
@@ -183,7 +199,11 @@ class TrainingRun:
     def _save(self) -> None:
         counters, logs = self.counters, self.logs
         scores = counters.last_scores if counters.scored_at == counters.updates else None
-        lengths = {"events_bytes": logs.events.sync(), "metrics_bytes": logs.metrics.sync()}
+        lengths = {
+            "events_bytes": logs.events.sync(),
+            "metrics_bytes": logs.metrics.sync(),
+            "answers_bytes": logs.answers.sync(),
+        }
         self.checkpoints.save(
             counters.updates,
             lambda folder: write_snapshot(

@@ -1,0 +1,70 @@
+"""Some answers of every update as text, in `answers.jsonl`: what the model wrote, for people.
+
+One JSON object per answer. It is a sample to look at; nothing is computed from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from sortedrl.errors import DataError
+from sortedrl.line_file import LineFile, read_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedAnswer:
+    """An answer that was trained on."""
+
+    update: int
+    """The update that was trained on it, counted from 1."""
+    prompt: int
+    sample: int
+    group: int
+    versions: tuple[int, int]
+    """The versions of the weights that wrote its oldest and its newest token."""
+    tokens: int
+    is_truncated: bool
+    reward: float | None
+    parts: Mapping[str, float]
+    """The named parts of the reward."""
+    question: str
+    response: str
+
+
+class AnswerFile:
+    """Appends answers."""
+
+    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        self._file = LineFile(path, keep_bytes=keep_bytes)
+
+    def __call__(self, answers: Iterable[LoggedAnswer]) -> None:
+        """Append the answers of an update; others can read them at once."""
+        for answer in answers:
+            self._file.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Push everything so far to the disk, and give the length of the file in bytes."""
+        return self._file.sync()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._file.close()
+
+
+def read_answers(path: Path) -> list[LoggedAnswer]:
+    """The answers of a file, in order; a last line without its newline is left out."""
+    return [_answer(path, number, line) for number, line in read_lines(path)]
+
+
+def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
+    try:
+        row = json.loads(line)
+        return LoggedAnswer(**{**row, "versions": tuple(row["versions"])})
+    except (ValueError, TypeError, KeyError) as error:
+        names = ", ".join(f.name for f in fields(LoggedAnswer))
+        raise DataError(path, f"expected an object with {names}", line=number) from error
