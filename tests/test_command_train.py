@@ -239,7 +239,8 @@ def test_the_table_at_the_end_says_where_the_model_is(capsys, tmp_path):
 
 
 def test_tensorboard_has_the_numbers_of_every_update_once(capsys, tmp_path):
-    said(capsys, run_words(tmp_path / "run", "--max-updates", "2"))
+    asked = ("--tracking.tensorboard", "True")
+    said(capsys, run_words(tmp_path / "run", "--max-updates", "2", *asked))
     said(capsys, ["train", tmp_path / "run", "--resume", "--max-updates", "4"])
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     shown = [(point.step, pytest.approx(point.value)) for point in board.Scalars("reward/mean")]
@@ -299,5 +300,5 @@ def test_the_folders_of_a_run_are_where_they_are_said_to_be(capsys, tmp_path):
     said(capsys, run_words(tmp_path / "run", "--max-updates", "1"))
     found = {path.name for path in Path(tmp_path / "run").iterdir()}
     assert found == {
-        *("config.toml", "events.jsonl", "metrics.jsonl", "checkpoints", "tensorboard", "model"),
+        *("config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl", "checkpoints", "model"),
     }

@@ -15,6 +15,8 @@ from sortedrl.events import (
     End,
     EventFile,
     Resume,
+    Score,
+    Scored,
     Update,
     from_json,
     read_events,
@@ -27,6 +29,12 @@ from worlds import run, simulations
 
 BEGIN = Begin(seconds=0.0, schedule="sorted/partial", slots=2, seed=0)
 RESUME = Resume(seconds=6.5, round=3, version=4)
+SCORE = Score(
+    seconds=7.0,
+    round=3,
+    waited_seconds=0.25,
+    scored=(Scored(1, 0, 0.5, 2, 6.0, 0.5), Scored(2, 1, None, None, None, None)),
+)
 END = End(seconds=9.0, rounds=4, trained=6)
 
 
@@ -40,12 +48,20 @@ def write(path, events, *, keep_bytes=None):
 @settings(max_examples=50)
 @given(simulations())
 def test_every_event_reads_back_as_it_was(simulation):
-    events = [*run(simulation).events, RESUME]
+    events = [*run(simulation).events, RESUME, SCORE]
     assert [from_json(to_json(event)) for event in events] == events
 
 
 def test_a_resume_is_one_line_with_seconds_round_and_version():
     assert to_json(RESUME) == '{"event":"resume","seconds":6.5,"round":3,"version":4}'
+
+
+def test_of_a_watched_log_every_event_can_be_read_at_once(tmp_path):
+    for is_watched in (True, False):
+        with closing(EventFile(tmp_path / "events.jsonl", is_watched=is_watched)) as file:
+            file(BEGIN)
+            found = list(read_events(tmp_path / "events.jsonl"))
+            assert found == ([BEGIN] if is_watched else [])
 
 
 def test_a_new_file_takes_the_place_of_an_older_one(tmp_path):

@@ -83,7 +83,7 @@ def test_a_warm_start_and_training_run_from_their_files(tmp_path, monkeypatch, c
     train = ["--schedule.group-prompts", "8", "--schedule.update-batch", "4"]
     train += ["--engine.slots", "4", "--engine.max-tokens", "8", "--max-updates", "2"]
     train += ["--evaluation.tasks", f"{puzzles},count=2,split=test"]
-    train += ["--task", f"{puzzles},count=16", "--tracking.tensorboard", "False"]
+    train += ["--task", f"{puzzles},count=16"]
     assert main(["train", str(EXAMPLES / "train.toml"), *train]) == 0
     torch.set_num_threads(threads)
     assert "2 steps in " in capsys.readouterr().out

@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 from sortedrl.config import EngineSettings, Schedule
+from sortedrl.events import Finish, Score, Update
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.score import NoScoreError, checked_score
 from sortedrl.rewards.scorer import PoolScorer
@@ -44,6 +46,51 @@ def test_an_answer_that_was_never_submitted_is_scored_when_it_is_collected(pool)
     answer = done(fresh(0), tokens=4)
     (scored,) = PoolScorer(pool, text=words).collect([answer])
     assert scored == replace(answer, reward=4.0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(simulation=simulations())
+def test_every_update_follows_the_scores_of_exactly_its_answers(pool, simulation):
+    loop, events = make_loop(simulation)
+    clock = loop.journal._seconds
+    scorer = PoolScorer(pool, text=words, seconds=clock)
+    for _ in replace(loop, scorer=scorer).run():
+        pass
+    finished = {}
+    for before, event in pairwise(events):
+        if isinstance(event, Finish):
+            finished[event.prompt, event.sample] = event.seconds
+        if not isinstance(event, Update):
+            continue
+        assert isinstance(before, Score)
+        assert [s[:2] for s in before.scored] == [t[:2] for t in event.trained]
+        for scored, trained in zip(before.scored, event.trained, strict=True):
+            assert scored.reward == trained.tokens
+            assert scored.worker == 0
+            assert scored.took_seconds >= 0
+            # virtual seconds stand still while a real worker is waited for
+            assert scored.start >= finished[scored.prompt, scored.sample]
+
+
+def test_the_time_of_scoring_is_told_in_seconds_of_the_run():
+    with RewardPool(RewardSource(f"{FUNCTIONS}:by_word"), RewardSettings(workers=2)) as pool:
+        began = time.monotonic()
+        scorer = PoolScorer(pool, text=lambda _: "ok", seconds=lambda: time.monotonic() - began)
+        answers = scorer.collect([done(fresh(number)) for number in range(6)])
+        ended = time.monotonic() - began
+    for answer in answers:
+        assert 0 <= answer.scoring.start <= answer.scoring.start + answer.scoring.seconds <= ended
+    assert {answer.scoring.worker for answer in answers} <= {0, 1}
+
+
+def test_without_rewards_there_is_no_score_event():
+    loop, events = make_loop(
+        Simulation(groups=1, schedule=Schedule(group_prompts=4, update_batch=2))
+    )
+    for _ in loop.run():
+        pass
+    assert any(isinstance(event, Update) for event in events)
+    assert not any(isinstance(event, Score) for event in events)
 
 
 def test_cancelling_an_answer_that_was_never_submitted_does_nothing(pool):

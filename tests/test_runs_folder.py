@@ -30,7 +30,7 @@ SETTINGS = [
         saving=Saving(every=3, keep_last=1, keep_best=False),
         engine=EngineSettings(slots=3, max_tokens=5),
     ),
-    TrainSettings(tracking=Tracking(tensorboard=False, wandb="mine")),
+    TrainSettings(tracking=Tracking(wandb="mine")),
     TrainSettings(tracking=Tracking(tensorboard=True)),
     TrainSettings(schedule=SIBLINGS, algorithm=Algorithm(name="dapo", drop_equal=False)),
 ]

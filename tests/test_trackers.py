@@ -1,5 +1,7 @@
-"""Trackers: the real TensorBoard, and stand-ins for the ones that need an account."""
+"""Trackers: the real TensorBoard and W&B, and stand-ins for what needs an account."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,7 +75,7 @@ def scalars(folder, name):
 
 
 def test_tensorboard_shows_each_number_at_its_step(tmp_path):
-    trackers = log_steps(Tracking(), run_in(tmp_path), [1, 2, 3])
+    trackers = log_steps(Tracking(tensorboard=True), run_in(tmp_path), [1, 2, 3])
     assert trackers.names == ("tensorboard",)
     assert scalars(tmp_path, "reward") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     trackers.close()
@@ -88,13 +90,13 @@ def test_points_after_the_checkpoint_are_not_doubled_in_tensorboard(tmp_path):
 
 
 def test_a_new_run_in_an_old_folder_hides_what_was_there(tmp_path):
-    log_steps(Tracking(), run_in(tmp_path), [1, 2, 3]).close()
-    log_steps(Tracking(), run_in(tmp_path), [1], scale=10.0).close()
+    log_steps(Tracking(tensorboard=True), run_in(tmp_path), [1, 2, 3]).close()
+    log_steps(Tracking(tensorboard=True), run_in(tmp_path), [1], scale=10.0).close()
     assert scalars(tmp_path, "reward") == [(1, 10.0)]
 
 
 def test_no_tracker_at_all_is_fine(tmp_path):
-    trackers = log_steps(Tracking(tensorboard=False), run_in(tmp_path), [1])
+    trackers = log_steps(Tracking(), run_in(tmp_path), [1])
     assert trackers.names == ()
     trackers.close()
     assert list(tmp_path.iterdir()) == []
@@ -103,7 +105,7 @@ def test_no_tracker_at_all_is_fine(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_resumed_run_goes_on_with_its_own_and_a_new_one_with_another(name, tmp_path, monkeypatch):
     module = stand_in(name, tmp_path, monkeypatch)
-    tracking = Tracking(tensorboard=False, **{name: "my-project"})
+    tracking = Tracking(**{name: "my-project"})
     folder = tmp_path / "logic"
     log_steps(tracking, run_in(folder), [1, 2]).close()
     ((key, run),) = module.runs.items()
@@ -121,7 +123,7 @@ def test_a_resumed_run_goes_on_with_its_own_and_a_new_one_with_another(name, tmp
 
 def test_all_trackers_show_the_same_run(tmp_path, monkeypatch):
     modules = [stand_in(name, tmp_path, monkeypatch) for name in ("wandb", "trackio")]
-    tracking = Tracking(wandb="a", trackio="b")
+    tracking = Tracking(tensorboard=True, wandb="a", trackio="b")
     for resumed_step, step in ((None, 1), (1, 2)):
         run = run_in(tmp_path / "logic", resumed_step=resumed_step)
         log_steps(tracking, run, [step]).close()
@@ -135,7 +137,7 @@ def test_all_trackers_show_the_same_run(tmp_path, monkeypatch):
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
-    tracking = Tracking(tensorboard=False, **{name: "my-project"})
+    tracking = Tracking(**{name: "my-project"})
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=f"tracking.{name} needs.*pip install {name}"):
         open_trackers(tracking, run_in(tmp_path), warn=refuse)
@@ -184,3 +186,31 @@ def test_a_tracker_that_cannot_be_opened_or_closed_does_not_stop_the_run(tmp_pat
     closing.close()
     assert len(warnings) == 2
     assert "still no route" in warnings[1]
+
+
+WANDB_OFFLINE = """
+from pathlib import Path
+from sortedrl.trackers import TrackedRun, Tracking, open_trackers
+
+def refuse(words):
+    raise AssertionError(words)
+
+for resumed_step, steps in ((None, [1, 2]), (2, [3])):
+    run = TrackedRun(folder=Path("logic"), settings={"seed": 1}, resumed_step=resumed_step)
+    trackers = open_trackers(Tracking(wandb="my-project"), run, warn=refuse)
+    assert trackers.names == ("wandb",)
+    for step in steps:
+        trackers.log({"reward/mean": 0.5 * step}, step=step)
+    trackers.close()
+"""
+
+
+def test_the_real_weights_and_biases_takes_a_run_and_its_continuation_offline(tmp_path):
+    (tmp_path / "logic").mkdir()
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, "-c", WANDB_OFFLINE]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    written = sorted((tmp_path / "logic" / "wandb").glob("offline-run-*/run-*.wandb"))
+    identity = (tmp_path / "logic" / "wandb_id").read_text()
+    assert [path.stem for path in written] == [f"run-{identity}"] * 2
+    assert all(b"reward/mean" in path.read_bytes() for path in written)

@@ -22,8 +22,8 @@ from sortedrl.whole_file import write_whole
 class Tracking:
     """Which trackers show the run."""
 
-    tensorboard: bool | None = None
-    """Write TensorBoard files into the run's folder; not set: if tensorboard is installed."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run's folder."""
     wandb: str | None = None
     """Send the numbers to this project of Weights & Biases."""
     trackio: str | None = None
@@ -32,7 +32,7 @@ class Tracking:
     def check_installed(self) -> None:
         """Refuse a tracker that was asked for and is not installed."""
         asked = {
-            "tensorboard": self.tensorboard is True,
+            "tensorboard": self.tensorboard,
             "wandb": self.wandb is not None,
             "trackio": self.trackio is not None,
         }
@@ -186,10 +186,7 @@ def open_trackers(tracking: Tracking, run: TrackedRun, *, warn: Callable[[str], 
     """The trackers that were asked for, opened."""
     tracking.check_installed()
     makers: dict[str, Callable[[], Tracker]] = {}
-    wants_tensorboard = tracking.tensorboard
-    if wants_tensorboard is None:
-        wants_tensorboard = _is_installed("tensorboard")
-    if wants_tensorboard:
+    if tracking.tensorboard:
         makers["tensorboard"] = lambda: TensorBoard(run)
     if (wandb_project := tracking.wandb) is not None:
         makers["wandb"] = lambda: weights_and_biases(wandb_project, run)

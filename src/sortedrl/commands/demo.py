@@ -14,7 +14,6 @@ from sortedrl.config import EngineSettings, Schedule, require
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import train, warm_start
 from sortedrl.terminal import percent, table, tell, thousands, write_text
-from sortedrl.trackers import Tracking
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.saving import Saving
 from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
@@ -126,7 +125,6 @@ def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
             temperature=1.0,
         ),
         saving=Saving(every=1000, keep_last=1, keep_best=False),
-        tracking=Tracking(tensorboard=False),
     )
 
 

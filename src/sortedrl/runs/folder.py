@@ -5,7 +5,7 @@ events.jsonl      everything that happened
 metrics.jsonl     one line of numbers for each update
 answers.jsonl     some answers of each update, as text
 checkpoints/      the last complete ones, and the best
-tensorboard/      the same numbers as curves
+tensorboard/      the same numbers as curves, where that is asked for
 model/            the trained model, as transformers reads it
 """
 
