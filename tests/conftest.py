@@ -1,4 +1,4 @@
-"""How hard the laws are tried, and where the published data sets lie.
+"""How hard the laws are tried, where the published data sets lie, and a real browser.
 
 `pytest --hypothesis-profile=hunt` looks for bugs for longer.
 On CI the examples are the same every time; elsewhere they are new ones.
@@ -52,3 +52,33 @@ def here(world, monkeypatch):
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """One browser for all tests of this process, started by the first that needs it."""
+    from browser import Chromium
+
+    chromium = Chromium()
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def browser_log():
+    """What the pages of this test said and fetched; `excuse` what is part of the test."""
+    from browser import Log
+
+    return Log()
+
+
+@pytest.fixture
+def browser_page(chromium, browser_log):
+    """A fresh page, which must say no errors and fetch nothing from outside this machine."""
+    context = chromium.open_context()
+    browser_log.listen(context)
+    try:
+        yield context.new_page()
+    finally:
+        chromium.close_context(context)
+    assert not browser_log.complaints, "\n".join(browser_log.complaints)

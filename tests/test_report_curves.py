@@ -1,11 +1,12 @@
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.report.curves import MAX_POINTS, Series, curves
+from sortedrl.report.curves import MAX_POINTS, Series, curves, curves_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -156,3 +157,78 @@ def test_many_names_wrap_into_rows_that_push_the_plot_down():
     plot = min(float(line.get("y1")) for line in many.iter(f"{SVG}line"))
     assert max(float(rect.get("y")) + 20 for rect in swatches) < plot
     assert all(float(rect.get("x")) < 800 for rect in swatches)
+
+
+LABELS = {"x_label": "answers", "y_label": "score", "title": "Scores"}
+stretches = st.tuples(finite, finite).map(sorted)
+bands = st.lists(st.tuples(places, stretches).map(lambda s: (s[0], *s[1])), max_size=8).map(sorted)
+
+
+def areas(root):
+    return [p for p in root.iter(f"{SVG}path") if p.get("class", "").endswith(" band")]
+
+
+@given(bands, st.lists(st.tuples(places, finite), max_size=3).map(sorted))
+def test_a_band_lies_on_the_sheet_whatever_its_values(band, points):
+    line = Series(name="run", points=tuple(points), band=tuple(band))
+    root = ElementTree.fromstring(curves([line], **LABELS))
+    width, height = float(root.get("width")), float(root.get("height"))
+    for path in root.iter(f"{SVG}path"):
+        for sign, place in re.findall(r"([MLHV ])(-?[\d.]+)", path.get("d")):
+            assert 0 <= float(place) <= (width if sign in "MLH" else height)
+    assert len(areas(root)) == (len(band) > 1)
+
+
+def test_bands_lie_behind_all_lines_and_reach_from_the_least_to_the_most():
+    first = Series(
+        name="sorted",
+        note="3 seeds",
+        points=((0, 0.5), (10, 0.8)),
+        band=((0, 0.4, 0.6), (10, 0.7, 1.0)),
+    )
+    second = replace(first, name="sync", note="", band=())
+    root = ElementTree.fromstring(curves([first, second], **LABELS, is_share=True))
+    classes = [path.get("class") for path in root.iter(f"{SVG}path")]
+    assert classes == ["series0 band", "series1 curve", "series0 curve"]
+    heights = [float(rule.get("y1")) for rule in root.iter(f"{SVG}line") if rule.get("x1") == "78"]
+    floor, top = max(heights), min(heights)
+    height = {share: floor - (floor - top) * share for share in (0.4, 0.6, 0.7, 1.0)}
+    assert areas(root)[0].get("d") == (
+        f"M78 {height[0.6]:g}L794 {height[1.0]:g}V{height[0.7]:g}L78 {height[0.4]:g}Z"
+    )
+    assert {"sorted (3 seeds)", "sync"} <= set(words(root, "muted"))
+    assert titles(dots(root)) == [
+        "sorted: score 50.0 % (40.0 % to 60.0 %) at 0",
+        "sorted: score 80.0 % (70.0 % to 100.0 %) at 10",
+    ]
+
+
+def test_a_band_at_one_place_is_a_stretch():
+    line = Series(name="run", points=((3, 0.5),), band=((3, 0.25, 0.75),))
+    root = ElementTree.fromstring(curves([line], **LABELS))
+    (stretch, _) = root.iter(f"{SVG}path")
+    assert re.fullmatch(r"M794 [\d.]+V[\d.]+", stretch.get("d"))
+
+
+def test_a_long_band_is_thinned_like_its_line():
+    count = 4 * MAX_POINTS
+    line = Series(
+        name="run",
+        points=tuple((float(x), 1.0) for x in range(count)),
+        band=tuple((float(x), 0.5, 1.5 + x % 2) for x in range(count)),
+    )
+    (area,) = areas(ElementTree.fromstring(curves([line], **LABELS)))
+    assert len(re.findall("[MLHV]", area.get("d"))) == 2 * MAX_POINTS
+
+
+@pytest.mark.parametrize("scheme", ["auto", "light", "dark"])
+def test_a_picture_that_stands_alone_has_a_colour_for_everything_it_draws(scheme):
+    line = Series(name="run", points=((0, 1), (3, 0.5)), band=((0, 0.25, 1), (3, 0.25, 0.75)))
+    root = ElementTree.fromstring(curves_svg([line], **LABELS, scheme=scheme))
+    style = root.find(f"{SVG}style").text
+    used = {name for part in root.iter() for name in part.get("class", "").split()}
+    assert {"series0", "curve", "band", "axis", "paper"} <= used
+    for name in used - {"title"}:
+        assert re.search(rf"\.{name}\b[^}}]*\{{[^}}]*(fill|stroke)", style), name
+    assert ("@media" in style) == (scheme == "auto")
+    assert not any(part.tag == f"{SVG}style" for part in draw([(0, 1)]).iter())

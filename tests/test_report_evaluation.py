@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from browser import open_text
 from evaluation_worlds import answer, verdicts
 from sortedrl.evaluation import intervals
 from sortedrl.evaluation.answers import Asked, Evaluation
@@ -284,3 +285,40 @@ def test_a_page_needs_its_evaluations():
 
 def test_the_same_evaluation_makes_the_same_page(every_page):
     assert pages() == every_page
+
+
+def test_answers_and_flips_can_be_browsed(every_page, browser_page, tmp_path):
+    open_text(browser_page, every_page["compared"], tmp_path)
+    assert browser_page.inner_text("#count") == "72 answers"
+    assert browser_page.locator("#answers details").count() == 25
+    browser_page.click("#more")
+    assert browser_page.locator("#answers details").count() == 50
+    browser_page.select_option("[name=level]", "1")
+    browser_page.select_option("[name=verdict]", "right")
+    browser_page.select_option("[name=model]", "old")
+    assert browser_page.inner_text("#count") == "2 answers"
+    browser_page.locator("#answers summary").first.click()
+    browser_page.locator("#answers .inside").wait_for()
+    assert browser_page.locator("#answers dt").all_inner_texts()[0] == "reward"
+    assert browser_page.locator("#flips details").count() == 5
+    browser_page.select_option("[name=way]", "to wrong")
+    assert browser_page.locator("#flips details").count() == 0
+    browser_page.select_option("[name=way]", "to right")
+    browser_page.locator("#flips summary").first.click()
+    browser_page.locator("#flips .inside").wait_for()
+    assert browser_page.locator("#flips .sides > div").count() == 2
+
+
+def test_the_browser_shows_what_models_wrote_as_text(browser_page, tmp_path):
+    wrong = answer(0, 0, question=NASTY, gold=NASTY, response=NASTY, parts={NASTY: 1.0})
+    evaluation = Evaluation(label=NASTY, answers=[wrong])
+    open_text(browser_page, evaluation_page([evaluation], None), tmp_path)
+    browser_page.click("#answers summary")
+    browser_page.locator("#answers .inside").wait_for()
+    told = NASTY.replace("\x00", "\u2039U+0000\u203a").replace("\u2028", "").replace("\ud800", "")
+    for text in browser_page.locator("#answers pre").all_text_contents():
+        for sign in ("\u2028", "\ud800", "\ufffd"):
+            text = text.replace(sign, "")
+        assert text == told
+    assert browser_page.locator("#answers pre").count() == 3
+    assert browser_page.locator("img").count() == 0

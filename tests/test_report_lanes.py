@@ -6,7 +6,17 @@ import pytest
 
 from sortedrl.compare import simulate, variants
 from sortedrl.config import Schedule
-from sortedrl.events import Begin, Event, Finish, Harvest, Interrupt, Start, Update
+from sortedrl.events import (
+    Begin,
+    Event,
+    Finish,
+    HandOver,
+    Harvest,
+    Interrupt,
+    Resume,
+    Start,
+    Update,
+)
 from sortedrl.meter import measure
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.simulate.presets import PRESETS
@@ -92,6 +102,32 @@ def test_bars_of_an_answer_hold_exactly_what_was_trained_on(log, run):
     assert left == Counter(trained)
 
 
+def test_a_bar_has_the_version_of_the_last_hand_over_before_it(log, run):
+    version, versions = 0, {}
+    for event in log:
+        if isinstance(event, HandOver):
+            version = event.version
+        elif isinstance(event, Start):
+            versions[event.prompt, event.sample, event.seconds] = version
+    assert max(versions.values()) > 0
+    for bar in run.bars:
+        assert bar.version == versions[bar.prompt, bar.sample, bar.start]
+
+
+def test_versions_say_how_stale_kept_tokens_are():
+    schedule = replace(BASE, strategy="sorted", mode="partial")
+    log = events_of(small(schedule))
+    trained_at = {
+        (t.prompt, t.sample): e.version for e in log if isinstance(e, Update) for t in e.trained
+    }
+    stale = sum(
+        (bar.decoded - bar.discarded) * (trained_at[bar.prompt, bar.sample] - bar.version)
+        for bar in lanes(log).bars
+    )
+    assert stale > 0
+    assert stale == measure(log).run.staleness_sum
+
+
 def test_a_log_cut_anywhere_still_has_lanes(log):
     for cut in range(1, len(log), 97):
         run = lanes(log[:cut])
@@ -163,6 +199,19 @@ def test_work_interrupted_in_the_queue_has_no_bar():
         (0, 4, "discarded"),
         (1, 4, "discarded"),
     ]
+
+
+def test_a_run_taken_up_again_goes_on_with_the_version_of_its_checkpoint():
+    run = lanes(
+        [
+            BEGIN,
+            start(0, prompt=0, running=1),
+            finish(1, prompt=0, tokens=1, running=0),
+            Resume(seconds=2, round=7, version=7),
+            start(2, prompt=1, running=1),
+        ]
+    )
+    assert [(bar.prompt, bar.version) for bar in run.bars] == [(0, 0), (1, 7)]
 
 
 def test_outcomes_tell_finished_interrupted_and_discarded_apart():

@@ -15,8 +15,9 @@ POINTS = [
 ]
 
 
-def draw(points) -> ElementTree.Element:
-    return ElementTree.fromstring(pareto(points, x_label="staleness", y_label="tokens & time"))
+def draw(points, **changes) -> ElementTree.Element:
+    told = {"x_label": "staleness", "y_label": "tokens & time"} | changes
+    return ElementTree.fromstring(pareto(points, **told))
 
 
 def test_front_points_are_numbered_and_named_in_the_key_and_others_in_tooltips():
@@ -42,7 +43,35 @@ def test_any_points_give_a_picture_with_every_dot_inside(points):
         with pytest.raises(ValueError, match="at least one point"):
             draw(points)
         return
-    root = draw(points)
-    for dot in root.iter(f"{SVG}circle"):
-        assert 0 <= float(dot.get("cx", -1)) <= 860
-        assert 0 <= float(dot.get("cy", -1)) <= float(root.attrib["height"])
+    for is_cropped in (False, True):
+        root = draw(points, is_cropped=is_cropped, names_all=is_cropped)
+        for dot in root.iter(f"{SVG}circle"):
+            assert 0 <= float(dot.get("cx", -1)) <= 860
+            assert 0 <= float(dot.get("cy", -1)) <= float(root.attrib["height"])
+
+
+def test_all_points_are_named_where_asked_the_beaten_ones_in_a_quiet_voice():
+    root = draw(POINTS, names_all=True)
+    voices = {text.text: text.get("class") for text in root.iter(f"{SVG}text")}
+    assert voices["beaten"] == "muted"
+    assert voices["partial +1"] == "ink"
+    assert voices["partial +2"] == "best"
+    assert "least costly first" in voices
+
+
+def marks(root):
+    """The numbers on the upright axis."""
+    texts = [t for t in root.iter(f"{SVG}text") if t.get("class") == "small"]
+    return [t.text for t in texts if t.get("x") == "70"]
+
+
+def test_axes_begin_at_0_unless_cropped_and_far_from_it():
+    far = [Point(x=50, y=80, label="a"), Point(x=60, y=90, label="b")]
+    near = [Point(x=5, y=8, label="a"), Point(x=60, y=90, label="b")]
+    assert marks(draw(far))[0] == "0"
+    assert marks(draw(near, is_cropped=True))[0] == "0"
+    assert marks(draw(far, is_cropped=True)) == ["80", "85", "90"]
+
+
+def test_a_fixed_scheme_asks_for_no_theme():
+    assert "@media" not in pareto(POINTS, x_label="x", y_label="y", scheme="light")

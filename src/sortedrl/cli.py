@@ -10,7 +10,10 @@ from importlib import import_module
 from sortedrl import __version__
 from sortedrl.errors import SortedRLError, unknown_name
 
-COMMANDS = ("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo")
+COMMANDS = (
+    *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
+    *("report", "watch", "trace", "plot"),
+)
 
 HELP = """\
 SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
@@ -20,6 +23,13 @@ Train a model with rewards:
   sortedrl demo                         a tiny model on the CPU, start to end, in minutes
   sortedrl sft sft.toml                 a warm start on written answers
   sortedrl train config.toml            the main job; --dry-run plans it, --resume goes on with it
+
+See the run:
+
+  sortedrl report runs/logic            one page: slots, bubble, learning, answers, advice
+  sortedrl watch runs/logic             the same page, fresh while the run goes on
+  sortedrl trace runs/logic             for Perfetto: slots, updates, hand-overs, rewards
+  sortedrl plot learning runs/*         pictures for docs and papers, SVG or PNG
 
 Know before you rent: these commands run the real scheduler on a simulated engine, in seconds.
 

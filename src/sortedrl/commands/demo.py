@@ -163,9 +163,10 @@ def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) ->
 
 
 def _report(given: Arguments) -> Path:
-    from sortedrl.report.runs import read_run, runs_page
+    from sortedrl.report.record import read_runs
+    from sortedrl.report.runs import runs_page
 
-    runs = [read_run(given.out / strategy) for strategy in ("sorted", "sync")]
+    runs = read_runs([given.out / strategy for strategy in ("sorted", "sync")])
     page = given.out / "report.html"
     write_text(page, runs_page(runs, title="SortedRL beside the synchronous baseline"))
     return page

@@ -1,18 +1,18 @@
 """Lines over a common axis: how a number of each run changes while it goes on.
 
 The axis holds 0, every line ends with its value, and every dot tells its own when pointed at.
-The pictures belong in a page whose style has the classes `series0`, `series1`, ... and `curve`.
+A line that stands for several runs has a band behind it, from the least of them to the most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.report.axis import round_steps, short
-from sortedrl.report.rates import series as series_class
-from sortedrl.report.svg import Canvas, text_width
+from sortedrl.report.svg import Canvas, Scheme, text_width
+from sortedrl.report.svg import series as series_class
 
 MAX_POINTS = 240
 """Dots of one line; where there are more, a dot is the mean of several neighbours."""
@@ -30,6 +30,10 @@ class Series:
 
     name: str
     points: tuple[tuple[float, float], ...]
+    note: str = ""
+    """What the key adds to the name: what the line is the mean of, what its band shows."""
+    band: tuple[tuple[float, float, float], ...] = ()
+    """Places in order, each with the lowest and the highest value there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,31 +93,61 @@ def curves(
 
     A series without points keeps its colour and is named as having none.
     """
+    return _drawing(
+        series, x_label=x_label, y_label=y_label, title=title, is_share=is_share, edge=0
+    ).inline()
+
+
+def curves_svg(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str,
+    is_share: bool = False,
+    scheme: Scheme = "auto",
+) -> str:
+    """The same picture as a file's content."""
+    return _drawing(
+        series, x_label=x_label, y_label=y_label, title=title, is_share=is_share, edge=8
+    ).svg(scheme=scheme)
+
+
+def _drawing(
+    series: Sequence[Series], *, x_label: str, y_label: str, title: str, is_share: bool, edge: float
+) -> Canvas:
+    """The picture; `edge` is empty space above its title."""
     lines = [_dots(line.points) for line in series]
+    bands = [_stretches(line.band) for line in series]
     key = _key(series)
-    top = _TITLE + _KEY_PITCH * (1 + max((row for row, *_ in key), default=-1)) + _AIR
-    frame = _frame([dot for dots in lines for dot in dots], top=top, is_share=is_share)
+    rows = 1 + max((row for row, *_ in key), default=-1)
+    top = edge + _TITLE + _KEY_PITCH * rows + _AIR
+    dots = [dot for line in lines for dot in line]
+    edges = [_Dot(x=x, y=y, count=1) for band in bands for x, *ends in band for y in ends]
+    frame = _frame([*dots, *edges], top=top, is_share=is_share)
     canvas = Canvas(_WIDTH, frame.floor + _BOTTOM, label=title)
-    canvas.text(_LEFT, 18, content=title, css="title")
+    canvas.text(_LEFT, edge + 18, content=title, css="title")
     for place, (row, x, words) in enumerate(key):
-        baseline = _TITLE + _KEY_PITCH * row + 14
-        with canvas.group(title=series[place].name):
-            canvas.rect(x, baseline - 9, width=14, height=10, css=series_class(place))
-            canvas.text(x + 20, baseline, content=words, css="muted")
+        baseline = edge + _TITLE + _KEY_PITCH * row + 14
+        _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, words=words)
     _draw_axes(canvas, frame, x_label=x_label, y_label=y_label)
     if not any(lines):
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         y = (frame.top + frame.floor) / 2
         canvas.text(middle, y, content="nothing to draw yet", css="muted", anchor="middle")
+    for place in reversed(range(len(series))):
+        _draw_band(canvas, bands[place], frame=frame, css=series_class(place))
     # the first line comes last: where lines lie on each other, it is the one that shows
     for place in reversed(range(len(series))):
         with canvas.group(title=series[place].name):
             css = f"{series_class(place)} curve"
             canvas.path([(frame.x(dot.x), frame.y(dot.y)) for dot in lines[place]], css=css)
         told = f"{series[place].name}: {y_label}"
-        _draw_dots(canvas, lines[place], frame=frame, css=series_class(place), told=told)
-    _label_ends(canvas, [dots[-1] for dots in lines if dots], frame=frame)
-    return canvas.inline()
+        spread = {x: (low, high) for x, low, high in series[place].band}
+        css = series_class(place)
+        _draw_dots(canvas, lines[place], frame=frame, css=css, told=told, spread=spread)
+    _label_ends(canvas, [line[-1] for line in lines if line], frame=frame)
+    return canvas
 
 
 def _dots(points: Sequence[tuple[float, float]]) -> list[_Dot]:
@@ -125,6 +159,16 @@ def _dots(points: Sequence[tuple[float, float]]) -> list[_Dot]:
         xs, ys = zip(*part, strict=True)
         dots.append(_Dot(x=sum(xs) / len(part), y=sum(ys) / len(part), count=len(part)))
     return dots
+
+
+def _stretches(
+    band: Sequence[tuple[float, float, float]],
+) -> list[tuple[float, float, float]]:
+    """The band, or means of neighbours where it has too many places."""
+    stride = math.ceil(len(band) / MAX_POINTS) or 1
+    parts = (band[start : start + stride] for start in range(0, len(band), stride))
+    means = (tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts)
+    return [(x, low, high) for x, low, high in means]
 
 
 def _frame(dots: Sequence[_Dot], *, top: float, is_share: bool) -> _Frame:
@@ -151,7 +195,7 @@ def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)
     for line in series:
-        words = line.name if line.points else f"{line.name} (none)"
+        words = _words(line)
         longest = int((room - 20) / text_width("x"))
         if len(words) > longest:
             words = words[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
@@ -161,6 +205,39 @@ def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
         entries.append((row, x, words))
         x += width
     return entries
+
+
+def _words(line: Series) -> str:
+    """What the key says of a line."""
+    if not line.points:
+        return f"{line.name} (none)"
+    return f"{line.name} ({line.note})" if line.note else line.name
+
+
+def _draw_key(
+    canvas: Canvas, line: Series, *, place: int, x: float, baseline: float, words: str
+) -> None:
+    """A name with its colour; a line with a band shows as one."""
+    css = series_class(place)
+    with canvas.group(title=line.name):
+        if line.band:
+            canvas.rect(x, baseline - 9, width=14, height=10, css=f"{css} band")
+            canvas.rect(x, baseline - 5, width=14, height=2, css=css)
+        else:
+            canvas.rect(x, baseline - 9, width=14, height=10, css=css)
+        canvas.text(x + 20, baseline, content=words, css="muted")
+
+
+def _draw_band(
+    canvas: Canvas, band: Sequence[tuple[float, float, float]], *, frame: _Frame, css: str
+) -> None:
+    """The area between the lowest and the highest; at a single place, the stretch between them."""
+    upper = [(frame.x(x), frame.y(high)) for x, _, high in band]
+    lower = [(frame.x(x), frame.y(low)) for x, low, _ in band]
+    if len(band) == 1:
+        canvas.path([*upper, *lower], css=f"{css} curve")
+    else:
+        canvas.path([*upper, *reversed(lower)], css=f"{css} band", is_closed=True)
 
 
 def _draw_axes(canvas: Canvas, frame: _Frame, *, x_label: str, y_label: str) -> None:
@@ -179,10 +256,20 @@ def _draw_axes(canvas: Canvas, frame: _Frame, *, x_label: str, y_label: str) -> 
     canvas.text(18, upright, content=y_label, css="muted", anchor="middle", is_upright=True)
 
 
-def _draw_dots(canvas: Canvas, dots: Sequence[_Dot], *, frame: _Frame, css: str, told: str) -> None:
+def _draw_dots(
+    canvas: Canvas,
+    dots: Sequence[_Dot],
+    *,
+    frame: _Frame,
+    css: str,
+    told: str,
+    spread: Mapping[float, tuple[float, float]],
+) -> None:
     radius = 3.5 if len(dots) <= _FEW else 2
     for dot in dots:
         mean = f" (mean of {dot.count})" if dot.count > 1 else ""
+        if dot.count == 1 and dot.x in spread:
+            mean = " ({} to {})".format(*(frame.words(end) for end in spread[dot.x]))
         words = f"{told} {frame.words(dot.y)}{mean} at {_figure(dot.x)}"
         canvas.circle(frame.x(dot.x), frame.y(dot.y), radius=radius, css=css, title=words)
 

@@ -29,10 +29,9 @@ from sortedrl.report.rates import (
     length_histograms,
     pass_curves,
     rate_bars,
-    series,
 )
 from sortedrl.report.samples import MAX_FLIPS, num_packed, packed
-from sortedrl.report.svg import stylesheet
+from sortedrl.report.svg import series, stylesheet
 
 
 def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
@@ -56,8 +55,14 @@ def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | 
     return page(
         title=f"Evaluation of {' and '.join(evaluation.label for evaluation in evaluations)}",
         body=f"<main>\n{body}\n</main>\n{data_script('data', data)}",
-        style=stylesheet() + asset("evaluation.css"),
-        script=asset("evaluation.js"),
+        style=stylesheet() + asset("page.css"),
+        script=_script(),
+    )
+
+
+def _script() -> str:
+    return "\n".join(
+        ['"use strict";', "(() => {", asset("browse.js"), asset("evaluation.js"), "})();"]
     )
 
 

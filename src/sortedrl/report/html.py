@@ -1,13 +1,15 @@
 """Pages that open from disk: one file, nothing fetched, everything from outside shown as text.
 
-Text goes into the page through `escape`; data for the script goes through `data_script`, whose
-content is plain ASCII without `<`, so that nothing in it can end the element. The policy in the
-head lets the browser run and apply exactly the script and the style that the page was made with.
+Text goes into the page through `escape`; data for the script goes through `data_script` or
+`packed_script`, whose content is plain ASCII without `<`, so that nothing in it can end the
+element. The policy in the head lets the browser run and apply exactly the script and the style that
+the page was made with. A page that is served may also ask its own server for news.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -30,12 +32,24 @@ def escape(text: str) -> str:
     return html.escape(_NOT_TEXT.sub("\ufffd", text))
 
 
-def page(*, title: str, body: str, style: str, script: str) -> str:
-    """A whole page."""
+def page(
+    *, title: str, body: str, style: str, script: str, refresh_seconds: float | None = None
+) -> str:
+    """A whole page; one that asks for news every `refresh_seconds` is marked with its version."""
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    news = []
+    if refresh_seconds is not None:
+        policy += "; connect-src 'self'"
+        version = hashlib.sha256(
+            f"{escape(title)}\n{style}\n{script}\n{body}".encode()
+        ).hexdigest()[:16]
+        news = [
+            f'<meta name="sortedrl-refresh" content="{refresh_seconds:g}">',
+            f'<meta name="sortedrl-version" content="{version}">',
+        ]
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -46,6 +60,7 @@ def page(*, title: str, body: str, style: str, script: str) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             '<meta name="referrer" content="no-referrer">',
+            *news,
             f"<title>{escape(title)}</title>",
             f"<style>{style}</style>",
             "</head>",
@@ -55,6 +70,20 @@ def page(*, title: str, body: str, style: str, script: str) -> str:
     )
 
 
+def head_value(text: str, name: str) -> str:
+    """What the head of a page holds under a name, such as its policy or its version.
+
+    >>> text = page(title="t", body="", style="", script="", refresh_seconds=2)
+    >>> head_value(text, "sortedrl-refresh")
+    '2'
+    """
+    head, _, _ = text.partition("<title>")
+    found = re.search(rf'<meta (?:name|http-equiv)="{re.escape(name)}" content="([^"]*)">', head)
+    if found is None:
+        raise ValueError(f"the head of the page must hold {name}, but does not")
+    return found[1]
+
+
 def data_script(name: str, data: object) -> str:
     """Data for the page's script: JSON in an element that is not run."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
@@ -62,6 +91,14 @@ def data_script(name: str, data: object) -> str:
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f'<script type="application/json" id="{escape(name)}">{text}</script>'
+
+
+def packed_script(name: str, data: object) -> str:
+    """Much data for the page's script: JSON, packed by gzip and written in base64."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    # without a time in it the same data gives the same page
+    packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
+    return f'<script type="application/octet-stream+base64" id="{escape(name)}">{packed}</script>'
 
 
 def table(

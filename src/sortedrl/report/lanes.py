@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from sortedrl.events import (
@@ -21,6 +22,7 @@ from sortedrl.events import (
     Interrupt,
     Load,
     Renew,
+    Resume,
     Start,
     Update,
 )
@@ -53,6 +55,8 @@ class Bar:
     is_finished: bool
     length: int | None
     """Tokens of the answer as it was trained on; `None` if the log ends before that."""
+    version: int
+    """The version of the weights that wrote here."""
 
     @property
     def outcome(self) -> Outcome:
@@ -111,18 +115,54 @@ def lanes(events: Iterable[Event]) -> Lanes:
     return tracer.lanes()
 
 
+@dataclass(slots=True)
+class _Stretch:
+    """A bar while its tokens may still be thrown away: frozen only once the log is read."""
+
+    slot: int
+    begun: float
+    event: Start
+    version: int
+    ended: float = 0.0
+    kept: int = 0
+    decoded: int = 0
+    discarded: int = 0
+    is_finished: bool = False
+
+    def bar(self, *, length: int | None) -> Bar:
+        """The bar, once nothing more can happen to it."""
+        event = self.event
+        return Bar(
+            slot=self.slot,
+            start=self.begun,
+            end=self.ended,
+            prompt=event.prompt,
+            sample=event.sample,
+            group=event.group,
+            cached=event.cached,
+            kept=self.kept,
+            decoded=self.decoded,
+            discarded=self.discarded,
+            is_finished=self.is_finished,
+            length=length,
+            version=self.version,
+        )
+
+
 class _Tracer:
     """Follows the trajectories through the slots."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
         self._now = begin.seconds
+        self._version = 0
         self._rollout_since: float | None = begin.seconds
         self._rollout_end = begin.seconds
         self._free = list(range(begin.slots))
         self._queue: deque[Start] = deque()
-        self._running: dict[Key, Bar] = {}
-        self._written: dict[Key, list[Bar]] = {}
+        self._running: dict[Key, _Stretch] = {}
+        self._written: dict[Key, list[_Stretch]] = {}
+        self._length: dict[Key, int] = {}
         self._bands: list[Band] = []
 
     def take(self, event: Event) -> None:
@@ -139,28 +179,35 @@ class _Tracer:
             self._cut((event.prompt, event.sample), event.kept)
         elif isinstance(event, Harvest):
             self._end_rollout()
+        elif isinstance(event, HandOver | Resume):
+            self._version = event.version
         if isinstance(event, Update | HandOver) and event.took_seconds > 0:
             kind: BandKind = "update" if isinstance(event, Update) else "hand_over"
             start = event.seconds - event.took_seconds
             self._bands.append(Band(start=start, end=event.seconds, kind=kind))
         if isinstance(event, Update):
             for trained in event.trained:
-                self._train((trained.prompt, trained.sample), trained.tokens)
+                self._length[trained.prompt, trained.sample] = trained.tokens
 
     def lanes(self) -> Lanes:
         """The lanes so far; what still runs ends now."""
-        bars = [bar for bars in self._written.values() for bar in bars]
-        bars += [replace(bar, end=self._writing_until) for bar in self._running.values()]
         by_slot: list[list[Bar]] = [[] for _ in range(self._begin.slots)]
-        for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
-            by_slot[bar.slot].append(bar)
+        for key, stretches in self._written.items():
+            length = self._length.get(key)
+            for stretch in stretches:
+                by_slot[stretch.slot].append(stretch.bar(length=length))
+        for running in self._running.values():
+            running.ended = self._writing_until
+            by_slot[running.slot].append(running.bar(length=None))
+        for lane in by_slot:
+            lane.sort(key=attrgetter("start", "end"))
         self._end_rollout()
         return Lanes(
             slots=self._begin.slots,
             start=self._begin.seconds,
             end=self._now,
             lanes=tuple(tuple(lane) for lane in by_slot),
-            bands=tuple(sorted(self._bands, key=lambda band: band.start)),
+            bands=tuple(sorted(self._bands, key=attrgetter("start"))),
         )
 
     @property
@@ -171,38 +218,28 @@ class _Tracer:
     def _fill(self) -> None:
         while self._queue and self._free:
             start = self._queue.popleft()
-            self._running[start.prompt, start.sample] = Bar(
+            self._running[start.prompt, start.sample] = _Stretch(
                 slot=heapq.heappop(self._free),
-                start=self._now,
-                end=self._now,
-                prompt=start.prompt,
-                sample=start.sample,
-                group=start.group,
-                cached=start.cached,
+                begun=self._now,
+                event=start,
+                version=self._version,
                 kept=start.cached,
-                decoded=0,
-                discarded=0,
-                is_finished=False,
-                length=None,
             )
 
     def _stop(self, event: Finish | Interrupt) -> None:
         key = (event.prompt, event.sample)
         kept = event.tokens - event.decoded
         self._cut(key, kept)
-        bar = self._running.pop(key, None)
-        if bar is None:
+        stretch = self._running.pop(key, None)
+        if stretch is None:
             self._queue = deque(s for s in self._queue if (s.prompt, s.sample) != key)
         else:
-            stopped = replace(
-                bar,
-                end=self._writing_until,
-                kept=kept,
-                decoded=event.decoded,
-                is_finished=isinstance(event, Finish),
-            )
-            self._written.setdefault(key, []).append(stopped)
-            heapq.heappush(self._free, bar.slot)
+            stretch.ended = self._writing_until
+            stretch.kept = kept
+            stretch.decoded = event.decoded
+            stretch.is_finished = isinstance(event, Finish)
+            self._written.setdefault(key, []).append(stretch)
+            heapq.heappush(self._free, stretch.slot)
         if isinstance(event, Interrupt):
             self._cut(key, event.kept)
         if self._rollout_since is not None:
@@ -210,15 +247,11 @@ class _Tracer:
 
     def _cut(self, key: Key, tokens: int) -> None:
         """Throw away everything after the first `tokens` tokens of the answer."""
-        bars = self._written.get(key, [])
-        for index, bar in enumerate(bars):
-            live = bar.decoded - bar.discarded
+        for stretch in self._written.get(key, ()):
+            live = stretch.decoded - stretch.discarded
             if live > tokens:
-                bars[index] = replace(bar, discarded=bar.decoded - tokens)
+                stretch.discarded = stretch.decoded - tokens
             tokens -= min(live, tokens)
-
-    def _train(self, key: Key, tokens: int) -> None:
-        self._written[key] = [replace(bar, length=tokens) for bar in self._written.get(key, [])]
 
     def _end_rollout(self) -> None:
         if self._rollout_since is not None:

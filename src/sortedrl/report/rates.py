@@ -14,10 +14,7 @@ from sortedrl.evaluation.answers import Answer
 from sortedrl.evaluation.intervals import Estimate
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.axis import round_steps, short
-from sortedrl.report.svg import Canvas, text_width
-
-SERIES = 6
-"""Series that have a colour of their own."""
+from sortedrl.report.svg import Canvas, series, text_width
 
 _WIDTH = 400
 _NAMES, _VALUES = 126, 58
@@ -36,11 +33,6 @@ class Group:
     rates: Sequence[Estimate | None]
     is_quiet: bool = False
     """Whether its name is set back, as that of a level below its task."""
-
-
-def series(index: int) -> str:
-    """The class of a series."""
-    return f"series{index % SERIES}"
 
 
 def rate_bars(groups: Sequence[Group], *, label: str) -> str:

@@ -31,7 +31,7 @@ def packed(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> 
     pairs = [_telling(flip, prompts[flip.task, flip.prompt_id]) for flip in shown]
     chosen = _chosen(prompts, first=[place for pair in pairs for place in pair])
     keys = {key: number for number, key in enumerate(_keys_in_use(prompts, chosen))}
-    limit = _limit([answer for _, answer in chosen])
+    limit = characters_each([len(answer.response) for _, answer in chosen])
     numbers = {(which, answer.key): number for number, (which, answer) in enumerate(chosen)}
     flips = [
         {
@@ -135,16 +135,15 @@ def _first(sides: Sequence[Sequence[Answer]]) -> Answer:
     return next(answer for answers in sides for answer in answers)
 
 
-def _limit(answers: Sequence[Answer]) -> int:
-    """Characters of one answer at which all together fit."""
-    lengths = [len(answer.response) for answer in answers]
+def characters_each(lengths: Sequence[int]) -> int:
+    """Characters of one text at which all together fit."""
     for limit in _LIMITS[:-1]:
         if sum(min(length, limit) for length in lengths) <= MAX_CHARACTERS:
             return limit
     return _LIMITS[-1]
 
 
-def _shortened(text: str, limit: int) -> str | list[str | int]:
+def shortened(text: str, limit: int) -> str | list[str | int]:
     """The text, or its beginning, the number of characters left out, and its end."""
     if len(text) <= limit:
         return text
@@ -157,8 +156,8 @@ def _prompt_row(answer: Answer, limit: int) -> dict[str, object]:
         "task": answer.task,
         "id": answer.prompt_id,
         "level": answer.level,
-        "question": _shortened(answer.question, limit),
-        "gold": None if answer.gold is None else _shortened(answer.gold, limit),
+        "question": shortened(answer.question, limit),
+        "gold": None if answer.gold is None else shortened(answer.gold, limit),
     }
 
 
@@ -175,5 +174,5 @@ def _row(
         "failure": answer.failure,
         "reward": answer.reward,
         "parts": dict(answer.parts),
-        "response": _shortened(answer.response, limit),
+        "response": shortened(answer.response, limit),
     }

@@ -1,6 +1,7 @@
 """A tiny canvas: SVG as a string, one palette, readable by day and by night.
 
-Colours live in classes only, so that the embedded style can swap them with the reader's theme.
+Colours live in classes only, so that the embedded style can swap them with the reader's theme, or
+fix one of the two for programs that know no themes.
 They are those of Okabe and Ito and one blue ramp, told apart with any kind of colour vision.
 """
 
@@ -14,9 +15,13 @@ from typing import Literal
 from xml.sax.saxutils import escape, quoteattr
 
 Anchor = Literal["start", "middle", "end"]
+Scheme = Literal["auto", "light", "dark"]
+"""Colours by day, by night, or as the reader's theme asks."""
 
 SHADES = 6
 """Steps of the blue ramp: the classes `shade0` (short) to `shade5` (long)."""
+SERIES = 6
+"""Series that have a colour of their own: the classes `series0` to `series5`."""
 
 _LIGHT = {
     "paper": "#ffffff",
@@ -46,7 +51,34 @@ _DARK = {
 }
 _LIGHT_RAMP = ("#a6d5f2", "#74b9e6", "#429ad3", "#1478b8", "#0f5993", "#0c3b6b")
 _DARK_RAMP = ("#1b4f7c", "#2269a3", "#2f86c8", "#4fa5e3", "#80c3f2", "#b9defa")
+_LIGHT_SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+_DARK_SERIES = ("#3f9fd8", "#e69f00", "#2fbf93", "#d98fb8", "#ff8a3d", "#9fd4f5")
 _FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
+_LAYOUT = (
+    f"text{{font:12px {_FONT}}}"
+    "text.title{font-size:15px;font-weight:600}"
+    "text.head,text.best{font-weight:600}"
+    "text.small{font-size:11px}"
+    ".tail{font-size:13px;font-weight:400}"
+    ".rule,.guide{stroke-width:1}"
+    ".guide{stroke-dasharray:2 3}"
+    ".hatch,.hatched{fill:url(#hatch)}"
+    ".hatched{stroke-width:.6}"
+    ".front{fill:none;stroke-width:1.5}"
+    ".ring{fill:none;stroke-width:2}"
+)
+_SERIES_LAYOUT = (
+    ".curve{stroke-width:2}"
+    ".band{fill-opacity:.18}"
+    ".axis{stroke-width:1}"
+    ".whisker{stroke-width:1.25}"
+    "text.head{paint-order:stroke;stroke-width:4px}"
+)
+_HATCH = (
+    '<defs><pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="discarded" width="1.7" height="4"/>'
+    "</pattern></defs>"
+)
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -68,6 +100,7 @@ class Canvas:
         self._size = (width, height)
         self._label = label
         self._parts: list[str] = []
+        self._classes: set[str] = set()
 
     def rect(
         self,
@@ -81,6 +114,7 @@ class Canvas:
         title: str = "",
     ) -> None:
         """A rectangle; `title` is its tooltip."""
+        self._use(css)
         corner = f' rx="{number(radius)}"' if radius else ""
         shape = (
             f'<rect class="{css}" x="{number(x)}" y="{number(y)}" '
@@ -90,11 +124,13 @@ class Canvas:
 
     def circle(self, x: float, y: float, *, radius: float, css: str, title: str = "") -> None:
         """A dot; `title` is its tooltip."""
+        self._use(css)
         shape = f'<circle class="{css}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"'
         self._add(shape, element="circle", title=title)
 
     def line(self, x1: float, y1: float, *, x2: float, y2: float, css: str) -> None:
         """A straight line."""
+        self._use(css)
         self._parts.append(
             f'<line class="{css}" x1="{number(x1)}" y1="{number(y1)}" '
             f'x2="{number(x2)}" y2="{number(y2)}"/>'
@@ -106,6 +142,7 @@ class Canvas:
         """Straight lines through the points."""
         if not points:
             return
+        self._use(css)
         steps = [f"M{number(points[0][0])} {number(points[0][1])}"]
         for (x0, y0), (x, y) in pairwise(points):
             if number(y) == number(y0):
@@ -129,6 +166,7 @@ class Canvas:
         is_upright: bool = False,
     ) -> None:
         """A line of text; `tail` follows it in a quieter voice."""
+        self._use(css)
         place = "" if anchor == "start" else f' text-anchor="{anchor}"'
         if is_upright:
             place += f' transform="rotate(-90 {number(x)} {number(y)})"'
@@ -145,16 +183,14 @@ class Canvas:
         yield
         self._parts.append("</g>")
 
-    def svg(self) -> str:
-        """The picture as a file's content."""
+    def svg(self, *, scheme: Scheme = "auto") -> str:
+        """The picture as a file's content, with the rules of the classes it uses."""
         width, height = (number(side) for side in self._size)
         return "\n".join(
             [
                 self._opening(),
-                f"<style>{stylesheet()}</style>",
-                '<defs><pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse" '
-                'patternTransform="rotate(45)"><rect class="discarded" width="1.7" height="4"/>'
-                "</pattern></defs>",
+                f"<style>{stylesheet(scheme=scheme, has_series=self._has_series)}</style>",
+                _HATCH,
                 f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
                 *self._parts,
                 "</svg>\n",
@@ -163,7 +199,16 @@ class Canvas:
 
     def inline(self) -> str:
         """The picture as part of a page that has `stylesheet` in its head."""
-        return "\n".join([self._opening(), *self._parts, "</svg>"])
+        hatch = [_HATCH] if self._classes & {"hatch", "hatched"} else []
+        return "\n".join([self._opening(), *hatch, *self._parts, "</svg>"])
+
+    @property
+    def _has_series(self) -> bool:
+        lines = self._classes & {"curve", "band", "axis", "whisker"}
+        return bool(lines) or any(name.startswith("series") for name in self._classes)
+
+    def _use(self, css: str) -> None:
+        self._classes.update(css.split())
 
     def _opening(self) -> str:
         width, height = (number(side) for side in self._size)
@@ -190,23 +235,21 @@ def _title(text: str) -> str:
     return f"<title>{_clean(text)}</title>" if text else ""
 
 
-def stylesheet() -> str:
-    """The look of all pictures."""
-    layout = (
-        f"text{{font:12px {_FONT}}}"
-        "text.title{font-size:15px;font-weight:600}"
-        "text.head,text.best{font-weight:600}"
-        "text.small{font-size:11px}"
-        ".tail{font-size:13px;font-weight:400}"
-        ".rule,.guide{stroke-width:1}"
-        ".guide{stroke-dasharray:2 3}"
-        ".hatch,.hatched{fill:url(#hatch)}"
-        ".hatched{stroke-width:.6}"
-        ".front{fill:none;stroke-width:1.5}"
-        ".ring{fill:none;stroke-width:2}"
-    )
-    dark = _colours(_DARK, _DARK_RAMP)
-    return f"{layout}{_colours(_LIGHT, _LIGHT_RAMP)}@media (prefers-color-scheme:dark){{{dark}}}"
+def series(index: int) -> str:
+    """The class of a series; colours come again after the last."""
+    return f"series{index % SERIES}"
+
+
+def stylesheet(*, scheme: Scheme = "auto", has_series: bool = True) -> str:
+    """The look of all pictures; without `has_series`, of those that have no lines or bands."""
+    layout, day, night = _LAYOUT, _colours(_LIGHT, _LIGHT_RAMP), _colours(_DARK, _DARK_RAMP)
+    if has_series:
+        layout += _SERIES_LAYOUT
+        day += _series_colours(_LIGHT, _LIGHT_SERIES)
+        night += _series_colours(_DARK, _DARK_SERIES)
+    if scheme == "auto":
+        return f"{layout}{day}@media (prefers-color-scheme:dark){{{night}}}"
+    return layout + (day if scheme == "light" else night)
 
 
 def _colours(palette: dict[str, str], ramp: Sequence[str]) -> str:
@@ -226,4 +269,18 @@ def _colours(palette: dict[str, str], ramp: Sequence[str]) -> str:
         f"text.muted,text.small,.tail{{fill:{palette['muted']}}}"
         f"text.best{{fill:{palette['discarded']}}}"
     )
+    return "".join(rules)
+
+
+def _series_colours(palette: dict[str, str], colours: Sequence[str]) -> str:
+    """A line takes its stroke from its series; text at its end stands off what lies behind."""
+    rules = [
+        f".series{place}{{fill:{colour};color:{colour}}}.series{place}.curve{{stroke:{colour}}}"
+        for place, colour in enumerate(colours)
+    ]
+    # after the fills above, so that a line is no area
+    rules.append(".curve{fill:none}")
+    strokes = {"axis": "muted", "whisker": "ink"}
+    rules += [f".{name}{{stroke:{palette[colour]}}}" for name, colour in strokes.items()]
+    rules.append(f"text.head{{stroke:{palette['paper']}}}")
     return "".join(rules)

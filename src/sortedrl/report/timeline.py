@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from sortedrl.report.axis import round_steps, short
 from sortedrl.report.density import DISCARDED, density
 from sortedrl.report.lanes import Bar, Lanes
-from sortedrl.report.svg import SHADES, Canvas, text_width
+from sortedrl.report.svg import SHADES, Canvas, Scheme, text_width
 
 Panel = tuple[str, str, Lanes]
 """Title, subtitle, lanes."""
@@ -39,14 +39,18 @@ class _Scale:
     shall not use up the shades.
     """
 
+    origin: float
+    """The second of the run at the left edge."""
     end: float
+    is_window: bool
+    """Whether only a part of the runs is drawn, so that their lengths are not compared."""
     first_title: str
     first_end: float
     shortest: int
     longest: int
 
     def x(self, seconds: float) -> float:
-        """The place of a second after the run's start."""
+        """The place of a second after the left edge."""
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / self.end
 
     def shade(self, bar: Bar) -> str:
@@ -56,14 +60,35 @@ class _Scale:
         return f"shade{min(SHADES - 1, max(0, int(share * SHADES)))}"
 
 
-def timelines(panels: Sequence[Panel]) -> str:
-    """The panels as one SVG, 860 pixels wide."""
+def timelines(
+    panels: Sequence[Panel],
+    *,
+    title: str = "",
+    scheme: Scheme = "auto",
+    window: tuple[float, float] | None = None,
+) -> str:
+    """The panels as one SVG, 860 pixels wide; of a window, only its seconds are drawn."""
+    return _drawing(panels, title=title, window=window).svg(scheme=scheme)
+
+
+def timelines_inline(panels: Sequence[Panel], *, window: tuple[float, float] | None = None) -> str:
+    """The same picture as part of a page that has `stylesheet` in its head."""
+    return _drawing(panels, title="", window=window).inline()
+
+
+def _drawing(panels: Sequence[Panel], *, title: str, window: tuple[float, float] | None) -> Canvas:
     if not panels:
         raise ValueError("a timeline needs at least one panel, got none")
+    if window is not None:
+        panels = [(name, told, _between(lanes, *window)) for name, told, lanes in panels]
     bars = [bar for _, _, lanes in panels for bar in lanes.bars]
     lengths = sorted(max(_length(bar), 1) for bar in bars) or [1]
     scale = _Scale(
-        end=max(lanes.end - lanes.start for _, _, lanes in panels) or 1.0,
+        origin=window[0] if window else 0.0,
+        end=window[1] - window[0]
+        if window
+        else max(lanes.end - lanes.start for _, _, lanes in panels) or 1.0,
+        is_window=window is not None,
         first_title=panels[0][0],
         first_end=panels[0][2].end - panels[0][2].start or 1.0,
         shortest=lengths[len(lengths) // 20],
@@ -71,10 +96,12 @@ def timelines(panels: Sequence[Panel]) -> str:
     )
     as_shares = len(bars) > MAX_BARS or any(lanes.slots > MAX_SLOTS for _, _, lanes in panels)
     heights = [_SHARES_HEIGHT if as_shares else _pitch(lanes) * lanes.slots for *_, lanes in panels]
-    total = 8 + sum(heights) + len(panels) * (_HEAD + _GAP) - _GAP + _FOOT
-    label = "Slot timelines: " + "; ".join(f"{title}, {subtitle}" for title, subtitle, _ in panels)
-    canvas = Canvas(_WIDTH, total, label=label)
-    top = 8.0
+    top = 38.0 if title else 8.0
+    total = top + sum(heights) + len(panels) * (_HEAD + _GAP) - _GAP + _FOOT
+    label = "Slot timelines: " + "; ".join(f"{name}, {told}" for name, told, _ in panels)
+    canvas = Canvas(_WIDTH, total, label=f"{title}. {label}" if title else label)
+    if title:
+        canvas.text(_LEFT, 27, content=title, css="title")
     for panel, height in zip(panels, heights, strict=True):
         top += _HEAD
         _draw_panel(canvas, panel, top=top, height=height, scale=scale, as_shares=as_shares)
@@ -87,7 +114,7 @@ def timelines(panels: Sequence[Panel]) -> str:
         has_discarded=any(bar.discarded for bar in bars),
         has_hand_over=any(band.kind == "hand_over" for *_, lanes in panels for band in lanes.bands),
     )
-    return canvas.svg()
+    return canvas
 
 
 def _draw_panel(
@@ -170,9 +197,9 @@ def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> 
     """Where a run ends early, say when, and how it compares with the first one."""
     seconds = lanes.end - lanes.start
     start, end = scale.x(seconds), scale.x(scale.end)
-    done = f"done after {short(seconds)} s"
+    done = f"done after {short(scale.origin + seconds)} s"
     told = [done]
-    if seconds != scale.first_end:
+    if seconds != scale.first_end and not scale.is_window:
         change = seconds / scale.first_end - 1
         compared = f"{100 * abs(change):.0f} % {'less' if change < 0 else 'more'} time"
         told = [f"{done}, {compared} than {scale.first_title}", f"{done}, {compared}", compared]
@@ -186,11 +213,22 @@ def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> 
 
 def _draw_axis(canvas: Canvas, y: float, *, scale: _Scale) -> None:
     canvas.line(_LEFT, y + 5, x2=_WIDTH - _RIGHT, y2=y + 5, css="rule")
-    for seconds in round_steps(scale.end, count=8):
-        x = scale.x(seconds)
+    for place, seconds in enumerate(_marks(scale)):
+        x = scale.x(seconds - scale.origin)
         canvas.line(x, y + 5, x2=x, y2=y + 9, css="rule")
-        unit = " s" if seconds == 0 else ""
+        unit = "" if place else " s"
         canvas.text(x, y + 22, content=short(seconds) + unit, css="small", anchor="middle")
+
+
+def _marks(scale: _Scale) -> list[float]:
+    """Round seconds between the edges."""
+    steps = round_steps(scale.end, count=8)
+    if not scale.origin:
+        return steps
+    step = steps[1]
+    first = math.ceil(scale.origin / step - 1e-9)
+    last = math.floor((scale.origin + scale.end) / step + 1e-9)
+    return [round(index * step, 10) for index in range(first, last + 1)]
 
 
 def _draw_legend(
@@ -239,3 +277,41 @@ def _story(bar: Bar) -> str:
     if bar.discarded:
         words += f", {bar.discarded} thrown away later"
     return f"{words}, {'complete' if bar.is_finished else 'interrupted'}"
+
+
+def _between(run: Lanes, first: float, last: float) -> Lanes:
+    """The lanes of a run from one of its seconds to another."""
+    start, end = run.start + first, min(run.end, run.start + last)
+    return replace(
+        run,
+        start=start,
+        end=max(start, end),
+        lanes=tuple(
+            tuple(_part(bar, start, end) for bar in lane if bar.start < end and bar.end > start)
+            for lane in run.lanes
+        ),
+        bands=tuple(
+            replace(band, start=max(band.start, start), end=min(band.end, end))
+            for band in run.bands
+            if band.start < end and band.end > start
+        ),
+    )
+
+
+def _part(bar: Bar, start: float, end: float) -> Bar:
+    """The part of a bar between two seconds, with the tokens written in it."""
+    if start <= bar.start and bar.end <= end:
+        return bar
+    left, right = max(bar.start, start), min(bar.end, end)
+    rate = bar.decoded / (bar.end - bar.start)
+    decoded = round(rate * (right - left))
+    discarded = round(rate * max(0.0, right - max(left, bar.discarded_from)))
+    return replace(
+        bar,
+        start=left,
+        end=right,
+        decoded=decoded,
+        discarded=min(discarded, decoded),
+        is_finished=bar.is_finished and bar.end <= end,
+        length=_length(bar),
+    )

@@ -10,8 +10,9 @@ This is linear in the four unknowns, and a run has one such equation per finishe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from sortedrl.errors import DataError
 from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Start, Update
@@ -31,8 +32,9 @@ class Fit:
 
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     """Estimate the constants; `name` is what errors call the log."""
-    watch = _Watch()
-    for event in events:
+    known = list(events)
+    watch = _Watch(_kept(known))
+    for event in known:
         watch(event)
     if len(watch.rows) < 8 or not watch.updates:
         raise DataError(
@@ -68,13 +70,16 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
 class _Watch:
     """Turns events into equations."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Iterator[int]) -> None:
+        self._kept = kept
         self.rows: list[tuple[float, ...]] = []
         self.seconds: list[float] = []
         self.updates: list[tuple[float, float]] = []
         self.hand_overs: list[float] = []
         self.interrupts: list[float] = []
+        # Every running answer grows alike, so each is kept less what all have grown so far.
         self._cached: dict[Key, int] = {}
+        self._grown = 0
         self._total_cached = 0
         self._since = 0.0
         self._decoded = 0
@@ -84,8 +89,8 @@ class _Watch:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Start):
             self._since = event.seconds
-            tokens = event.prompt_tokens + event.cached
-            self._cached[(event.prompt, event.sample)] = tokens
+            tokens = event.prompt_tokens + next(self._kept)
+            self._cached[(event.prompt, event.sample)] = tokens - self._grown
             self._total_cached += tokens
         elif isinstance(event, Finish | Harvest):
             self._interval(event)
@@ -110,11 +115,10 @@ class _Watch:
             grown = steps * self._total_cached + decoded * (steps - 1) / 2
             self.rows.append((steps, float(decoded), grown, float(prefilled)))
             self.seconds.append(seconds)
-            for key in self._cached:
-                self._cached[key] += round(steps)
+            self._grown += round(steps)
             self._total_cached += decoded
         if isinstance(event, Finish):
-            self._total_cached -= self._cached[(event.prompt, event.sample)]
+            self._total_cached -= self._cached[(event.prompt, event.sample)] + self._grown
         self._decoded, self._prefilled = event.engine_decoded, event.engine_prefilled
         self._since = event.seconds
 
@@ -125,6 +129,19 @@ class _Watch:
             if isinstance(event, Interrupt):
                 self.interrupts.append(event.seconds - self._harvested)
             self._harvested = None
+
+
+def _kept(events: Sequence[Event]) -> Iterator[int]:
+    """For each start, the cached tokens that the engine kept: known when the answer stops."""
+    kept: list[int] = []
+    places: dict[Key, int] = {}
+    for event in events:
+        if isinstance(event, Start):
+            places[(event.prompt, event.sample)] = len(kept)
+            kept.append(event.cached)
+        elif isinstance(event, Finish | Interrupt):
+            kept[places.pop((event.prompt, event.sample))] = event.tokens - event.decoded
+    return iter(kept)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -139,10 +156,14 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
     """
     columns = list(range(len(rows[0])))
     scale = [max((abs(row[c]) for row in rows), default=0.0) or 1.0 for c in columns]
-    used = [c for c in columns if any(row[c] for row in rows)]
+    scaled = [[row[c] / scale[c] for row in rows] for c in columns]
+    products = [[sum(map(mul, left, right)) for right in scaled] for left in scaled]
+    targets = [sum(map(mul, column, values)) for column in scaled]
+    used = [c for c in columns if products[c][c]]
     while used:
-        scaled = [[row[c] / scale[c] for c in used] for row in rows]
-        solution = _solve(scaled, values)
+        solution = _solve(
+            [[products[i][j] for j in used] for i in used], [targets[i] for i in used]
+        )
         worst = min(range(len(used)), key=lambda i: solution[i])
         if solution[worst] >= 0:
             found = dict(zip(used, solution, strict=True))
@@ -151,11 +172,9 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
     return [0.0 for _ in columns]
 
 
-def _solve(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Normal equations by Gaussian elimination; a hint of ridge keeps them solvable."""
-    size = len(rows[0])
-    matrix = [[sum(r[i] * r[j] for r in rows) for j in range(size)] for i in range(size)]
-    target = [sum(r[i] * v for r, v in zip(rows, values, strict=True)) for i in range(size)]
+def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """Gaussian elimination, in place; a hint of ridge keeps the equations solvable."""
+    size = len(matrix)
     for i in range(size):
         matrix[i][i] *= 1 + 1e-12
     for i in range(size):

@@ -1,0 +1,251 @@
+"""What the live view costs: the same training run with it and without it, and a single frame.
+
+    python benchmarks/live_view.py                 both, about ten minutes on one core
+    python benchmarks/live_view.py --quick         short runs, once each
+    python benchmarks/live_view.py --json          for a script
+
+Runs: a tiny model is trained on the CPU with one thread, from the same seed, so the work is the
+same to the token. With: standard error is a pseudo-terminal of 100 x 30, and the view draws on it.
+Without: standard error is a file, and plain lines go there. Both ways take turns, and the first
+of a pair changes from pair to pair. Seconds are those of the run's own clock (loading left out);
+CPU seconds are those of the whole process, loading included, and others on the machine disturb
+them less.
+
+Frames: the drawing of one frame, from the state of the run to the terminal, in CPU time, while a
+simulated run goes on; and what the run itself pays to tell of one event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console, ConsoleDimensions
+
+from sortedrl.compare import simulate
+from sortedrl.events import Event, Finish, Harvest
+from sortedrl.live.view import LiveView, Source
+from sortedrl.meter import Meter
+from sortedrl.run_log import read_metrics
+from sortedrl.simulate.presets import PRESETS
+
+WIDTH, HEIGHT = 100, 30
+FRAMES_PER_SECOND = 2
+EVENTS_PER_FRAME = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one training run took."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frames:
+    """What the view takes for so many slots."""
+
+    slots: int
+    frame_milliseconds: float
+    frame_milliseconds_most: float
+    event_microseconds: float
+
+    @property
+    def share(self) -> float:
+        """Of a core, for the frames alone."""
+        return self.frame_milliseconds * FRAMES_PER_SECOND / 1000
+
+
+@contextmanager
+def terminal() -> Iterator[int]:
+    """A pseudo-terminal that someone reads; gives the end to write to."""
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+    thread = threading.Thread(target=_read_all, args=(reader,))
+    thread.start()
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _read_all(reader: int) -> None:
+    while True:
+        try:
+            if not os.read(reader, 1 << 16):
+                return
+        except OSError:  # Linux says so when the other end is closed
+            return
+
+
+def train(folder: Path, *, updates: int, with_view: bool) -> Run:
+    """One training run in a process of its own."""
+    words = [
+        *(sys.executable, "-m", "sortedrl", "train", "--model", "tiny:seed=0", "--threads", "1"),
+        *("--task", "knights_knaves:people=3,style=compact,count=4000,seed=1"),
+        *("--out", str(folder), "--max-updates", str(updates)),
+        *("--schedule.group-prompts", "256", "--schedule.update-batch", "64"),
+        *("--engine.slots", "64", "--engine.max-tokens", "128"),
+        *("--saving.every", "100000"),
+    ]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    with terminal() as writer, (folder.parent / "plain.txt").open("w") as plain:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=writer if with_view else plain,
+            env=environment,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"the run failed: {' '.join(words)}")
+    seconds = read_metrics(folder / "metrics.jsonl")[-1]["total/seconds"]
+    assert isinstance(seconds, float)
+    return Run(seconds=seconds, cpu_seconds=usage.ru_utime + usage.ru_stime)
+
+
+def pairs(repeats: int, *, updates: int) -> list[tuple[Run, Run]]:
+    """Runs with and without the view, taking turns."""
+    found = []
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(repeats):
+            runs = {}
+            for with_view in (True, False) if number % 2 else (False, True):
+                folder = Path(root) / f"{number}-{with_view}"
+                runs[with_view] = train(folder, updates=updates, with_view=with_view)
+                print(f"  with view: {with_view!s:5}  {runs[with_view]}", file=sys.stderr)
+            found.append((runs[True], runs[False]))
+    return found
+
+
+def frames(slots: int, *, most_events: int) -> Frames:
+    """The view of a simulated run with so many slots, drawn after every few events."""
+    paper = PRESETS["paper"]()
+    schedule = replace(paper.schedule, group_prompts=4 * slots, update_batch=slots)
+    engine = replace(paper.engine, slots=slots)
+    log: list[Event] = []
+    simulate(replace(paper, groups=2, schedule=schedule, engine=engine), record=log.append)
+    events, decoded, meter = log[:most_events], 0, Meter()
+    source = Source(
+        schedule=schedule.name,
+        slots=slots,
+        update_batch=slots,
+        max_tokens=engine.max_tokens,
+        device="cpu",
+        decoded=lambda: decoded,
+        seconds=time.monotonic,
+        figures=lambda: meter.run,
+    )
+    drawn = []
+    with drawn_view(source) as view:
+        for number, event in enumerate(events):
+            if isinstance(event, Finish | Harvest):
+                decoded = event.engine_decoded
+            meter(event)
+            view(event)
+            if number % EVENTS_PER_FRAME == 0 and number > slots:
+                view.advance(f"after {number} events", number / len(events))
+                drawn.append(cpu_seconds(view.refresh))
+    with drawn_view(source) as view:
+        told = cpu_seconds(lambda: tell_all(view, events))
+    return Frames(
+        slots=slots,
+        frame_milliseconds=median(drawn) * 1e3,
+        frame_milliseconds_most=max(drawn) * 1e3,
+        event_microseconds=told / len(events) * 1e6,
+    )
+
+
+@contextmanager
+def drawn_view(source: Source) -> Iterator[LiveView]:
+    """A view of the source that draws when it is asked to."""
+    with terminal() as writer, os.fdopen(os.dup(writer), "w") as file:
+        console = Console(file=file, force_terminal=True, color_system="truecolor")
+        console.size = ConsoleDimensions(WIDTH, HEIGHT)
+        with LiveView(console, seconds_per_frame=None) as view:
+            view.watch(source)
+            yield view
+
+
+def tell_all(view: LiveView, events: list[Event]) -> None:
+    """What the run does for the view."""
+    for event in events:
+        view(event)
+
+
+def cpu_seconds(work: Callable[[], None]) -> float:
+    """CPU seconds of this thread."""
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+def ratios(found: list[tuple[Run, Run]]) -> dict[str, list[float]]:
+    """With the view over without it, pair by pair."""
+    return {
+        "seconds": [with_view.seconds / without.seconds for with_view, without in found],
+        "cpu_seconds": [w.cpu_seconds / without.cpu_seconds for w, without in found],
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="short runs, once each")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (5)")
+    parser.add_argument("--updates", type=int, default=24, help="updates of each run (24)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    most_events = 2_000 if arguments.quick else 20_000
+    drawn = [frames(slots, most_events=most_events) for slots in (4, 64, 1024)]
+    repeats, updates = (1, 2) if arguments.quick else (arguments.repeats, arguments.updates)
+    found = pairs(repeats, updates=updates)
+    machine = f"{platform.machine()}, Python {platform.python_version()}"
+    if arguments.json:
+        result = {
+            "machine": machine,
+            "frames": [asdict(f) for f in drawn],
+            "with_view": [asdict(run) for run, _ in found],
+            "without_view": [asdict(run) for _, run in found],
+            "ratios": ratios(found),
+        }
+        print(json.dumps(result, indent=2))
+        return
+    print(f"machine: {machine}")
+    for f in drawn:
+        print(
+            f"{f.slots:>5,} slots: {f.frame_milliseconds:.2f} ms a frame (most "
+            f"{f.frame_milliseconds_most:.2f}), {f.share:.2%} of a core at {FRAMES_PER_SECOND} "
+            f"frames a second; {f.event_microseconds:.1f} us an event"
+        )
+    for name, values in ratios(found).items():
+        print(
+            f"{name:<11} with / without the view, {len(values)} pairs: median {median(values):.4f}"
+            f" ({min(values):.4f} to {max(values):.4f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

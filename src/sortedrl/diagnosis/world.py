@@ -1,0 +1,145 @@
+"""A real run as a simulation: its fitted costs, its own lengths, its prompts.
+
+Where no answer was redrawn, the lengths are replayed answer by answer, so groups keep their
+easy and hard prompts and lengths may grow as the run learns. Where answers were redrawn, what was
+trained on is shorter than what the policy writes, so lengths are drawn from the estimate of
+`survival` instead, and how alike redraws of a prompt are is chosen so that the simulated run
+trains on answers as long as the real one did. A long run is thinned to some of its groups, evenly
+spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.diagnosis.forecast import simulated
+from sortedrl.diagnosis.traces import Traces
+from sortedrl.events import Event
+from sortedrl.randomness import uniform
+from sortedrl.simulate.costs import Costs, CostSettings
+from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.survival import Survival, stretches, written_lengths
+
+_MOST_TRAJECTORIES = 4096
+_LEAST_GROUPS = 4
+_HALVINGS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The simulation of a run."""
+
+    simulation: Simulation
+    compared_trajectories: int | None
+    """After so many trained trajectories the simulation is where the log ends; `None`: at its own
+    end."""
+    is_mismatch_measured: bool
+    """Whether the loss of cached tokens in coupled mode comes from this run."""
+
+
+def observed_world(
+    events: Sequence[Event],
+    traces: Traces,
+    *,
+    schedule: Schedule,
+    engine: EngineSettings | None,
+    costs: Costs,
+    seed: int,
+) -> World:
+    """The run that wrote these events, on a virtual clock."""
+    survival = written_lengths(stretches(events))
+    places = _places(traces, schedule)
+    lengths = LengthSettings(
+        values=tuple(_values(traces, places, survival, schedule=schedule, seed=seed)),
+        replay=not traces.was_redrawn,
+        prompt_tokens=round(sum(traces.prompts.values()) / len(traces.prompts)),
+    )
+    rate = None if schedule.mode != "coupled" else traces.mismatch_rate
+    if rate is not None:
+        lengths = replace(lengths, mismatch_rate=rate)
+    max_tokens = traces.longest if engine is None else engine.max_tokens
+    world = World(
+        simulation=Simulation(
+            prompts=len(places),
+            seed=seed,
+            schedule=schedule,
+            engine=EngineSettings(slots=traces.slots, max_tokens=max_tokens),
+            lengths=lengths,
+            costs=CostSettings(hardware="ticks", **asdict(costs)),
+        ),
+        compared_trajectories=_compared(traces, places),
+        is_mismatch_measured=rate is not None,
+    )
+    return _with_likeness(world, traces) if traces.was_redrawn else world
+
+
+def _with_likeness(world: World, traces: Traces) -> World:
+    """The world with the share of the prompt in an answer's length, found by halving.
+
+    Redraws that resemble the answer they replace are as long again: the more alike they are, the
+    longer are the answers that end up in training.
+    """
+    mean = traces.trained_tokens / traces.num_trained
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        lengths = replace(world.simulation.lengths, prompt_share=share)
+        world = replace(world, simulation=replace(world.simulation, lengths=lengths))
+        reached = simulated(
+            world.simulation,
+            trajectories=traces.num_trained,
+            stop_after=world.compared_trajectories,
+        )
+        low, high = (low, share) if reached.mean_length > mean else (share, high)
+    lengths = replace(world.simulation.lengths, prompt_share=(low + high) / 2)
+    return replace(world, simulation=replace(world.simulation, lengths=lengths))
+
+
+def _places(traces: Traces, schedule: Schedule) -> list[int]:
+    """The prompts to simulate, as places in the order of the run.
+
+    A run that goes on is given a few groups more, or there would be nothing to look ahead to.
+    """
+    size, count = schedule.group_prompts, traces.num_prompts
+    if not traces.is_ended:
+        count = max(count, _LEAST_GROUPS * size)
+    groups, most = -(-count // size), max(2, _MOST_TRAJECTORIES // schedule.group_trajectories)
+    if groups <= most:
+        return list(range(count))
+    # The last group may be smaller than the others and would count as often.
+    whole = count // size
+    chosen = [int((number + 0.5) * whole / most) for number in range(most)]
+    return [group * size + place for group in chosen for place in range(size)]
+
+
+def _compared(traces: Traces, places: Sequence[int]) -> int | None:
+    if traces.is_ended:
+        return None
+    return round(traces.num_trained * min(1.0, len(places) / traces.num_prompts))
+
+
+def _values(
+    traces: Traces,
+    places: Sequence[int],
+    survival: Survival,
+    *,
+    schedule: Schedule,
+    seed: int,
+) -> Iterator[int]:
+    """One length for each answer; those that the log does not hold are drawn."""
+    if traces.was_redrawn:
+        yield from survival.sample_lengths(len(places) * schedule.samples_per_prompt)
+        return
+    prompts = list(traces.prompts)
+    for place in places:
+        # Beyond what the run has started, its prompts come again.
+        group, prompt = prompts[place % len(prompts)]
+        for sample in range(schedule.samples_per_prompt):
+            tokens, is_finished = traces.lengths.get((group, prompt, sample), (0, False))
+            if not is_finished:
+                longer = survival.longer_than(tokens) * uniform(seed, group, prompt, sample)
+                tokens = max(tokens, survival.quantile(1 - longer))
+            yield max(1, tokens)

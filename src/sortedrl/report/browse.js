@@ -1,0 +1,96 @@
+// Lists to browse. Everything from the data becomes a text node, never markup.
+
+function element(name, css, ...children) {
+  const made = document.createElement(name);
+  if (css) made.className = css;
+  made.append(...children);
+  return made;
+}
+
+// Characters that show as nothing, or that turn the text around, are told by their numbers.
+function visible(text) {
+  const hidden = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]|\r(?!\n)/g;
+  return text.replace(hidden, (sign) => "‹U+" + sign.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "›");
+}
+
+// A long text comes without its middle: its beginning, the number of characters left out, its end.
+function whole(text) {
+  return typeof text === "string" ? text : text[0] + "\n" + text[2];
+}
+
+function block(text) {
+  const made = element("pre", "text");
+  made.tabIndex = 0;
+  if (typeof text === "string") {
+    made.append(visible(text));
+  } else {
+    const words = text[1].toLocaleString("en") + " characters left out";
+    made.append(visible(text[0]), element("span", "left-out", words), visible(text[2]));
+  }
+  return made;
+}
+
+function gist(text) {
+  const made = element("span", "gist", visible(text.slice(0, 140).replace(/\s+/g, " ")));
+  made.dir = "auto";
+  return made;
+}
+
+function decimal(value) {
+  return value === null ? "none" : String(Number(value.toFixed(4)));
+}
+
+function facts(entries) {
+  const list = element("dl");
+  for (const [name, words] of entries) {
+    list.append(element("dt", "", visible(name)), element("dd", "", words));
+  }
+  return list;
+}
+
+function counted(count, thing) {
+  return count.toLocaleString("en") + " " + thing + (count === 1 ? "" : "s");
+}
+
+function includesWords(texts, words) {
+  return texts.some((text) => whole(text).toLowerCase().includes(words));
+}
+
+// What opens below its head; the inside is made when it is first seen.
+function drawer(head, fill, isOpen = false) {
+  const made = element("details", "", head);
+  if (isOpen) {
+    made.open = true;
+    made.append(fill());
+  } else {
+    made.addEventListener("toggle", () => made.append(fill()), { once: true });
+  }
+  return made;
+}
+
+// A list that grows by a page at a time; gives a function that shows other items.
+// `kept.shown` says how many are shown: at first as many as it says, then a page.
+function listing(box, button, item, size, kept = {}) {
+  let items = [];
+  function grow(count) {
+    const from = box.childElementCount;
+    const until = Math.min(from + count, items.length);
+    box.append(...items.slice(from, until).map(item));
+    kept.shown = until;
+    button.hidden = until === items.length;
+    button.textContent = "show " + Math.min(size, items.length - until) + " more of " + items.length.toLocaleString("en");
+  }
+  button.addEventListener("click", () => grow(size));
+  return (chosen) => {
+    const count = Math.max(size, items.length ? 0 : kept.shown || 0);
+    items = chosen;
+    box.replaceChildren();
+    grow(count);
+  };
+}
+
+function watchForm(form, show) {
+  form.addEventListener("input", show);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  show();
+}

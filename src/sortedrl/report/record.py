@@ -1,0 +1,173 @@
+"""A run as its folder tells it: settings, events, numbers, some answers, read and measured.
+
+Everything is read as far as it is whole. A run that is still going on, or was killed in the middle
+of a line, is the run up to its last whole line.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sortedrl.answer_log import LoggedAnswer, read_answers
+from sortedrl.errors import ConfigError, DataError
+from sortedrl.events import Begin, End, Event, Score, read_events
+from sortedrl.meter import measure
+from sortedrl.metrics import Metrics
+from sortedrl.report.lanes import Lanes, lanes
+from sortedrl.run_log import Value, read_metrics
+from sortedrl.types import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What a run wrote down; `events` open with `begin`."""
+
+    name: str
+    events: Sequence[Event]
+    rows: Sequence[Mapping[str, Value]] = ()
+    """The rows of its metrics: one for each update, and one for each evaluation."""
+    config: Mapping[str, Any] | None = None
+    """Every setting, as resolved; `None` where only events are known."""
+    answers: Sequence[LoggedAnswer] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """An evaluation: the share of right answers, and where in the run it took place."""
+
+    score: float
+    update: int
+    answers: float
+    """Answers trained on by then."""
+    tokens: float
+    """Tokens trained on by then."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run, measured."""
+
+    record: RunRecord
+    metrics: Metrics
+    lanes: Lanes
+    scores: tuple[HeldOut, ...]
+    rewards: Mapping[Key, float]
+    """The rewards of the answers that were trained on, where they got any."""
+
+    @property
+    def name(self) -> str:
+        """What pages and pictures call it."""
+        return self.record.name
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it used up its prompts; not so while it goes on, or where it was stopped."""
+        return isinstance(self.record.events[-1], End)
+
+
+def read_run(path: Path, *, name: str | None = None) -> RunRecord:
+    """The record of a run's folder, or of a bare log of events.
+
+    It is called like the folder or the file unless told otherwise.
+    """
+    if path.is_file():
+        return RunRecord(name=path.stem if name is None else name, events=_events(path))
+    log = path / "events.jsonl"
+    if not log.is_file():
+        raise DataError(
+            path,
+            "must be the folder of a run, with events.jsonl in it, or a log of events; "
+            "check the path",
+        )
+    rows, config, answers = (path / n for n in ("metrics.jsonl", "config.toml", "answers.jsonl"))
+    return RunRecord(
+        name=path.resolve().name if name is None else name,
+        events=_events(log),
+        rows=read_metrics(rows) if rows.is_file() else [],
+        config=_settings(config) if config.is_file() else None,
+        answers=read_answers(answers) if answers.is_file() else [],
+    )
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The records of several runs, with names that tell them apart."""
+    if not paths:
+        raise ConfigError("at least one run must be given, got none; name the folder of a run")
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(resolved):
+        twice = next(path for path in paths if resolved.count(path.resolve()) > 1)
+        raise ConfigError(f"every run must be given once, got {str(twice)!r} twice; leave one out")
+    return [read_run(p, name=n) for p, n in zip(paths, _names(resolved), strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell all of them apart."""
+    parts = [(*path.parts[:-1], path.stem if path.is_file() else path.name) for path in paths]
+    for count in range(1, max(map(len, parts))):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def measured(record: RunRecord) -> Run:
+    """The run with its numbers."""
+    return Run(
+        record=record,
+        metrics=measure(record.events),
+        lanes=lanes(record.events),
+        scores=tuple(_held_out(record.rows)),
+        rewards={
+            (scored.prompt, scored.sample): scored.reward
+            for event in record.events
+            if isinstance(event, Score)
+            for scored in event.scored
+            if scored.reward is not None
+        },
+    )
+
+
+def number(row: Mapping[str, Value], name: str) -> float | None:
+    """A number of a row of metrics, if it is there and finite."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _events(log: Path) -> list[Event]:
+    events = list(read_events(log))
+    if not events or not isinstance(events[0], Begin):
+        raise DataError(
+            log, "must open with 'begin', but does not; wait for the run's first update"
+        )
+    return events
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(path, f"not TOML: {error}") from error
+
+
+def _held_out(rows: Sequence[Mapping[str, Value]]) -> Iterator[HeldOut]:
+    """The evaluations of a run, each at the place of the last update before it."""
+    answers = tokens = seconds = 0.0
+    for row in rows:
+        answers = number(row, "total/samples") or answers
+        tokens = number(row, "total/trained_tokens") or tokens
+        seconds = number(row, "total/seconds") or seconds
+        score = number(row, "evaluation/score")
+        if score is not None:
+            yield HeldOut(
+                score=score,
+                update=int(number(row, "update") or 0),
+                answers=answers,
+                tokens=tokens,
+                seconds=seconds,
+            )

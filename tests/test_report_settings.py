@@ -1,0 +1,115 @@
+import tomllib
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sortedrl.events import Begin, End
+from sortedrl.report.record import RunRecord, measured
+from sortedrl.report.sections import settings
+
+NASTY = "</script><img src=x onerror=alert(2)> & \"q\" 'a' \x00\ud800"
+
+
+class Reader(HTMLParser):
+    """The text of each element, in order, and the elements that are there."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.found.append((tag, ""))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        tag, before = self.found[-1]
+        self.found[-1] = (tag, before + data)
+
+    def texts(self, tag):
+        return [text for kind, text in self.found if kind == tag]
+
+
+def run(name, config):
+    events = [
+        Begin(seconds=0.0, schedule="sync", slots=4, seed=0),
+        End(seconds=1.0, rounds=0, trained=0),
+    ]
+    return measured(RunRecord(name=name, events=events, config=config))
+
+
+SCALARS = (
+    st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+)
+
+
+@given(st.recursive(SCALARS, st.lists, max_leaves=5))
+def test_a_value_is_shown_as_toml_would_read_it_back(value):
+    assert tomllib.loads(f"x = {settings.toml_value(value)}")["x"] == value
+
+
+def test_a_table_in_a_list_is_shown_inline():
+    text = settings.toml_value([{"a": 1, "b": ["x"]}])
+    assert tomllib.loads(f"x = {text}")["x"] == [{"a": 1, "b": ["x"]}]
+
+
+def test_a_single_run_shows_every_setting_behind_a_fold():
+    reader = Reader(settings.section([run("a", {"seed": 1, "engine": {"slots": 8, "x": "y"}})]))
+    assert reader.texts("dt") == ["seed", "engine.slots", "engine.x"]
+    assert reader.texts("dd") == ["1", "8", '"y"']
+    assert reader.texts("summary") == ["Every setting"]
+    assert "table" not in dict(reader.found)
+
+
+def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
+    one = {"seed": 1, "epochs": 1, "schedule": {"mode": "partial", "max_staleness": 4}}
+    other = {"seed": 2, "epochs": 1, "schedule": {"mode": "partial"}, "threads": 1}
+    reader = Reader(settings.section([run("one", one), run("other", other)]))
+    assert reader.texts("th") == [
+        "",
+        "one",
+        "other",
+        "seed",
+        "schedule.max_staleness",
+        "threads",
+    ]
+    assert reader.texts("td") == ["1", "2", "4", "\N{EN DASH}", "\N{EN DASH}", "1"]
+    assert reader.texts("dt") == ["epochs", "schedule.mode"]
+    assert reader.texts("summary") == ["2 settings are the same for all"]
+
+
+def test_true_and_1_are_different_settings():
+    reader = Reader(settings.section([run("a", {"x": True}), run("b", {"x": 1})]))
+    assert reader.texts("td") == ["true", "1"]
+
+
+def test_equal_runs_say_that_nothing_differs():
+    text = settings.section([run("a", {"seed": 1}), run("b", {"seed": 1})])
+    assert "All settings are the same." in text
+    assert "<table" not in text
+
+
+@pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
+def test_a_run_without_settings_says_so(others):
+    text = settings.section([run("a", None), *(run(*other) for other in others)])
+    assert "Not known, because there is no config.toml: a." in text
+    assert ("<details" in text) == bool(others)
+
+
+def test_settings_are_text_never_markup():
+    configs = [{NASTY: NASTY, "x": number, NASTY + "y": NASTY * number} for number in (1, 2)]
+    text = settings.section([run(NASTY + str(n), config) for n, config in enumerate(configs)])
+    text.encode()
+    reader = Reader(text)
+    assert not {"script", "img"} & set(dict(reader.found))
