@@ -405,5 +405,7 @@ def test_it_fits_and_follows_the_colour_scheme(show, scheme, width):
     assert tip(page)["head"] == f"prompt {bar.prompt}, sample {bar.sample}"
     shown = page.locator(".slots-tip").bounding_box()
     assert shown["x"] >= 0
+    assert shown["y"] >= 0
     assert shown["x"] + shown["width"] <= width
+    assert shown["y"] + shown["height"] <= page.viewport_size["height"]
     keep_screenshot(page, f"slots-{scheme}-{width}", is_whole=False)

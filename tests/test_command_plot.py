@@ -242,7 +242,7 @@ def test_where_no_text_can_be_drawn_a_png_is_refused(monkeypatch):
     ("flags", "words"),
     [
         (("slots", "RUN", "--out", "p.pdf"), "must end in .svg or .png, got 'p.pdf'"),
-        (("slots", "--out", "p.svg"), "needs at least one run"),
+        (("slots", "--out", "p.svg"), "at least one run must be given"),
         (("slots", "RUN", "--out", "p.svg", "--width", "9"), "--width is for .png"),
         (("slots", "RUN", "--out", "p.png", "--width", "0"), "must lie in 1..20000 pixels, got 0"),
         (("slots", "RUN", "--out", "p.svg", "--groups", "0"), "at least 1, got 0"),

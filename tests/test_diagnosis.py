@@ -232,20 +232,31 @@ def test_settings_at_hand_are_used_and_left_out_ones_read_off_the_log():
     assert guessed.changes["schedule.group_prompts"] == 4 * picture.schedule.update_batch
 
 
-def test_a_long_run_is_judged_by_some_of_its_groups(monkeypatch):
+def test_a_long_run_is_judged_by_groups_from_all_of_it(monkeypatch):
     monkeypatch.setattr(world, "_MOST_TRAJECTORIES", 512)
-    simulation = replace(scheduled(picture, strategy="sync"), groups=64)
+    growing = replace(picture.lengths, drift=0.004)
+    simulation = replace(scheduled(picture, strategy="sync"), groups=64, lengths=growing)
     diagnosis = diagnosed(simulation)
-    assert diagnosis.error == pytest.approx(0, abs=0.05)
-    assert diagnosis.predicted.seconds == pytest.approx(diagnosis.measured.seconds, rel=0.05)
+    measured, predicted = diagnosis.measured, diagnosis.predicted
+    assert predicted.mean_length == pytest.approx(measured.mean_length, rel=0.05)
+    assert predicted.seconds == pytest.approx(measured.seconds, rel=0.05)
 
 
 def test_a_run_that_goes_on_is_compared_as_far_as_it_came():
-    events, _ = run_of(replace(scheduled(picture, mode="coupled"), groups=8))
-    half = events[: len(events) // 2]
-    diagnosis = diagnose(half)
-    assert diagnosis.error == pytest.approx(0, abs=0.15)
-    assert any("schedule.lookahead" in entry.changes for entry in diagnosis.advice)
+    events, _ = run_of(picture)
+    updates = [place for place, event in enumerate(events) if isinstance(event, Update)]
+    diagnosis = diagnose(events[: updates[len(updates) // 2] + 1])
+    measured, predicted = diagnosis.measured, diagnosis.predicted
+    assert predicted.seconds == pytest.approx(measured.seconds)
+    assert predicted.bubble == pytest.approx(measured.bubble)
+
+
+def test_a_run_in_its_first_group_is_told_what_the_next_ones_would_gain():
+    events, _ = run_of(picture)
+    close = next(n for n, event in enumerate(events) if isinstance(event, Update) and event.closed)
+    diagnosis = diagnose(events[: close + 1])
+    (advice,) = (entry for entry in diagnosis.advice if "schedule.lookahead" in entry.changes)
+    assert advice.gain == pytest.approx(true_gain(picture, advice), rel=0.15)
 
 
 cut_runs = [

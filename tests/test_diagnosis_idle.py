@@ -55,6 +55,19 @@ def test_what_is_idle_after_the_last_load_is_no_tail():
     assert idle(alone).ending > 0
 
 
+def test_a_log_without_an_end_has_no_ending():
+    events = events_of()
+    whole, cut = idle(events), idle(events[:-1])
+    assert cut.tail == whole.tail + whole.ending
+    assert cut.ending == 0
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "coupled"])
+def test_sorted_leaves_no_work_waiting_beside_an_idle_slot(mode):
+    events = events_of(mode=mode, samples_per_prompt=4, group_prompts=8, harvest_unit="prompt")
+    assert idle(events).elsewhere == 0
+
+
 def test_an_empty_log_has_no_idle_slots():
     assert idle([]) == Idle()
     assert Idle().tail_share == Idle().full_share == 0

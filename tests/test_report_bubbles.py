@@ -173,5 +173,9 @@ def test_strips_share_their_scales():
         next(e for e, told in drawn(page, "rect") if told == name and size(e, "width") > 11)
         for name in ("one", "two")
     )
+    levels = [size(line, "y1") for line, _ in drawn(page, "line", css="guide")]
+    assert levels == [size(one, "y"), size(two, "y")]
+    top = next(e for e, _ in drawn(page, "text") if e.text == "60 %")
+    assert size(top, "y") - 4 == pytest.approx(size(one, "y"), abs=0.02)
     assert size(one, "height") == pytest.approx(2 * size(two, "height"), abs=0.02)
     assert size(one, "width") + 1 == pytest.approx(2 * (size(two, "width") + 1), abs=0.02)

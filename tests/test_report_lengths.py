@@ -14,12 +14,14 @@ from sortedrl.metrics import ks_distance
 from sortedrl.report.histogram import Shape, histograms, length_bins
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
+    Lengths,
     bias_words,
     lengths_of,
     reward_words,
     section,
 )
 from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.survival import Survival
 
 samples = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 
@@ -92,6 +94,22 @@ def test_the_largest_gap_is_the_ks_distance_to_a_fine_sample_of_what_is_written(
     trained = list(lengths.trained.elements())
     sample = lengths.written.sample_lengths(2000)
     assert lengths.bias.ks_distance == pytest.approx(ks_distance(trained, sample), abs=1e-3)
+
+
+@pytest.mark.parametrize("trained", [1, 9])
+def test_the_gap_counts_whichever_side_is_longer(trained):
+    lengths = Lengths(
+        written=Survival(survival=((1, 0.75), (9, 0.0))),
+        unseen=0.0,
+        trained=Counter({trained: 5}),
+        finished=5,
+        truncated=0,
+        has_redraws=False,
+    )
+    assert lengths.bias.ks_distance == pytest.approx({1: 0.75, 9: 0.25}[trained])
+    assert lengths.bias.ratio == pytest.approx(trained / 7)
+    way = {1: "86 % shorter", 9: "29 % longer"}[trained]
+    assert f"trained on are {way} than" in bias_words(run_of("sync"), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "partial", "coupled", "lookahead", "ungrouped"])

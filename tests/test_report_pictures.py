@@ -50,6 +50,17 @@ def test_twelve_runs_fit(section):
 
 
 @each_section
+def test_a_long_name_is_cut_and_shows_whole_when_pointed_at(section):
+    name = "a very long name " * 40
+    page = section([run_of("partial", name=name), run_of("ungrouped", name="other")])
+    heads = [e.text for e in tree(page).iter() if e.get("class") == "head" and e.text]
+    cut = [text for text in heads if text.endswith("\N{HORIZONTAL ELLIPSIS}")]
+    assert cut
+    assert all(name.startswith(text[:-1]) and len(text) < 120 for text in cut)
+    assert any(name in (e.text or "") for e in tree(page).iter() if e.tag.endswith("}title"))
+
+
+@each_section
 def test_no_text_of_a_picture_is_smaller_than_11_pixels(section):
     page = section([run_of("partial"), run_of("on_policy")])
     known = {"ink", "head", "small", "muted", "title"}

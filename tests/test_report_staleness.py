@@ -113,7 +113,11 @@ def test_maps_of_any_depth_stay_inside_their_picture(answers):
         for n, counts in enumerate(answers)
     )
     run = HeatMap(name="run", note="", columns=drawn_columns, place=0)
-    check_pictures(heat_maps([run, run], title="t"))
+    page = heat_maps([run, run], title="t")
+    check_pictures(page)
+    told = [told for _, told in drawn(page, "rect") if told and ", staleness " in told]
+    counts = [int(re.search(r", (\d+) of \d+$", words)[1]) for words in told]
+    assert sum(counts) == 2 * sum(map(sum, answers))
 
 
 def test_many_updates_become_a_bounded_number_of_columns_and_the_caption_says_so():

@@ -23,7 +23,7 @@ from sortedrl.report.pictures import (
     slots_picture,
 )
 from sortedrl.report.raster import png
-from sortedrl.report.record import Run, measured, read_run
+from sortedrl.report.record import Run, measured, read_runs
 from sortedrl.report.svg import Scheme
 from sortedrl.terminal import tell, write_text
 from sortedrl.whole_file import write_whole
@@ -78,10 +78,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl plot", description=HELP)
     _check(given)
-    names = _names(given.runs)
-    runs = [
-        measured(read_run(path, name=name)) for path, name in zip(given.runs, names, strict=True)
-    ]
+    runs = [measured(record) for record in read_runs(given.runs)]
     if given.out.suffix == ".svg":
         write_text(given.out, _draw(given, runs, scheme=given.scheme))
         return
@@ -96,8 +93,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def _check(given: Arguments) -> None:
     """Refuse what cannot be drawn before anything is read."""
-    if not given.runs:
-        raise ConfigError("plot needs at least one run, got none; give the folder of a run")
     if given.out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out must end in .svg or .png, got {str(given.out)!r}")
     if given.width is not None and given.out.suffix != ".png":
@@ -138,15 +133,3 @@ def _draw(given: Arguments, runs: Sequence[Run], *, scheme: Scheme) -> str:
 
 def _width(given: Arguments) -> int:
     return 2 * WIDTH if given.width is None else given.width
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The ends of the paths, as short as they can be and still tell the runs apart."""
-    places = [path.resolve() for path in paths]
-    places = [path.parent if path.name == "events.jsonl" else path for path in places]
-    most = max(len(place.parts) for place in places)
-    for count in range(1, most):
-        names = ["/".join(place.parts[-count:]) for place in places]
-        if len(set(names)) == len(set(places)):
-            break
-    return [name.removesuffix(".jsonl") for name in names]

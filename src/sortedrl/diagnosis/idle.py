@@ -1,8 +1,8 @@
 """Where the slots of a run stood idle: functions of its events, counted as the meter counts.
 
 Idle slot-seconds of the rollout fall into three places that add up to all of them:
-`tail`, when nothing waited but more prompts came later (the last long answers of a batch or group);
-`ending`, when nothing waited after the last prompts were loaded (no schedule fills these);
+`tail`, when nothing waited though more prompts were to come (the last long answers of a group);
+`ending`, when nothing waited after the last prompts of the data were loaded;
 `elsewhere`, when work waited that the strategy did not start.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from sortedrl.events import (
     Begin,
+    End,
     Event,
     Finish,
     HandOver,
@@ -69,6 +70,7 @@ class _Watch:
         self._now: float | None = None
         self._running = self._waiting = self._peak = 0
         self._is_rollout = True
+        self._is_ended = False
         self._tail = self._elsewhere = self._rollout = self._full = 0.0
         self._tail_at_last_load = 0.0
 
@@ -92,11 +94,14 @@ class _Watch:
             self._running = event.running
         elif isinstance(event, Renew):
             self._waiting += 1
+        elif isinstance(event, End):
+            self._is_ended = True
 
     def idle(self) -> Idle:
+        tail = self._tail_at_last_load if self._is_ended else self._tail
         return Idle(
-            tail=self._tail_at_last_load,
-            ending=self._tail - self._tail_at_last_load,
+            tail=tail,
+            ending=self._tail - tail,
             elsewhere=self._elsewhere,
             rollout_seconds=self._rollout,
             full_seconds=self._full,

@@ -100,9 +100,9 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
         )
         heights = round_steps(100 * most, count=3)
         panel.draw_heights(canvas, [(mark / 100 / most, f"{short(mark)} %") for mark in heights])
-        panel.draw_places(
-            canvas, [(bins.x(mark), short(mark)) for mark in bins.marks()], label="tokens"
-        )
+        places = [(bins.x(mark), short(mark)) for mark in bins.marks()]
+        label = "tokens, on a logarithmic scale" if bins.is_log else "tokens"
+        panel.draw_places(canvas, places, label=label)
         _draw_shape(canvas, shape, bins=bins, panel=panel, most=most, css=series(place))
     return canvas.inline()
 

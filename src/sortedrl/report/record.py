@@ -76,8 +76,9 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
 
     It is called like the folder or the file unless told otherwise.
     """
+    called = run_names([path])[0] if name is None else name
     if path.is_file():
-        return RunRecord(name=path.stem if name is None else name, events=_events(path))
+        return RunRecord(name=called, events=_events(path))
     log = path / "events.jsonl"
     if not log.is_file():
         raise DataError(
@@ -87,7 +88,7 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
         )
     rows, config, answers = (path / n for n in ("metrics.jsonl", "config.toml", "answers.jsonl"))
     return RunRecord(
-        name=path.resolve().name if name is None else name,
+        name=called,
         events=_events(log),
         rows=read_metrics(rows) if rows.is_file() else [],
         config=_settings(config) if config.is_file() else None,
@@ -103,17 +104,24 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     if len(set(resolved)) < len(resolved):
         twice = next(path for path in paths if resolved.count(path.resolve()) > 1)
         raise ConfigError(f"every run must be given once, got {str(twice)!r} twice; leave one out")
-    return [read_run(p, name=n) for p, n in zip(paths, _names(resolved), strict=True)]
+    return [read_run(p, name=n) for p, n in zip(paths, run_names(paths), strict=True)]
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell all of them apart."""
-    parts = [(*path.parts[:-1], path.stem if path.is_file() else path.name) for path in paths]
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """What runs at these places are called: the last parts of the paths that tell them apart."""
+    parts = [_parts(path.resolve()) for path in paths]
     for count in range(1, max(map(len, parts))):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    """A log in the folder of a run is called like the folder."""
+    if path.suffix != ".jsonl":
+        return path.parts
+    return path.parent.parts if path.name == "events.jsonl" else (*path.parts[:-1], path.stem)
 
 
 def measured(record: RunRecord) -> Run:

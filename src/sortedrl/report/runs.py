@@ -28,7 +28,7 @@ from sortedrl.report.sections import (
 )
 from sortedrl.report.svg import stylesheet
 
-_HEADING = re.compile(r'<section id="([a-z]+)"[^>]*><h2>(.*?)</h2>')
+_NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")
 _SCRIPTS = ("browse.js", "slots.js", "answers.js", "run.js")
 
@@ -69,9 +69,7 @@ def runs_page(
 
 
 def _contents(sections: Sequence[str]) -> str:
-    """Links to the sections, by the names and headings they have."""
-    links = "".join(
-        f'<li><a href="#{name}">{heading}</a></li>'
-        for name, heading in (found.groups() for found in map(_HEADING.match, sections) if found)
-    )
+    """Links to the sections, by their names."""
+    names = (found.group(1) for found in map(_NAME.match, sections) if found)
+    links = "".join(f'<li><a href="#{name}">{name}</a></li>' for name in names)
     return f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav>'

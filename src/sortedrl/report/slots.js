@@ -151,8 +151,8 @@ function slotsSpans(view, run, [from, to]) {
 // ---- colours
 
 function slotsScale(values, name, isLog) {
-  const sorted = Float64Array.from(values).sort();
-  const distinct = [...new Set(sorted.length > 50000 ? slotsThinned(sorted) : sorted)];
+  const sorted = values.sort();
+  const distinct = [...sorted.filter((value, place) => place === 0 || value !== sorted[place - 1])];
   if (distinct.length <= SLOTS_STEPS) {
     const step = distinct.length > 1 ? (SLOTS_STEPS - 1) / (distinct.length - 1) : 0;
     return {
@@ -180,11 +180,6 @@ function slotsScale(values, name, isLog) {
   };
 }
 
-// Enough of a long sorted row to see whether it has more than a few distinct values.
-function slotsThinned(sorted) {
-  return sorted.filter((value, place) => place === 0 || value !== sorted[place - 1]);
-}
-
 function slotsFigure(value) {
   const digits = Math.abs(value) >= 100 || Number.isInteger(value) ? 0 : Math.abs(value) >= 10 ? 1 : Math.abs(value) >= 0.1 ? 2 : 3;
   return Number(value.toFixed(digits)).toLocaleString("en");
@@ -199,10 +194,8 @@ function slotsClasses(runs, colour) {
     age: (run, bar) => run.trainedAt[run.answer[bar]] - run.version[bar],
   }[colour];
   const rows = runs.map((run) => run.start.map((_, bar) => valueOf(run, bar)));
-  const known = rows.flatMap((row) => [row.filter((value) => !Number.isNaN(value))]);
-  const all = new Float64Array(known.reduce((sum, row) => sum + row.length, 0));
-  known.reduce((offset, row) => { all.set(row, offset); return offset + row.length; }, 0);
-  const scale = slotsScale(all, colour === "reward" ? "reward" : "shade", colour === "length");
+  const known = rows.map((row) => row.filter((value) => !Number.isNaN(value)));
+  const scale = slotsScale(slotsJoined(known), colour === "reward" ? "reward" : "shade", colour === "length");
   const unknown = scale.names.length;
   const classes = rows.map((row) => Uint8Array.from(row, (value) => (Number.isNaN(value) ? unknown : scale.place(value))));
   return {
@@ -211,6 +204,16 @@ function slotsClasses(runs, colour) {
     title: { length: "Tokens of the answer:", reward: "Reward:", age: "Updates between writing and training:" }[colour],
     classes,
   };
+}
+
+function slotsJoined(rows) {
+  const all = new Float64Array(rows.reduce((sum, row) => sum + row.length, 0));
+  let offset = 0;
+  for (const row of rows) {
+    all.set(row, offset);
+    offset += row.length;
+  }
+  return all;
 }
 
 function slotsOutcomes(runs) {
@@ -257,17 +260,17 @@ function slotsHatch(context, look, ratio) {
 // ---- shares of the slots
 
 // Adds to `row` how much of each of its cells lies between two places; sums follow in slotsSettle.
-function slotsCover(row, steps, from, to, sign) {
+function slotsCover(row, steps, from, to) {
   const cells = row.length;
   const a = from < 0 ? 0 : from > cells ? cells : from;
   const b = to < 0 ? 0 : to > cells ? cells : to;
   if (b <= a) return;
   const left = Math.floor(a);
   const right = Math.floor(b);
-  if (left < cells) row[left] += sign * (left + 1 - a);
-  steps[left + 1] += sign;
-  if (right < cells) row[right] -= sign * (right + 1 - b);
-  steps[right + 1] -= sign;
+  if (left < cells) row[left] += left + 1 - a;
+  steps[left + 1] += 1;
+  if (right < cells) row[right] -= right + 1 - b;
+  steps[right + 1] -= 1;
 }
 
 function slotsSettle(row, steps) {
@@ -289,8 +292,8 @@ function slotsCells(run, classes, names, { from, to, cells, spans }) {
       const start = (run.start[bar] - from) * scale;
       const end = (run.end[bar] - from) * scale;
       const cut = run.discarded[bar] ? (run.cut[bar] - from) * scale : end;
-      slotsCover(rows[classes[bar]], steps[classes[bar]], start, cut, 1);
-      if (cut < end) slotsCover(rows[last], steps[last], cut, end, 1);
+      slotsCover(rows[classes[bar]], steps[classes[bar]], start, cut);
+      if (cut < end) slotsCover(rows[last], steps[last], cut, end);
     }
   }
   rows.forEach((row, place) => slotsSettle(row, steps[place]));
@@ -303,7 +306,7 @@ function slotsBandCells(run, { from, to, cells }) {
   const steps = rows.map(() => new Float64Array(cells + 2));
   const scale = cells / (to - from);
   run.bandKind.forEach((kind, band) => {
-    slotsCover(rows[kind], steps[kind], (run.bandStart[band] - from) * scale, (run.bandEnd[band] - from) * scale, 1);
+    slotsCover(rows[kind], steps[kind], (run.bandStart[band] - from) * scale, (run.bandEnd[band] - from) * scale);
   });
   rows.forEach((row, place) => slotsSettle(row, steps[place]));
   return rows;
@@ -597,7 +600,10 @@ function slotsTell(view, [from, to], count) {
       ? ", a part of the slots"
       : ", " + (high - low === 1 ? "slot " + low : "slots " + low + " to " + (high - 1)) + " of " + run.slots.toLocaleString("en");
   }
-  words += view.isBars ? "" : "; " + counted(count, "bar") + " as shares of the slots, zoom in to see each";
+  if (!view.isBars) {
+    const way = count > SLOTS_MOST_BARS ? "zoom in" : "show fewer slots";
+    words += "; " + counted(count, "bar") + " as shares of the slots, " + way + " to see each";
+  }
   view.words.textContent = words;
   Object.assign(view.box.dataset, { from: String(from), to: String(to), drawn: view.isBars ? "bars" : "shares", bars: String(count) });
   view.buttons.out.disabled = view.buttons.whole.disabled = isWhole && view.state.high - view.state.low >= 1;
@@ -681,13 +687,18 @@ function slotsFacts(run, bar) {
   return [element("strong", "", "prompt " + number(run.prompt[answer]) + ", sample " + number(run.sample[answer])), facts(rows)];
 }
 
+// The update or hand-over of a moment, or -1.
+function slotsBandAt(run, seconds) {
+  return run.bandKind.findIndex((kind, band) => kind > 0 && run.bandStart[band] <= seconds && seconds < run.bandEnd[band]);
+}
+
 // What the tip says where no bar is: a band, an idle slot, or the shares of a moment.
 function slotsMoment(view, panel, seconds) {
   const { run } = panel;
   const [from, to] = slotsWindow(view);
   const { digits } = slotsStep(to - from, 200);
   const time = slotsSeconds(seconds, digits) + " s";
-  const band = run.bandKind.findIndex((kind, place) => kind > 0 && run.bandStart[place] <= seconds && seconds < run.bandEnd[place]);
+  const band = slotsBandAt(run, seconds);
   if (band >= 0) {
     const took = slotsFigure(run.bandEnd[band] - run.bandStart[band]) + " s";
     return [element("strong", "", run.bandKind[band] === 1 ? "update" : "hand-over of weights"), facts([["took", took], ["time", time]])];
@@ -721,7 +732,7 @@ function slotsBarAt(view, run, { slot, seconds }) {
   const distance = (bar) => (bar < run.first[slot] || bar >= run.first[slot + 1] ? Infinity
     : Math.max(0, run.start[bar] - seconds, seconds - run.end[bar]));
   const best = distance(after - 1) < distance(after) ? after - 1 : after;
-  return distance(best) <= near ? best : null;
+  return distance(best) <= (slotsBandAt(run, seconds) < 0 ? near : 0) ? best : null;
 }
 
 function slotsPoint(view, panel, event) {
@@ -735,13 +746,18 @@ function slotsPoint(view, panel, event) {
   slotsDrawMarks(view);
 }
 
+// Beside the pointer; on narrow screens below or above it. Never outside of what is in view.
 function slotsPlaceTip(view, panel, x, y) {
-  const top = panel.lanes.parentElement.offsetTop + SLOTS_HEAD;
   const { offsetWidth: width, offsetHeight: height } = view.tip;
-  const isLeft = x + 16 + width > view.width;
-  view.tip.style.left = Math.max(0, isLeft && x - 16 - width >= 0 ? x - 16 - width : Math.min(x + 16, view.width - width)) + "px";
-  const isNarrow = view.width < 2 * width;
-  view.tip.style.top = (isNarrow ? top + panel.height + 30 : Math.max(0, top + y - height / 2)) + "px";
+  const isNarrow = view.width < 2.5 * width;
+  const beside = x + 16 + width <= view.width ? x + 16 : x - 16 - width;
+  const left = isNarrow ? x - width / 2 : beside;
+  view.tip.style.left = Math.max(0, Math.min(left, view.width - width)) + "px";
+  const origin = view.root.getBoundingClientRect().top;
+  const pointer = panel.lanes.getBoundingClientRect().top + SLOTS_HEAD + y;
+  const isLow = pointer + 24 + height > window.innerHeight;
+  const top = isNarrow ? (isLow ? pointer - 24 - height : pointer + 24) : pointer - height / 2;
+  view.tip.style.top = Math.max(8, Math.min(top, window.innerHeight - height - 8)) - origin + "px";
 }
 
 function slotsUnpoint(view) {
@@ -1102,7 +1118,11 @@ function slotsLayout(view) {
   if (!width) return;
   view.width = width;
   const most = view.runs.length > 1 ? Math.max(110, 560 / view.runs.length) : 340;
-  for (const panel of view.panels) panel.height = Math.round(Math.max(40, Math.min(13 * panel.run.slots, most)));
+  for (const panel of view.panels) {
+    // a pixel at least for each slot, while that is not too tall
+    const room = Math.max(most, Math.min(1.25 * panel.run.slots, 260));
+    panel.height = Math.round(Math.max(40, Math.min(13 * panel.run.slots, room)));
+  }
   view.slotButtons.hidden = view.panels.every((panel) => panel.height / panel.run.slots >= 5);
   slotsDrawWhole(view);
   slotsSchedule(view);

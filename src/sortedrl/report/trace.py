@@ -10,13 +10,12 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import get_args
+from typing import IO, get_args
 
 from sortedrl.errors import DataError
 from sortedrl.events import Finish, Harvest, Start, Update
@@ -24,6 +23,7 @@ from sortedrl.meter import Meter
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.spans import Span, SpanKind, Spans, spans
+from sortedrl.whole_file import writing_whole
 
 TraceEvent = Mapping[str, object]
 
@@ -62,7 +62,7 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     about = {"run": run.name, "schedule": run.metrics.schedule, "slots": run.metrics.slots}
     counts = dict.fromkeys((*get_args(SpanKind), "counters", "resumes", "names"), 0)
     try:
-        with _whole_file(path) as write:
+        with writing_whole(path) as file, _packed_or_plain(path, file) as write:
             head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
             write(f'{head[:-1]}, "traceEvents": [\n'.encode())
             for number, event in enumerate(trace_events(run)):
@@ -258,19 +258,10 @@ def _microseconds(run: Run, second: float) -> int:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[Callable[[bytes], object]]:
-    """Writes to a file that takes its place only when all of it is written."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            if path.suffix == ".gz":
-                # without name and time, the same run gives the same file
-                with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                    yield packed.write
-            else:
-                yield file.write
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _packed_or_plain(path: Path, file: IO[bytes]) -> Iterator[Callable[[bytes], object]]:
+    if path.suffix != ".gz":
+        yield file.write
+        return
+    # without name and time, the same run gives the same file
+    with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+        yield packed.write

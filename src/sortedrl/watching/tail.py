@@ -1,20 +1,21 @@
 """A log of events that grows while it is read: what came since the last look is parsed, once.
 
 The events are always those of the file's first `kept` bytes, which are whole lines; a last line
-without its newline waits. A run that is resumed cuts its log and writes on: where the file got
-shorter, or the bytes at its beginning or just before the place reached are no longer those that
-were read, reading starts again.
+without its newline waits. A run that is resumed cuts its log and writes on: where the first bytes
+are no longer those that were read, reading starts again. They are hashed at every look, which costs
+little beside parsing them.
 """
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
+from typing import IO
 
 from sortedrl.errors import DataError
 from sortedrl.events import Event, from_json
 
-_MARK_BYTES = 4096
-"""How much of the beginning, and of the last lines read, must still be there."""
+_PIECE_BYTES = 1 << 20
 
 
 class Tail:
@@ -30,33 +31,34 @@ class Tail:
         After such a line the next look starts at the beginning: it may have been written over.
         """
         with self.path.open("rb") as file:
-            beginning = file.read(len(self._beginning))
-            file.seek(self.kept - len(self._last))
-            # The mark and what follows it come from one read, so that they belong together.
-            found = file.read()
-            if beginning != self._beginning or not found.startswith(self._last):
+            if not self._begins_as_before(file):
                 self._restart()
                 file.seek(0)
-                found = file.read()
-        self._take(found[len(self._last) :])
+            found = file.read()
+        self._take(found[: found.rfind(b"\n") + 1])
         return self._events
 
     def _restart(self) -> None:
         # A new list: whoever was given the old one can go on with it.
         self._events: list[Event] = []
+        self._digest = blake2b()
         self.kept = 0
-        self._beginning = b""
-        self._last = b""
 
-    def _take(self, found: bytes) -> None:
-        whole = found[: found.rfind(b"\n") + 1]
-        for line in whole.split(b"\n")[:-1]:
+    def _begins_as_before(self, file: IO[bytes]) -> bool:
+        """Whether the bytes that were read are still there; the file then stands behind them."""
+        digest, left = blake2b(), self.kept
+        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+        return digest.digest() == self._digest.digest()
+
+    def _take(self, lines: bytes) -> None:
+        for line in lines.split(b"\n")[:-1]:
             try:
                 self._events.append(from_json(line.decode()))
             except (ValueError, TypeError) as error:
                 number = len(self._events) + 1
                 self._restart()
                 raise DataError(self.path, str(error), line=number) from error
-        self.kept += len(whole)
-        self._beginning = (self._beginning + whole[:_MARK_BYTES])[:_MARK_BYTES]
-        self._last = (self._last + whole[-_MARK_BYTES:])[-_MARK_BYTES:]
+        self._digest.update(lines)
+        self.kept += len(lines)
