@@ -22,6 +22,17 @@ const state = {};
 const show = () => slotsView(document.getElementById("slots"), data, state);
 document.addEventListener("again", show);
 show();
+
+function shares(cells, from, to) {
+  const run = slotsRun(data.runs[0]);
+  const { names, classes } = slotsClasses([run], "outcome");
+  const spans = Int32Array.of(0, run.start.length);
+  const part = { from, to, cells, spans };
+  const exact = slotsCells(run, classes[0], names, part);
+  const binned = slotsBinned(slotsBins(run, classes[0], names), run, part);
+  return [exact, binned].map((rows) => rows.map((row) => [...row]));
+}
+window.shares = shares;
 """
 
 
@@ -312,25 +323,50 @@ def test_a_large_run_is_shares_first_and_bars_when_zoomed(show):
     assert int(told(page, "bars")) == pytest.approx(len(shown), abs=2)
 
 
-def test_shares_from_sums_and_shares_from_bars_agree(show):
-    """The idle share of the whole run, read off the pixels, is the one that was measured."""
+def test_shares_are_the_slot_seconds_of_the_bars_in_each_cell(show):
+    """Both ways to them, bar by bar and from sums over fine bins."""
+    run = picture("coupled")
+    page = show(run)
+    first, last, cells = 100.0, 1300.0, 37
+    exact, binned = page.evaluate("(at) => shares(...at)", [cells, first, last])
+    width = (last - first) / cells
+    rows = {name: [0.0] * cells for name in ("trained", "resumed", "open", "discarded")}
+    for bar in run.lanes.bars:
+        kept = "trained" if bar.is_finished else "resumed"
+        middle = bar.discarded_from
+        for name, start, end in ((kept, bar.start, middle), ("discarded", middle, bar.end)):
+            for cell in range(cells):
+                left = run.lanes.start + first + cell * width
+                rows[name][cell] += max(0.0, min(end, left + width) - max(start, left)) / width
+    assert sum(rows["discarded"]) > 0
+    for name, row, sums in zip(rows, exact, binned, strict=True):
+        assert row == pytest.approx(rows[name], abs=1e-3), name
+        assert sums == pytest.approx(rows[name], abs=5e-2), name
+
+
+def test_the_warm_tint_covers_what_was_idle(show):
     run = large()
     page = show(run)
     assert told(page, "drawn") == "shares"
-    counts = page.evaluate(
+    found = page.evaluate(
         """() => {
           const canvas = document.querySelector(".slots-lanes");
-          const { data, width, height } = canvas.getContext("2d").getImageData(0, 17, canvas.width, canvas.height - 17);
-          let idle = 0;
-          for (let i = 0; i < data.length; i += 4) {
-            if (data[i] === 0xfc && data[i + 1] === 0xe5 && data[i + 2] === 0xc8) idle += 1;
-          }
-          return [idle, width * height];
-        }"""  # noqa: E501
+          const [width, height] = [canvas.width, canvas.height - 17];
+          const { data } = canvas.getContext("2d").getImageData(0, 17, width, height);
+          const idle = [0xfc, 0xe5, 0xc8];
+          const pixels = Array.from({ length: width * height }, (_, place) => 4 * place);
+          return pixels.filter((at) => idle.every((part, i) => data[at + i] === part)).length
+            / pixels.length;
+        }"""
     )
     figures = run.metrics.run
     idle = figures.bubble * figures.rollout_seconds / figures.seconds
-    assert counts[0] / counts[1] == pytest.approx(idle, abs=0.02)
+    assert found == pytest.approx(idle, abs=0.02)
+
+
+def test_slots_that_are_tall_enough_have_no_buttons_for_fewer(show):
+    page = show(picture("partial"))
+    assert not page.get_by_role("button", name="show fewer slots").is_visible()
 
 
 def test_fewer_slots_are_taller(show):
@@ -366,10 +402,20 @@ def test_the_legend_says_what_the_chosen_colours_mean(show, colour, title):
 def test_a_renewed_view_keeps_its_window_and_colours_and_leaves_nothing_behind(show):
     page = show(picture("partial"))
     page.locator("#slots select").select_option("length")
-    page.get_by_role("button", name="zoom in").click()
+    page.locator(".slots-lanes").focus()
+    page.keyboard.press("+")
     before = window(page)
-    page.evaluate("document.dispatchEvent(new Event('again'))")
+    assert before[0] > 0
+    # as when a page is served: new elements take the place of the old ones
+    page.evaluate("""() => {
+      const old = document.getElementById("slots");
+      const fresh = old.cloneNode(true);
+      old.replaceWith(fresh);
+      document.dispatchEvent(new Event("again"));
+    }""")
     assert window(page) == before
+    page.keyboard.press("+")
+    assert window(page)[0] > before[0]
     assert page.locator("#slots select").input_value() == "length"
     assert page.locator(".slots-lanes").count() == 1
 

@@ -232,6 +232,11 @@ def test_settings_at_hand_are_used_and_left_out_ones_read_off_the_log():
     assert guessed.changes["schedule.group_prompts"] == 4 * picture.schedule.update_batch
 
 
+def test_a_smaller_last_update_does_not_hide_the_update_batch():
+    events, _ = run_of(replace(scheduled(picture, strategy="sync"), prompts=36))
+    assert observed_schedule(events).update_batch == picture.schedule.update_batch
+
+
 def test_a_long_run_is_judged_by_groups_from_all_of_it(monkeypatch):
     monkeypatch.setattr(world, "_MOST_TRAJECTORIES", 512)
     growing = replace(picture.lengths, drift=0.004)

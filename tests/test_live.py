@@ -522,19 +522,22 @@ def test_the_view_draws_by_itself_until_it_is_left():
 def test_a_line_can_be_told_in_the_middle_of_an_event():
     """As the handler of a signal does, while the view draws."""
     on = console()
-    with LiveView(on, seconds_per_frame=0.0001) as view:
+    view = LiveView(on, seconds_per_frame=0.0001)
 
-        def figures() -> Figures:
-            time.sleep(0.002)  # so that the other thread comes to where it waits
-            view.tell("stopping")
-            return Figures()
+    def figures() -> Figures:
+        time.sleep(0.002)  # so that the other thread comes to where it waits
+        view.tell("stopping")
+        return Figures()
 
-        view.watch(source(figures=figures, seconds=time.monotonic))
-        update = Update(seconds=0, round=0, version=0, took_seconds=0, trained=(), closed=())
-        events = threading.Thread(target=lambda: [view(update) for _ in range(50)], daemon=True)
-        events.start()
-        events.join(20)
-        assert not events.is_alive()
+    update = Update(seconds=0, round=0, version=0, took_seconds=0, trained=(), closed=())
+    events = threading.Thread(target=lambda: [view(update) for _ in range(50)], daemon=True)
+    # Left only when all went well: two threads that wait for each other cannot be joined.
+    view.__enter__()
+    view.watch(source(figures=figures, seconds=time.monotonic))
+    events.start()
+    events.join(20)
+    assert not events.is_alive()
+    view.__exit__(None, None, None)
     assert shows(on.file.getvalue()) == ["stopping"] * 50
 
 

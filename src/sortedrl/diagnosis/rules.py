@@ -91,6 +91,7 @@ def _not_sorted(found: Findings) -> Iterator[Proposal]:
             cost=f"{_mode_cost(found, mode)} Short answers are trained on before long ones. A "
             "freed slot is refilled by a prefill of its own; small ones may cost more than the "
             "large ones of this run.",
+            about="extrapolation" if schedule.never_interrupts else "speed",
         )
 
 

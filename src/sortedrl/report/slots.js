@@ -31,6 +31,8 @@ function slotsView(box, data, state) {
   state.colour ||= "outcome";
   slotsBuild(view);
   slotsRecolour(view);
+  if (state.from !== undefined) slotsMove(view, state.from, state.to);
+  slotsKeepFocus(view);
   const sizes = new ResizeObserver(() => slotsLayout(view));
   sizes.observe(view.root);
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -567,6 +569,7 @@ function slotsWindow(view) {
 
 function slotsDraw(view) {
   view.frame = 0;
+  if (!view.width) return;
   const window = slotsWindow(view);
   const count = view.runs.reduce((sum, run) => sum + slotsSpans(view, run, window).count, 0);
   const isBars = count <= SLOTS_MOST_BARS && view.panels.every((panel) => slotsPitch(view, panel) >= 1);
@@ -1100,6 +1103,16 @@ function slotsBuild(view) {
   );
   view.panels.forEach((panel) => slotsPointers(view, panel));
   slotsStrip(view);
+}
+
+// What had the focus before the page was renewed has it again.
+function slotsKeepFocus(view) {
+  const controls = [...view.root.querySelectorAll("button, select, .slots-lanes")];
+  if (view.state.focused >= 0 && document.activeElement === document.body) controls[view.state.focused]?.focus({ preventScroll: true });
+  const note = (event) => { view.state.focused = controls.indexOf(event.target); };
+  // a control that is taken out of the page loses the focus too, but to nothing
+  document.addEventListener("focusin", note, { signal: view.signal });
+  document.addEventListener("pointerdown", note, { signal: view.signal });
 }
 
 function slotsRecolour(view) {

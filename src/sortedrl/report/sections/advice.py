@@ -62,22 +62,19 @@ def _inside(found: Diagnosis) -> str:
 
 
 def _entry(entry: Advice) -> str:
-    gain = "" if entry.gain is None else f'<p class="gain">{prose(_gain(entry.gain))}</p>'
+    gain = "" if entry.gain is None else f'<p class="gain">{prose(_gain(entry, entry.gain))}</p>'
     return (
         f"<li>{gain}<p><code>{escape(entry.remedy)}</code></p>{paragraph(entry.symptom)}"
         f"{paragraph(entry.cost)}{_before_and_after(entry)}</li>"
     )
 
 
-def _gain(gain: float) -> str:
-    """A ratio of speeds in words.
-
-    >>> _gain(1.5), _gain(0.9)
-    ('1.50 times as fast, predicted', '10 % slower, predicted')
-    """
+def _gain(entry: Advice, gain: float) -> str:
+    """A ratio of speeds in words."""
     if gain < 1:
         return f"{100 * (1 - gain):.0f} % slower, predicted"
-    return f"{gain:.2f} times as fast, predicted"
+    beyond = "; the run itself has shown nothing of the kind"
+    return f"{gain:.2f} times as fast, predicted" + beyond * (entry.about == "extrapolation")
 
 
 def _before_and_after(entry: Advice) -> str:
@@ -113,12 +110,8 @@ def _notes(found: Diagnosis) -> str:
 
 def _trust(found: Diagnosis) -> str:
     """How far the predictions can be trusted: the same simulator on the run itself."""
-    if found.measured is None or found.predicted is None or found.error is None:
+    if found.measured is None or found.predicted is None or found.trust is None:
         return ""
-    words = (
-        f"How far to trust this: for the run as it was, the fitted simulator gives "
-        f"{short(found.predicted.trained_per_second)} tokens trained on per second where "
-        f"{short(found.measured.trained_per_second)} were measured ({100 * found.error:+.0f} %)."
-    )
+    words = f"How far to trust this: {found.trust[0].lower()}{found.trust[1:]}"
     told = _table(("", "measured", "simulated"), (found.measured, found.predicted))
     return f"<details><summary>{prose(words)}</summary>{told}</details>"
