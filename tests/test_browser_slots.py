@@ -59,7 +59,18 @@ def large() -> Run:
 
 
 def text(*runs: Run) -> str:
-    script = f"{asset('browse.js')}\n{asset('slots.js')}\n{START}"
+    scripts = (
+        "browse.js",
+        "slots.js",
+        "slots_bars.js",
+        "slots_colours.js",
+        "slots_shares.js",
+        "slots_paint.js",
+        "slots_words.js",
+        "slots_pointing.js",
+        "slots_zoom.js",
+    )
+    script = "\n".join([*map(asset, scripts), START])
     return page(
         title="slots",
         body=f"<main>{slots.section(runs)}</main>{data_script('data', slots.data(runs))}",

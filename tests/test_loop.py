@@ -218,6 +218,23 @@ def test_weights_that_stayed_are_not_handed_over_again(simulation, skips):
     assert not [event for event in events if event.kind == "hand_over"]
 
 
+@settings(max_examples=80)
+@given(simulations(), SKIPS, st.lists(st.booleans(), min_size=1, max_size=5))
+def test_weights_that_an_evaluation_took_over_are_handed_over_in_the_log(
+    simulation, skips, evaluates
+):
+    """A guest of the engine may load the new weights between two rounds: the log is the same."""
+    simulation = replace(simulation, costs=replace(simulation.costs, hand_over_seconds=0.0))
+    plain: list = []
+    list(skipping_loop(simulation, skips, record=plain.append).run())
+    events: list = []
+    loop = skipping_loop(simulation, skips, record=events.append)
+    for number, _ in enumerate(loop.run()):
+        if evaluates[number % len(evaluates)]:
+            loop.engine.load_weights(loop.trainer.weights())
+    assert events == plain
+
+
 @given(simulations(), SKIPS, st.integers(0, 12))
 def test_a_run_cut_after_any_update_and_resumed_is_the_undisturbed_run(simulation, skips, cut):
     """The log too, `resume` aside, if the engine comes back with the version it had."""

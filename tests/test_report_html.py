@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.report.html import data_script, head_value, packed_script, page
@@ -27,6 +27,7 @@ def content(element):
     return found[1]
 
 
+@settings(max_examples=50)
 @given(VALUES)
 def test_packed_data_comes_back_and_holds_nothing_that_ends_its_element(value):
     assert (
@@ -35,6 +36,7 @@ def test_packed_data_comes_back_and_holds_nothing_that_ends_its_element(value):
     )
 
 
+@settings(max_examples=50)
 @given(VALUES)
 def test_plain_data_comes_back_and_holds_nothing_that_ends_its_element(value):
     assert json.loads(content(data_script("name", value))) == value

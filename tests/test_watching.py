@@ -143,13 +143,14 @@ def test_a_bare_log_can_be_followed(tmp_path):
     log = write_run(tmp_path / "mine", whole_log()) / "events.jsonl"
     (run,) = followed([log])
     run.look()
-    assert (run.record.name, run.record.events) == ("events", read_run(log).events)
+    assert (run.record.name, run.record.events) == ("mine", read_run(log).events)
 
 
 def test_runs_that_are_called_alike_get_names_of_their_own(tmp_path):
     paths = [tmp_path / "a" / "sorted", tmp_path / "b" / "sorted", tmp_path / "sync"]
-    assert [run.name for run in followed(paths)] == ["a/sorted 1", "b/sorted 2", "sync"]
-    assert len({run.name for run in followed([paths[0]] * 3)}) == 3
+    assert [run.name for run in followed(paths)] == ["a/sorted", "b/sorted", "sync"]
+    with pytest.raises(ConfigError, match="twice"):
+        followed([paths[0]] * 2)
 
 
 @pytest.fixture

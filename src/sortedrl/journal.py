@@ -39,6 +39,7 @@ class JournalState:
 
     has_begun: bool = False
     round: int = 0
+    version: int = 0
     engine_decoded: int = 0
     engine_prefilled: int = 0
     seconds: float = 0.0
@@ -74,6 +75,8 @@ class Journal:
             )
         self.is_resumed = state.has_begun
         self.round = state.round
+        self.version = state.version
+        """The weights that the log says the engine has."""
         self.engine_decoded = state.engine_decoded
         self.engine_prefilled = state.engine_prefilled
         self._has_begun = state.has_begun
@@ -86,6 +89,7 @@ class Journal:
         return JournalState(
             has_begun=self._has_begun,
             round=self.round,
+            version=self.version,
             engine_decoded=self.engine_decoded,
             engine_prefilled=self.engine_prefilled,
             seconds=float(self._seconds()),
@@ -95,9 +99,10 @@ class Journal:
         """Something that takes time begins: the next hand-over or update is timed from here."""
         self._since = self._seconds()
 
-    def began(self, schedule: Schedule, *, slots: int, seed: int) -> None:
-        """The run starts."""
+    def began(self, schedule: Schedule, *, slots: int, seed: int, version: int) -> None:
+        """The run starts, with the weights of `version` in the engine."""
         self._has_begun = True
+        self.version = version
         self._record(
             Begin(
                 seconds=self._seconds(),
@@ -115,6 +120,7 @@ class Journal:
         """The engine has new weights."""
         now = self._seconds()
         took = now - self._since
+        self.version = version
         self._record(HandOver(seconds=now, round=self.round, version=version, took_seconds=took))
 
     def renewed(self, before: Trajectory, after: Trajectory) -> None:

@@ -40,7 +40,12 @@ class Loop:
         if journal.is_resumed:
             yield from self._resume()
         else:
-            journal.began(self.controller.schedule, slots=self.engine.slots, seed=self.seed)
+            journal.began(
+                self.controller.schedule,
+                slots=self.engine.slots,
+                seed=self.seed,
+                version=self.engine.version,
+            )
         while buffer.oldest_open_group is not None or not self.prompts.is_exhausted:
             before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
             self._hand_over()
@@ -60,9 +65,11 @@ class Loop:
         self.journal.round += 1
 
     def _hand_over(self) -> None:
-        if self.engine.version != self.trainer.version:
+        # An evaluation between two rounds has given the engine the weights already.
+        if {self.engine.version, self.journal.version} != {self.trainer.version}:
             self.journal.mark()
-            self.engine.load_weights(self.trainer.weights())
+            if self.engine.version != self.trainer.version:
+                self.engine.load_weights(self.trainer.weights())
             self.journal.handed_over(self.engine.version)
         for ready in self.buffer.partnered():
             renewed = self.controller.mode.renewed(ready, version=self.engine.version)

@@ -100,21 +100,23 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """The records of several runs, with names that tell them apart."""
     if not paths:
         raise ConfigError("at least one run must be given, got none; name the folder of a run")
-    resolved = [path.resolve() for path in paths]
-    if len(set(resolved)) < len(resolved):
-        twice = next(path for path in paths if resolved.count(path.resolve()) > 1)
-        raise ConfigError(f"every run must be given once, got {str(twice)!r} twice; leave one out")
     return [read_run(p, name=n) for p, n in zip(paths, run_names(paths), strict=True)]
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What runs at these places are called: the last parts of the paths that tell them apart."""
-    parts = [_parts(path.resolve()) for path in paths]
-    for count in range(1, max(map(len, parts))):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    """What runs at these places are called: as much of each path's end as no other has."""
+    places = [_parts(path.resolve()) for path in paths]
+    names = []
+    for number, parts in enumerate(places):
+        others = places[:number] + places[number + 1 :]
+        if parts in others:
+            given = str(paths[number])
+            raise ConfigError(f"every run must be given once, got {given!r} twice; leave one out")
+        count = 1
+        while count < len(parts) and any(o[-count:] == parts[-count:] for o in others):
+            count += 1
+        names.append("/".join(parts[-count:]))
+    return names
 
 
 def _parts(path: Path) -> tuple[str, ...]:

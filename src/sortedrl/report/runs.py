@@ -30,7 +30,19 @@ from sortedrl.report.svg import stylesheet
 
 _NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")
-_SCRIPTS = ("browse.js", "slots.js", "answers.js", "run.js")
+_SCRIPTS = (
+    "browse.js",
+    "slots.js",
+    "slots_bars.js",
+    "slots_colours.js",
+    "slots_shares.js",
+    "slots_paint.js",
+    "slots_words.js",
+    "slots_pointing.js",
+    "slots_zoom.js",
+    "answers.js",
+    "run.js",
+)
 
 
 def runs_page(

@@ -5,7 +5,6 @@ Spans lie between the run's first and last event. What had no end when the log e
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -55,13 +54,6 @@ class Spans:
     resumes: list[Resume] = field(default_factory=list)
     running: set[Key] = field(default_factory=set)
     """Answers that were being written when the log ends."""
-    versions: list[tuple[float, int]] = field(default_factory=list)
-    """From which second on the engine had the weights of which version."""
-
-    def version_at(self, second: float) -> int:
-        """The version of the engine's weights at a second."""
-        place = bisect_right(self.versions, second, key=lambda version: version[0])
-        return self.versions[place - 1][1] if place else 0
 
     def tracks(self) -> dict[str, dict[str, list[Span]]]:
         """The spans by process and thread, as a trace shows them."""
@@ -115,7 +107,6 @@ class _Finder:
             self._update(event)
         elif isinstance(event, Resume):
             self._spans.resumes.append(event)
-            self._spans.versions.append((event.seconds, event.version))
 
     def found(self) -> Spans:
         """The spans; what is open ends with the log."""
@@ -155,7 +146,6 @@ class _Finder:
         self._spans.hand_overs.append(
             Span(kind="hand_overs", start=start, end=event.seconds, name=name, told=told)
         )
-        self._spans.versions.append((event.seconds, event.version))
 
     def _update(self, event: Update) -> None:
         told = {

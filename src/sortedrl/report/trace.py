@@ -163,7 +163,7 @@ def _slot_span(bar: Bar, *, run: Run, found: Spans) -> Span:
         "prompt": bar.prompt,
         "sample": bar.sample,
         "group": bar.group,
-        "version": found.version_at(bar.start),
+        "version": bar.version,
         "kept": bar.kept,
         "decoded": bar.decoded,
         "discarded": bar.discarded,

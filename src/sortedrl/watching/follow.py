@@ -13,7 +13,7 @@ from sortedrl.answer_log import read_answers
 from sortedrl.arguments import read_toml
 from sortedrl.errors import DataError
 from sortedrl.events import Begin, End
-from sortedrl.report.record import RunRecord
+from sortedrl.report.record import RunRecord, run_names
 from sortedrl.run_log import read_metrics
 from sortedrl.watching.tail import Tail
 
@@ -86,17 +86,9 @@ class FollowedRun:
 
 
 def followed(paths: Sequence[Path]) -> list[FollowedRun]:
-    """The runs at these paths, each under a name of its own.
-
-    A run is called like its folder; where two are called alike, the folder above tells them apart.
-    """
-    whole = [path.absolute() for path in paths]
-    short = [path.stem if path.suffix == ".jsonl" else path.name for path in whole]
+    """The runs at these paths, each under a name of its own."""
     return [
-        FollowedRun(
-            path, name=name if short.count(name) == 1 else f"{absolute.parent.name}/{name} {number}"
-        )
-        for number, (path, absolute, name) in enumerate(zip(paths, whole, short, strict=True), 1)
+        FollowedRun(path, name=name) for path, name in zip(paths, run_names(paths), strict=True)
     ]
 
 
