@@ -109,7 +109,15 @@ def events(out):
     """What happened, but for times and for where it was taken up again."""
     rows = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
     timeless = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    for row in timeless:
+        if row["event"] == "score":
+            row["scored"] = [scored[:3] for scored in row["scored"]]
     return [row for row in timeless if row["event"] != "resume"]
+
+
+def answers(out):
+    """The answers that were kept as text."""
+    return (Path(out) / "answers.jsonl").read_bytes()
 
 
 def num_resumes(out):

@@ -239,7 +239,7 @@ def test_the_table_at_the_end_says_where_the_model_is(capsys, tmp_path):
 
 
 def test_tensorboard_has_the_numbers_of_every_update_once(capsys, tmp_path):
-    asked = ("--tracking.tensorboard", "True")
+    asked = ("--tracking.tensorboard",)
     said(capsys, run_words(tmp_path / "run", "--max-updates", "2", *asked))
     said(capsys, ["train", tmp_path / "run", "--resume", "--max-updates", "4"])
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()

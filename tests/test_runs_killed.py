@@ -12,6 +12,7 @@ import pytest
 
 from run_worlds import (
     Nursery,
+    answers,
     checkpoints,
     events,
     metrics,
@@ -62,6 +63,7 @@ def compare(one, other):
     assert weights(one) == weights(other)
     assert events(one) == events(other)
     assert metrics(one) == metrics(other)
+    assert answers(one) == answers(other)
     last, other_last = checkpoints(one)[-1], checkpoints(other)[-1]
     assert last.name == other_last.name
     for path in last.rglob("*.safetensors"):

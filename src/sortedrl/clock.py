@@ -31,7 +31,8 @@ class WallClock:
 
     def seconds(self) -> float:
         """Seconds of the run so far, pauses left out."""
-        now = self._now() if self._paused_at is None else self._paused_at
+        paused_at = self._paused_at  # read once: a live view asks from another thread
+        now = self._now() if paused_at is None else paused_at
         return self._before + (now - self._since)
 
     @contextmanager

@@ -52,10 +52,6 @@ class Source:
 class View(Protocol):
     """Shows a run to the person who waits."""
 
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a picture, which makes a line for every update needless."""
-
     def watch(self, source: Source) -> None:
         """The run is loaded; its events follow."""
 
@@ -88,8 +84,6 @@ def opened_view() -> Iterator[View]:
 class PlainView:
     """Lines, and nothing but lines."""
 
-    is_live = False
-
     def __init__(self, advance: Advance) -> None:
         """`advance` shows what goes on."""
         self._advance = advance
@@ -114,8 +108,6 @@ class PlainView:
 
 class LiveView:
     """A panel at the foot of the terminal, with the lines that stay above it."""
-
-    is_live = True
 
     def __init__(
         self, console: Console, *, seconds_per_frame: float | None = _SECONDS_PER_FRAME

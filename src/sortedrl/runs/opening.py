@@ -23,15 +23,15 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.evaluation.runner import Question
 from sortedrl.evaluation.settings import EvaluationSettings
 from sortedrl.events import Event, EventFile, Finish, read_events
+from sortedrl.live.view import Source, View
 from sortedrl.meter import Meter
 from sortedrl.models.shape import shape_of
 from sortedrl.rewards.pool import RewardPool
-from sortedrl.run_log import MetricsFile
+from sortedrl.run_log import MetricsFile, read_metrics
 from sortedrl.runs.evaluating import Evaluator
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.training import Counters, Logs, TrainingRun
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import Advance
 from sortedrl.trackers import TrackedRun, open_trackers
 from sortedrl.training.checkpoints import Checkpoints
 from sortedrl.training.settings import TrainSettings
@@ -46,10 +46,10 @@ def opened_run(
     task: Task,
     held_out: Sequence[Task],
     is_resumed: bool,
-    advance: Advance,
-    tell: Tell,
+    view: View,
 ) -> Iterator[TrainingRun]:
     """A run that can go; everything it holds is let go of afterwards."""
+    tell = view.tell
     settings.tracking.check_installed()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -74,7 +74,9 @@ def opened_run(
         )
         config = all_to_toml(settings, TrainSettings())
         folder.write(config)  # of a resumed run too, as some settings may have changed
-        meter = _meter(folder, saved)
+        meter = Meter()
+        view.watch(_source(settings, parts, meter))
+        _replay(folder, saved, meter=meter, view=view)
         logs = _logs(settings, folder, saved, meter=meter, tell=tell)
         stack.callback(logs.trackers.close)
         stack.callback(logs.answers.close)
@@ -88,8 +90,7 @@ def opened_run(
             logs=logs,
             checkpoints=checkpoints,
             evaluator=_evaluator(settings, questions, parts) if questions else None,
-            advance=advance,
-            tell=tell,
+            view=view,
             counters=Counters() if saved is None else Counters.from_json(saved.state["run"]),
         )
         watch.run = run
@@ -97,7 +98,7 @@ def opened_run(
 
 
 class _Watch:
-    """Records events, and lets the terminal know of finished answers."""
+    """Records events, and shows them to the person who waits."""
 
     def __init__(self) -> None:
         self.run: TrainingRun | None = None
@@ -107,6 +108,7 @@ class _Watch:
         assert run is not None, "nothing happens before the run goes"
         run.logs.meter(event)
         run.logs.events(event)
+        run.view(event)
         if isinstance(event, Finish):
             ready = run.parts.loop.buffer.num_harvestable
             run.show(f"{ready} answers ready, {event.running} being written")
@@ -157,16 +159,33 @@ def _questions(
     return questions
 
 
-def _meter(folder: RunFolder, saved: Saved | None) -> Meter:
-    """A meter that has seen all events up to the checkpoint."""
-    meter = Meter()
+def _source(settings: TrainSettings, parts: TrainingParts, meter: Meter) -> Source:
+    journal = parts.loop.journal
+    return Source(
+        schedule=settings.schedule.name,
+        slots=parts.engine.slots,
+        update_batch=settings.schedule.update_batch,
+        max_tokens=settings.engine.max_tokens,
+        device=str(parts.model.device),
+        decoded=lambda: journal.engine_decoded,
+        seconds=parts.clock.seconds,
+        figures=lambda: meter.run,
+    )
+
+
+def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View) -> None:
+    """Show meter and view all that happened up to the checkpoint."""
     # A run that was stopped before it began has no events yet.
-    if saved is not None and saved.state["events_bytes"]:
-        EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
-        for event in read_events(folder.events):
-            meter(event)
-        meter.window()
-    return meter
+    if saved is None or not saved.state["events_bytes"]:
+        return
+    EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
+    MetricsFile(folder.metrics, keep_bytes=saved.state["metrics_bytes"]).close()
+    for event in read_events(folder.events):
+        meter(event)
+        view(event)
+    for row in read_metrics(folder.metrics):
+        view.updated(row)
+    meter.window()
 
 
 def _logs(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sortedrl.live.view import opened_view
 from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.stopping import Stopping
 from sortedrl.runs.tasks import opened, training_tasks
@@ -27,15 +28,10 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
     task, held_out = training_tasks(settings)
     from sortedrl.runs.opening import opened_run
 
-    with Stopping(tell) as stopping, progress(1.0) as advance:
-        advance("loading", 0.0)
+    with opened_view() as view, Stopping(view.tell) as stopping:
+        view.advance("loading", 0.0)
         with opened_run(
-            settings,
-            task=task,
-            held_out=held_out,
-            is_resumed=is_resumed,
-            advance=advance,
-            tell=tell,
+            settings, task=task, held_out=held_out, is_resumed=is_resumed, view=view
         ) as run:
             return run.go(stopping)
 

@@ -8,7 +8,7 @@ its newest complete checkpoint, and its logs are cut to what they were then.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from sortedrl.answer_log import AnswerFile
 from sortedrl.build.training import TrainingParts
 from sortedrl.data.chat import Tokenizer
 from sortedrl.events import EventFile
+from sortedrl.live.view import View
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures, numbers
 from sortedrl.run_log import MetricsFile, Value
@@ -25,7 +26,6 @@ from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.lines import evaluation_line, update_line
 from sortedrl.runs.snapshot import write_snapshot
 from sortedrl.runs.stopping import Stopping
-from sortedrl.terminal import Advance
 from sortedrl.trackers import Trackers
 from sortedrl.training.checkpoints import Checkpoints
 from sortedrl.training.export import export_model
@@ -101,8 +101,7 @@ class TrainingRun:
     logs: Logs
     checkpoints: Checkpoints
     evaluator: Evaluator | None
-    advance: Advance
-    tell: Callable[[str], None]
+    view: View
     counters: Counters = field(default_factory=Counters)
 
     def go(self, stopping: Stopping) -> Ending:
@@ -129,7 +128,7 @@ class TrainingRun:
 
     def show(self, done: str) -> None:
         """Tell the person at the terminal what goes on."""
-        self.advance(f"update {self.counters.updates + 1}: {done}", self._share_done())
+        self.view.advance(f"update {self.counters.updates + 1}: {done}", self._share_done())
 
     def _after_update(self, batch: TrainBatch) -> None:
         counters, trainer = self.counters, self.parts.trainer
@@ -144,7 +143,7 @@ class TrainingRun:
             done=self._share_done(),
             seconds=self.parts.clock.seconds(),
         )
-        self.tell(line)
+        self.view.tell(line)
         is_best = counters.updates % self.settings.evaluation.every == 0 and self._evaluate()
         is_due = counters.updates % self.settings.saving.every == 0
         if is_due or (is_best and self.settings.saving.keep_best):
@@ -164,6 +163,7 @@ class TrainingRun:
             **values,
         }
         self.logs.metrics(row)
+        self.view.updated(row)
         shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self.logs.trackers.log(shown, step=counters.updates)
 
@@ -190,8 +190,9 @@ class TrainingRun:
         counters.first_scores = counters.first_scores or scores
         counters.scored_at = counters.updates
         self.logs.metrics({"update": counters.updates, **scores.row()})
+        self.view.updated(scores.row())
         self.logs.trackers.log(scores.row(), step=counters.updates)
-        self.tell(evaluation_line(counters.updates, scores.by_task))
+        self.view.tell(evaluation_line(counters.updates, scores.by_task))
         is_best = counters.best_score is None or scores.mean > counters.best_score
         counters.best_score = scores.mean if is_best else counters.best_score
         return is_best
