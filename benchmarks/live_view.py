@@ -3,6 +3,8 @@
     python benchmarks/live_view.py                 both, about ten minutes on one core
     python benchmarks/live_view.py --quick         short runs, once each
     python benchmarks/live_view.py --json          for a script
+    python benchmarks/live_view.py -- --device cuda --model tiny:hidden=512,layers=8,heads=8
+                                                   what follows -- changes settings of the runs
 
 Runs: a tiny model is trained on the CPU with one thread, from the same seed, so the work is the
 same to the token. With: standard error is a pseudo-terminal of 100 x 30, and the view draws on it.
@@ -10,6 +12,9 @@ Without: standard error is a file, and plain lines go there. Both ways take turn
 of a pair changes from pair to pair. Seconds are those of the run's own clock (loading left out);
 CPU seconds are those of the whole process, loading included, and others on the machine disturb
 them less.
+
+Accounted: in one more run with the view, the CPU time of every call into it is added up, from the
+run's thread and from its own; two equal runs differ by more than the view takes.
 
 Frames: the drawing of one frame, from the state of the run to the terminal, in CPU time, while a
 simulated run goes on; and what the run itself pays to tell of one event.
@@ -47,6 +52,31 @@ from sortedrl.simulate.presets import PRESETS
 WIDTH, HEIGHT = 100, 30
 FRAMES_PER_SECOND = 2
 EVENTS_PER_FRAME = 50
+
+
+ACCOUNTED = """
+import json, sys, time
+from pathlib import Path
+from sortedrl.cli import main
+from sortedrl.live.view import LiveView
+
+spent = dict.fromkeys(("__call__", "updated", "advance", "refresh"), 0.0)
+
+def timed(name, method):
+    def call(*arguments):
+        began = time.thread_time()
+        try:
+            return method(*arguments)
+        finally:
+            spent[name] += time.thread_time() - began
+    return call
+
+for name in spent:
+    setattr(LiveView, name, timed(name, getattr(LiveView, name)))
+code = main(sys.argv[2:])
+Path(sys.argv[1]).write_text(json.dumps(spent))
+sys.exit(code)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +126,23 @@ def _read_all(reader: int) -> None:
             return
 
 
-def train(folder: Path, *, updates: int, with_view: bool) -> Run:
-    """One training run in a process of its own."""
+def train(
+    folder: Path,
+    *,
+    updates: int,
+    with_view: bool,
+    changes: list[str],
+    account: Path | None = None,
+) -> Run:
+    """One training run in a process of its own; `account` is where it adds up the view's time."""
+    program = ["-m", "sortedrl"] if account is None else ["-c", ACCOUNTED, str(account)]
     words = [
-        *(sys.executable, "-m", "sortedrl", "train", "--model", "tiny:seed=0", "--threads", "1"),
+        *(sys.executable, *program, "train", "--model", "tiny:seed=0", "--threads", "1"),
         *("--task", "knights_knaves:people=3,style=compact,count=4000,seed=1"),
         *("--out", str(folder), "--max-updates", str(updates)),
         *("--schedule.group-prompts", "256", "--schedule.update-batch", "64"),
         *("--engine.slots", "64", "--engine.max-tokens", "128"),
-        *("--saving.every", "100000"),
+        *("--saving.every", "100000", *changes),
     ]
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     with terminal() as writer, (folder.parent / "plain.txt").open("w") as plain:
@@ -124,7 +162,7 @@ def train(folder: Path, *, updates: int, with_view: bool) -> Run:
     return Run(seconds=seconds, cpu_seconds=usage.ru_utime + usage.ru_stime)
 
 
-def pairs(repeats: int, *, updates: int) -> list[tuple[Run, Run]]:
+def pairs(repeats: int, *, updates: int, changes: list[str]) -> list[tuple[Run, Run]]:
     """Runs with and without the view, taking turns."""
     found = []
     with tempfile.TemporaryDirectory() as root:
@@ -132,10 +170,22 @@ def pairs(repeats: int, *, updates: int) -> list[tuple[Run, Run]]:
             runs = {}
             for with_view in (True, False) if number % 2 else (False, True):
                 folder = Path(root) / f"{number}-{with_view}"
-                runs[with_view] = train(folder, updates=updates, with_view=with_view)
+                runs[with_view] = train(
+                    folder, updates=updates, with_view=with_view, changes=changes
+                )
                 print(f"  with view: {with_view!s:5}  {runs[with_view]}", file=sys.stderr)
             found.append((runs[True], runs[False]))
     return found
+
+
+def accounted(*, updates: int, changes: list[str]) -> tuple[float, Run]:
+    """CPU seconds spent in the view during a run, and the run."""
+    with tempfile.TemporaryDirectory() as root:
+        account = Path(root) / "account.json"
+        run = train(
+            Path(root) / "run", updates=updates, with_view=True, changes=changes, account=account
+        )
+        return sum(json.loads(account.read_text()).values()), run
 
 
 def frames(slots: int, *, most_events: int) -> Frames:
@@ -214,19 +264,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="short runs, once each")
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (5); 0 for none")
     parser.add_argument("--updates", type=int, default=24, help="updates of each run (24)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("changes", nargs="*", help="other settings of the runs, after --")
     arguments = parser.parse_args()
     most_events = 2_000 if arguments.quick else 20_000
     drawn = [frames(slots, most_events=most_events) for slots in (4, 64, 1024)]
     repeats, updates = (1, 2) if arguments.quick else (arguments.repeats, arguments.updates)
-    found = pairs(repeats, updates=updates)
+    spent, run = accounted(updates=updates, changes=arguments.changes)
+    found = pairs(repeats, updates=updates, changes=arguments.changes)
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     if arguments.json:
         result = {
             "machine": machine,
             "frames": [asdict(f) for f in drawn],
+            "accounted": {"view_cpu_seconds": spent, **asdict(run)},
             "with_view": [asdict(run) for run, _ in found],
             "without_view": [asdict(run) for _, run in found],
             "ratios": ratios(found),
@@ -240,7 +293,11 @@ def main() -> None:
             f"{f.frame_milliseconds_most:.2f}), {f.share:.2%} of a core at {FRAMES_PER_SECOND} "
             f"frames a second; {f.event_microseconds:.1f} us an event"
         )
-    for name, values in ratios(found).items():
+    print(
+        f"accounted: {spent:.2f} s of CPU in the view, {spent / run.seconds:.2%} of the "
+        f"{run.seconds:.0f} s that the run took"
+    )
+    for name, values in ratios(found).items() if found else ():
         print(
             f"{name:<11} with / without the view, {len(values)} pairs: median {median(values):.4f}"
             f" ({min(values):.4f} to {max(values):.4f})"
