@@ -11,6 +11,8 @@
     8 engines      weights with a version -> the next tokens
       loop         1 to 8 in order, on one page
       runs         the loop with evaluations, checkpoints and logs around it
+      report       its events -> pages, pictures, traces; `live` and `watching` while it goes on
+      diagnosis    its events -> what to change, with the gain that the simulator predicts
 
 `sortedrl.runs.start` has a whole run in one call; the names below are those of the loop.
 """
