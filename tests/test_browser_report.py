@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -32,12 +32,16 @@ OPENING_BUDGET_SECONDS = 10
 """For a page of 100,000 answers, on a slow and busy machine."""
 
 
-@cache
-def events_of(preset, mode, *, strategy="sorted", groups=None, lookahead=0):
-    """The log of a simulated run whose answers are worth as much as their key says."""
+def simulation_of(preset, mode, *, strategy="sorted", groups=None, lookahead=0):
     simulation = PRESETS[preset]()
     schedule = replace(simulation.schedule, strategy=strategy, mode=mode, lookahead=lookahead)
-    simulation = replace(simulation, schedule=schedule, groups=groups or simulation.groups)
+    return replace(simulation, schedule=schedule, groups=groups or simulation.groups)
+
+
+@cache
+def events_of(preset, mode, **changes):
+    """The log of a simulated run whose answers are worth as much as their key says."""
+    simulation = simulation_of(preset, mode, **changes)
     events = []
 
     def record(event):
@@ -102,7 +106,9 @@ def answers_of(events, count=60):
 
 def record(name, mode="partial", *, seed=0, gain=0.05, **changes):
     events = events_of("picture", mode, **changes)
-    config = {"seed": seed, "schedule": {"mode": mode}, "engine": {"slots": 8}}
+    simulation = simulation_of("picture", mode, **changes)
+    schedule = {k: v for k, v in asdict(simulation.schedule).items() if v is not None}
+    config = {"seed": seed, "schedule": schedule, "engine": asdict(simulation.engine)}
     return RunRecord(
         name=name,
         events=events,

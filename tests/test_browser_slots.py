@@ -9,6 +9,7 @@ from browser import NARROW, WIDE, is_too_wide, keep_screenshot, open_text, set_s
 from sortedrl.compare import simulate
 from sortedrl.report.html import asset, data_script, page
 from sortedrl.report.record import Run, RunRecord, measured
+from sortedrl.report.runs import SCRIPTS
 from sortedrl.report.sections import slots
 from sortedrl.report.svg import stylesheet
 from sortedrl.simulate.presets import PRESETS
@@ -59,17 +60,7 @@ def large() -> Run:
 
 
 def text(*runs: Run) -> str:
-    scripts = (
-        "browse.js",
-        "slots.js",
-        "slots_bars.js",
-        "slots_colours.js",
-        "slots_shares.js",
-        "slots_paint.js",
-        "slots_words.js",
-        "slots_pointing.js",
-        "slots_zoom.js",
-    )
+    scripts = [name for name in SCRIPTS if name.startswith(("browse", "slots"))]
     script = "\n".join([*map(asset, scripts), START])
     return page(
         title="slots",

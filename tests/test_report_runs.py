@@ -7,14 +7,11 @@ from functools import cache
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import Update, to_json
 from sortedrl.meter import measure
-from sortedrl.report.lanes import first_seconds, lanes
 from sortedrl.report.record import RunRecord, read_run
 from sortedrl.report.runs import runs_page
 from sortedrl.report.timeline import MAX_BARS
@@ -229,40 +226,6 @@ def test_numbers_that_are_missing_or_not_finite_are_left_out():
     dots = dots_of(page, "Mean reward of the answers of an update")
     assert len(dots) == measure(run.events).run.updates - 3
     assert "nan" not in page
-
-
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-@given(share=st.floats(0.01, 0.99))
-def test_the_first_seconds_hold_what_was_written_by_then_and_no_more(mode, share):
-    whole = lanes(events_of("sorted", mode))
-    end = whole.start + share * (whole.end - whole.start)
-    torn = first_seconds(whole, end - whole.start)
-    assert torn.end == pytest.approx(end)
-    assert all(band.start <= band.end <= torn.end for band in torn.bands)
-    by_start = {(bar.slot, bar.start): bar for bar in whole.bars}
-    assert len(torn.bars) == sum(bar.start < torn.end for bar in whole.bars)
-    for bar in torn.bars:
-        before = by_start[bar.slot, bar.start]
-        if before.end <= torn.end:
-            assert bar == before
-            continue
-        assert bar.end == torn.end
-        assert not bar.is_finished
-        assert bar.length == before.length is not None
-        # an answer that is written evenly, one token a second
-        assert bar.decoded == pytest.approx(bar.end - bar.start, abs=0.51)
-        assert bar.decoded - bar.discarded == min(bar.decoded, before.decoded - before.discarded)
-
-
-def test_a_torn_bar_of_an_answer_that_was_never_trained_on_keeps_its_shade():
-    events = events_of("sync")
-    first = next(place for place, event in enumerate(events) if event.kind == "update")
-    whole = lanes(events[:first])
-    assert all(bar.length is None for bar in whole.bars)
-    longest = max(whole.bars, key=lambda bar: bar.decoded)
-    torn = first_seconds(whole, longest.end - 1 - whole.start)
-    bar = max(torn.bars, key=lambda bar: bar.decoded)
-    assert (bar.decoded, bar.length) == (longest.decoded - 1, longest.decoded)
 
 
 def test_a_large_run_makes_a_page_of_bounded_size():

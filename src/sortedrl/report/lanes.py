@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
@@ -273,33 +273,3 @@ class _Tracer:
                 self._bands.append(band)
             self._rollout_since = None
             self._rollout_end = self._now
-
-
-def first_seconds(run: Lanes, seconds: float) -> Lanes:
-    """The lanes of a run as if the picture were torn off there."""
-    end = run.start + seconds
-    return replace(
-        run,
-        end=end,
-        lanes=tuple(
-            tuple(_torn(bar, end) for bar in lane if bar.start < end) for lane in run.lanes
-        ),
-        bands=tuple(
-            replace(band, end=min(band.end, end)) for band in run.bands if band.start < end
-        ),
-    )
-
-
-def _torn(bar: Bar, end: float) -> Bar:
-    """The part of a bar before `end`: what was written by then, and what of it was to stay."""
-    if bar.end <= end:
-        return bar
-    decoded = round(bar.decoded * (end - bar.start) / (bar.end - bar.start))
-    return replace(
-        bar,
-        end=end,
-        decoded=decoded,
-        discarded=max(0, decoded - (bar.decoded - bar.discarded)),
-        is_finished=False,
-        length=bar.kept + bar.decoded if bar.length is None else bar.length,
-    )

@@ -30,7 +30,7 @@ from sortedrl.report.svg import stylesheet
 
 _NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")
-_SCRIPTS = (
+SCRIPTS = (
     "browse.js",
     "slots.js",
     "slots_bars.js",
@@ -43,6 +43,7 @@ _SCRIPTS = (
     "answers.js",
     "run.js",
 )
+"""The parts of the page's script; they are joined inside one function."""
 
 
 def runs_page(
@@ -70,7 +71,7 @@ def runs_page(
     body = "\n".join([opening, _contents(parts), *parts])
     data = packed_script("slots-data", slots.data(runs))
     data += packed_script("answers-data", answers.data(runs))
-    scripts = "\n".join(asset(name) for name in _SCRIPTS)
+    scripts = "\n".join(asset(name) for name in SCRIPTS)
     return page(
         title=title,
         body=f"<main>\n{body}\n</main>\n{data}",
