@@ -214,22 +214,6 @@ def test_a_run_taken_up_again_goes_on_with_the_version_of_its_checkpoint():
     assert [(bar.prompt, bar.version) for bar in run.bars] == [(0, 0), (1, 7)]
 
 
-def test_weights_that_an_evaluation_handed_over_are_known_from_the_update():
-    update = {"took_seconds": 0.0, "trained": (), "closed": ()}
-    run = lanes(
-        [
-            BEGIN,
-            start(0, prompt=0, running=1),
-            finish(1, prompt=0, tokens=1, running=0),
-            Update(seconds=1, round=0, version=0, **update),
-            start(2, prompt=1, running=1),
-            finish(3, prompt=1, tokens=1, running=0),
-            Update(seconds=3, round=1, version=1, **update),
-        ]
-    )
-    assert [(bar.prompt, bar.version) for bar in run.bars] == [(0, 0), (1, 1)]
-
-
 def test_outcomes_tell_finished_interrupted_and_discarded_apart():
     six = PRESETS["six"]()
     seen = {}

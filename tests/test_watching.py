@@ -604,7 +604,11 @@ def test_a_resumed_run_whose_log_was_cut_is_shown_as_it_is(tmp_path):
 
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
     folder = write_run(tmp_path / "mine", first_updates(1))
-    code = "import sys; from sortedrl.commands.watch import run; run(sys.argv[1:])"
+    # Where the tests run in the background, Ctrl-C is ignored by all their children.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from sortedrl.commands.watch import run; run(sys.argv[1:])"
+    )
     words = [sys.executable, "-c", code, str(folder), "--port", "0", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, **pipes) as command:

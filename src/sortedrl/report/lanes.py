@@ -163,7 +163,6 @@ class _Tracer:
         self._running: dict[Key, _Stretch] = {}
         self._written: dict[Key, list[_Stretch]] = {}
         self._length: dict[Key, int] = {}
-        self._since_update: list[_Stretch] = []
         self._bands: list[Band] = []
 
     def take(self, event: Event) -> None:
@@ -187,7 +186,8 @@ class _Tracer:
             start = event.seconds - event.took_seconds
             self._bands.append(Band(start=start, end=event.seconds, kind=kind))
         if isinstance(event, Update):
-            self._close_round(event)
+            for trained in event.trained:
+                self._length[trained.prompt, trained.sample] = trained.tokens
 
     def lanes(self) -> Lanes:
         """The lanes so far; what still runs ends now."""
@@ -210,17 +210,6 @@ class _Tracer:
             bands=tuple(sorted(self._bands, key=attrgetter("start"))),
         )
 
-    def _close_round(self, update: Update) -> None:
-        """An update names the weights that its whole round wrote with.
-
-        An evaluation may have handed them to the engine before the round, without a hand-over.
-        """
-        for stretch in self._since_update:
-            stretch.version = update.version
-        self._since_update.clear()
-        for trained in update.trained:
-            self._length[trained.prompt, trained.sample] = trained.tokens
-
     @property
     def _writing_until(self) -> float:
         """Nothing is written after the harvest, though interrupts take time."""
@@ -237,7 +226,6 @@ class _Tracer:
                 kept=start.cached,
             )
             self._running[start.prompt, start.sample] = stretch
-            self._since_update.append(stretch)
 
     def _stop(self, event: Finish | Interrupt) -> None:
         key = (event.prompt, event.sample)
