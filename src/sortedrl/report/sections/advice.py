@@ -73,8 +73,8 @@ def _gain(entry: Advice, gain: float) -> str:
     """A ratio of speeds in words."""
     if gain < 1:
         return f"{100 * (1 - gain):.0f} % slower, predicted"
-    beyond = "; the run itself has shown nothing of the kind"
-    return f"{gain:.2f} times as fast, predicted" + beyond * (entry.about == "extrapolation")
+    beyond = " beyond what the run has shown" if entry.about == "extrapolation" else ""
+    return f"{gain:.2f} times as fast, predicted{beyond}"
 
 
 def _before_and_after(entry: Advice) -> str:
