@@ -15,7 +15,7 @@ from sortedrl.meter import measure
 from sortedrl.metrics import numbers
 from sortedrl.report.record import RunRecord, read_runs
 from sortedrl.report.runs import runs_page
-from sortedrl.terminal import write_text
+from sortedrl.terminal import progress, write_text
 
 HELP = """Show a run on one page: what it learned, where its slot-seconds went, what to change.
 
@@ -49,9 +49,13 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl report", description=HELP)
-    records = read_runs(given.runs)
+    with progress(2) as advance:
+        advance("reading", 0)
+        records = read_runs(given.runs)
+        advance("drawing", 1)
+        page = runs_page(records, title=given.title or title_of(records))
     path = given.out or _beside(given.runs)
-    write_text(path, runs_page(records, title=given.title or title_of(records)))
+    write_text(path, page)
     if given.json:
         rows = {record.name: numbers(measure(record.events).run) for record in records}
         print(json.dumps({"page": str(path), "runs": rows}, indent=2))

@@ -122,8 +122,8 @@ def table(
 
 
 def asset(name: str) -> str:
-    """A style or script that lies beside this module."""
-    return (files("sortedrl.report") / name).read_text(encoding="utf-8").strip()
+    """A style or script out of the folder beside this module."""
+    return (files("sortedrl.report") / "assets" / name).read_text(encoding="utf-8").strip()
 
 
 def _digest(text: str) -> str:
