@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from browser import NARROW, expect, is_too_wide, keep_screenshot, set_scheme, set_width
 from sortedrl.answer_log import LoggedAnswer
-from sortedrl.report.html import asset
 from sortedrl.report.record import read_run
 from watched_runs import first_updates, served, whole_log, write_run
 
@@ -228,15 +227,3 @@ def test_the_watched_page_is_readable_wide_and_narrow_in_both_schemes(browser_pa
                 set_width(browser_page, width)
                 assert not is_too_wide(browser_page)
                 keep_screenshot(browser_page, f"watch-{scheme}-{name}", is_whole=False)
-
-
-def test_the_scripts_of_a_page_declare_every_name_once():
-    names = [
-        name
-        for script in ("browse.js", "slots.js", "answers.js", "run.js")
-        for name in re.findall(
-            r"^(?:async )?(?:function\*?|const|let|class) (\w+)", asset(script), re.MULTILINE
-        )
-    ]
-    assert len(names) > 40
-    assert sorted(names) == sorted(set(names))

@@ -13,7 +13,6 @@ from sortedrl.events import Begin, End
 from sortedrl.report import samples
 from sortedrl.report.html import asset, data_script, page
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.runs import SCRIPTS
 from sortedrl.report.sections import answers
 from sortedrl.report.svg import stylesheet
 
@@ -175,15 +174,6 @@ def test_rewards_that_are_no_numbers_travel_as_none():
     json.dumps(data, allow_nan=False)
     assert data["reward"] == [None, None]
     assert data["parts"][0] == {"x": None}
-
-
-def test_scripts_that_share_a_page_have_no_name_twice():
-    names = [
-        name
-        for script in SCRIPTS
-        for name in re.findall(r"^(?:async )?function (\w+)", asset(script), flags=re.MULTILINE)
-    ]
-    assert sorted(names) == sorted(set(names))
 
 
 def test_answers_are_filtered_by_reward_length_and_update(shown):

@@ -12,8 +12,9 @@ from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import Update, to_json
 from sortedrl.meter import measure
+from sortedrl.report.html import asset
 from sortedrl.report.record import RunRecord, read_run
-from sortedrl.report.runs import runs_page
+from sortedrl.report.runs import SCRIPTS, runs_page
 from sortedrl.report.timeline import MAX_BARS
 from sortedrl.simulate.presets import PRESETS
 
@@ -323,3 +324,15 @@ def test_a_run_without_metrics_is_read_and_one_without_events_is_refused(tmp_pat
     (tmp_path / "run" / "events.jsonl").unlink()
     with pytest.raises(DataError, match=r"events\.jsonl"):
         read_run(tmp_path / "run")
+
+
+def test_the_scripts_of_a_page_declare_every_name_once():
+    names = [
+        name
+        for script in SCRIPTS
+        for name in re.findall(
+            r"^(?:async )?(?:function\*?|const|let|class) (\w+)", asset(script), re.MULTILINE
+        )
+    ]
+    assert len(names) > 40
+    assert sorted(names) == sorted(set(names))
