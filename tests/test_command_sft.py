@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from run_worlds import Nursery, run_words, said, weights, write_world
-from sortedrl.arguments import read_toml, settings_over
+from sortedrl.arguments import settings_over
 from sortedrl.run_log import read_metrics
+from sortedrl.toml_file import read_toml
 from sortedrl.training.supervision import SupervisedSettings
 
 MODEL = "tiny:hidden=32,layers=1,heads=2,context=256"

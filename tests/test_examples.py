@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
-from sortedrl.arguments import read_toml, settings_over
+from sortedrl.arguments import settings_over
 from sortedrl.cli import main
 from sortedrl.run_log import read_metrics
+from sortedrl.toml_file import read_toml
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
 

@@ -1,9 +1,6 @@
-import tomllib
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sortedrl.events import Begin, End
 from sortedrl.report.record import RunRecord, measured
@@ -44,24 +41,6 @@ def run(name, config):
         End(seconds=1.0, rounds=0, trained=0),
     ]
     return measured(RunRecord(name=name, events=events, config=config))
-
-
-SCALARS = (
-    st.booleans()
-    | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"]))
-)
-
-
-@given(st.recursive(SCALARS, st.lists, max_leaves=5))
-def test_a_value_is_shown_as_toml_would_read_it_back(value):
-    assert tomllib.loads(f"x = {settings.toml_value(value)}")["x"] == value
-
-
-def test_a_table_in_a_list_is_shown_inline():
-    text = settings.toml_value([{"a": 1, "b": ["x"]}])
-    assert tomllib.loads(f"x = {text}")["x"] == [{"a": 1, "b": ["x"]}]
 
 
 def test_a_single_run_shows_every_setting_behind_a_fold():

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.arguments import all_to_toml, read_toml, settings_over
+from sortedrl.arguments import all_to_toml, settings_over
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import RunFolder, refuse_other_settings
+from sortedrl.toml_file import read_toml
 from sortedrl.trackers import Tracking
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.optimisation import Optimisation

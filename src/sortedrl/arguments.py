@@ -13,7 +13,6 @@ Its values are turned into flags, so a file and a flag mean the same and fail al
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import tyro
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.settings import Simulation
+from sortedrl.toml_file import read_toml, toml_value
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -112,17 +112,6 @@ def settings_over(
         raise
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(path, f"not TOML: {error}") from error
-
-
 def to_toml(simulation: Simulation) -> str:
     """The settings as a TOML file that `settings_from` reads back as the same settings."""
     lines = ['preset = "paper"', *_lines(asdict(simulation), asdict(PRESETS["paper"]()))]
@@ -174,7 +163,8 @@ def _lines(
     for name, value in settings.items():
         is_told = value != default[name] or (everything and value is not None)
         if not isinstance(value, Mapping) and is_told:
-            yield f"{name} = {_toml_value(value)}"
+            # the parser reads the word None as no value
+            yield f"{name} = {toml_value('None' if value is None else value)}"
     for name, value in settings.items():
         if isinstance(value, Mapping) and (everything or value != default[name]):
             yield ""
@@ -182,17 +172,6 @@ def _lines(
             yield from _lines(
                 value, default[name], section=f"{section}{name}.", everything=everything
             )
-
-
-def _toml_value(value: Any) -> str:  # noqa: ANN401
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(part) for part in value) + "]"
-    if isinstance(value, str | Path | None):  # the parser reads the word None as no value
-        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{text}"'
-    return repr(value)
 
 
 def _check_choices(settings: type, arguments: Sequence[str], *, is_dotted: bool) -> None:

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from sortedrl.arguments import parse, read_toml, settings_over
+from sortedrl.arguments import parse, settings_over
 from sortedrl.errors import ConfigError
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import warm_start
+from sortedrl.toml_file import read_toml
 from sortedrl.training.supervision import SupervisedSettings
 
 HELP = """Train a model to imitate written answers, as a warm start for sortedrl train.

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sortedrl.arguments import parse, read_toml, settings_over
+from sortedrl.arguments import parse, settings_over
 from sortedrl.errors import ConfigError
 from sortedrl.runs.folder import RunFolder, refuse_other_settings
 from sortedrl.runs.start import train
 from sortedrl.runs.tasks import training_tasks
 from sortedrl.terminal import table, tell
+from sortedrl.toml_file import read_toml
 from sortedrl.training.settings import TrainSettings
 
 if TYPE_CHECKING:

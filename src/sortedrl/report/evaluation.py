@@ -22,7 +22,7 @@ from sortedrl.evaluation.tables import (
     summary_table,
 )
 from sortedrl.report.findings import comparison_words, different_settings, notes, summary_words
-from sortedrl.report.html import asset, data_script, escape, page, table
+from sortedrl.report.html import asset, data_script, escape, page, prose, table
 from sortedrl.report.rates import (
     Group,
     change_marks,
@@ -80,9 +80,9 @@ def _opening(
     ]
     if comparison is not None:
         found += different_settings(evaluations[0], evaluations[1])
-    items = [f"<li>{_prose(note)}</li>" for note in found]
+    items = [f"<li>{prose(note)}</li>" for note in found]
     told = f"<ul class='notes'>{''.join(items)}</ul>" if items else ""
-    return f"<header><h1>{_prose(headline)}</h1><p class='lead'>{_prose(lead)}</p>{told}</header>"
+    return f"<header><h1>{prose(headline)}</h1><p class='lead'>{prose(lead)}</p>{told}</header>"
 
 
 def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) -> str:
@@ -258,11 +258,6 @@ def _settings(evaluations: Sequence[Evaluation]) -> str:
 
 def _words(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _prose(text: str) -> str:
-    """Escaped text in which a number stays on the line of its per cent sign."""
-    return escape(text.replace(" %", "\N{NO-BREAK SPACE}%"))
 
 
 def _figure(caption: str, picture: str) -> str:

@@ -32,6 +32,16 @@ def escape(text: str) -> str:
     return html.escape(_NOT_TEXT.sub("\ufffd", text))
 
 
+def prose(text: str) -> str:
+    """Escaped text in which a number stays on the line of its per cent sign."""
+    return escape(unbroken(text))
+
+
+def unbroken(text: str) -> str:
+    """Text in which a number stays on the line of its per cent sign."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
 def page(
     *, title: str, body: str, style: str, script: str, refresh_seconds: float | None = None
 ) -> str:

@@ -7,9 +7,8 @@ of a line, is the run up to its last whole line.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,11 @@ from sortedrl.meter import measure
 from sortedrl.metrics import Metrics
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.run_log import Value, read_metrics
+from sortedrl.toml_file import read_toml
 from sortedrl.types import Key
+
+BESIDE = ("metrics.jsonl", "config.toml", "answers.jsonl")
+"""What a run's folder holds beside its events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +89,16 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
             "must be the folder of a run, with events.jsonl in it, or a log of events; "
             "check the path",
         )
-    rows, config, answers = (path / n for n in ("metrics.jsonl", "config.toml", "answers.jsonl"))
-    return RunRecord(
-        name=called,
-        events=_events(log),
+    return with_files(RunRecord(name=called, events=_events(log)), path)
+
+
+def with_files(record: RunRecord, folder: Path) -> RunRecord:
+    """The record with what lies beside its events in the folder of the run."""
+    rows, config, answers = (folder / name for name in BESIDE)
+    return replace(
+        record,
         rows=read_metrics(rows) if rows.is_file() else [],
-        config=_settings(config) if config.is_file() else None,
+        config=read_toml(config) if config.is_file() else None,
         answers=read_answers(answers) if answers.is_file() else [],
     )
 
@@ -156,13 +163,6 @@ def _events(log: Path) -> list[Event]:
             log, "must open with 'begin', but does not; wait for the run's first update"
         )
     return events
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(path, f"not TOML: {error}") from error
 
 
 def _held_out(rows: Sequence[Mapping[str, Value]]) -> Iterator[HeldOut]:

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sortedrl.answer_log import read_answers
-from sortedrl.arguments import read_toml
 from sortedrl.errors import DataError
 from sortedrl.events import Begin, End
-from sortedrl.report.record import RunRecord, run_names
-from sortedrl.run_log import read_metrics
+from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
 from sortedrl.watching.tail import Tail
 
 _Print = tuple[int, int] | None
@@ -46,7 +43,8 @@ class FollowedRun:
     def look(self) -> bool:
         """Read what is new; whether record or note may have changed."""
         # Taken before reading: what is written meanwhile is seen by the next look.
-        prints = [_fingerprint(path) for path in (self.path, *self._files())]
+        beside = (self.path / name for name in BESIDE)
+        prints = [_fingerprint(path) for path in (self.path, self._log, *beside)]
         if prints == self._prints:
             return False
         self._prints = prints
@@ -58,16 +56,15 @@ class FollowedRun:
             self.note = f"{self.path} cannot be read ({error.strerror})"
         return True
 
-    def _files(self) -> tuple[Path, Path, Path, Path]:
-        log = self.path if self.path.is_file() else self.path / "events.jsonl"
-        folder = self.path
-        return log, folder / "metrics.jsonl", folder / "answers.jsonl", folder / "config.toml"
+    @property
+    def _log(self) -> Path:
+        return self.path if self.path.is_file() else self.path / "events.jsonl"
 
     def _read(self) -> str | None:
         """Renew the record; or tell what it waits for."""
         if not self.path.exists():
             return f"{self.path} does not exist yet; waiting for the run to start"
-        log, rows, answers, config = self._files()
+        log = self._log
         if self._tail is None or self._tail.path != log:
             self._tail = Tail(log)
         events = self._tail.look() if log.is_file() else []
@@ -75,13 +72,7 @@ class FollowedRun:
             return "waiting for the run's first update"
         if not isinstance(events[0], Begin):
             raise DataError(log, "must open with 'begin', but does not; give the log of a run")
-        self.record = RunRecord(
-            name=self.name,
-            events=events,
-            rows=read_metrics(rows) if rows.is_file() else [],
-            config=read_toml(config) if config.is_file() else None,
-            answers=read_answers(answers) if answers.is_file() else [],
-        )
+        self.record = with_files(RunRecord(name=self.name, events=events), self.path)
         return None
 
 

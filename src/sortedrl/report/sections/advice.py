@@ -16,9 +16,9 @@ from sortedrl.diagnosis.forecast import Forecast
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.axis import short
-from sortedrl.report.html import escape, table
+from sortedrl.report.html import escape, prose, table, unbroken
 from sortedrl.report.record import Run, RunRecord
-from sortedrl.report.sections.frame import framed, paragraph, prose, unbroken
+from sortedrl.report.sections.frame import framed, paragraph
 
 _Settings = TypeVar("_Settings", Schedule, EngineSettings)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sortedrl.report.html import escape
+from sortedrl.report.html import escape, prose
 
 
 def framed(title: str, *parts: str, name: str) -> str:
@@ -23,13 +23,3 @@ def figure(caption: str, picture: str) -> str:
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
     return f"<p>{prose(text)}</p>"
-
-
-def prose(text: str) -> str:
-    """Escaped text in which a number stays on the line of its per cent sign."""
-    return escape(unbroken(text))
-
-
-def unbroken(text: str) -> str:
-    """Text in which a number stays on the line of its per cent sign."""
-    return text.replace(" %", "\N{NO-BREAK SPACE}%")

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.axis import short
-from sortedrl.report.html import escape
+from sortedrl.report.html import escape, prose
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import prose
 
 
 def opening(runs: Sequence[Run], *, title: str) -> str:

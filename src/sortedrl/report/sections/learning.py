@@ -12,9 +12,9 @@ from operator import attrgetter
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.axis import short
 from sortedrl.report.curves import curves
-from sortedrl.report.html import escape, table
+from sortedrl.report.html import escape, table, unbroken
 from sortedrl.report.record import HeldOut, Run, number
-from sortedrl.report.sections.frame import figure, framed, paragraph, unbroken
+from sortedrl.report.sections.frame import figure, framed, paragraph
 from sortedrl.report.seeds import SeedGroup, seed_groups, seed_series
 
 _BY = (

@@ -15,9 +15,9 @@ from sortedrl.events import Finish, Start
 from sortedrl.metrics import LengthBias
 from sortedrl.report.axis import short
 from sortedrl.report.histogram import Shape, histograms, length_bins
-from sortedrl.report.html import table
+from sortedrl.report.html import table, unbroken
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import figure, framed, paragraph, unbroken
+from sortedrl.report.sections.frame import figure, framed, paragraph
 from sortedrl.report.sections.remarks import remarks
 from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
 

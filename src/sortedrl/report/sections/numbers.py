@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import HandOver, Score, Update
 from sortedrl.report.axis import short
-from sortedrl.report.html import table
+from sortedrl.report.html import table, unbroken
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import framed, unbroken
+from sortedrl.report.sections.frame import framed
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"

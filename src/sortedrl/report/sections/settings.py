@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from sortedrl.report.html import escape, table
 from sortedrl.report.record import Run
 from sortedrl.report.sections.frame import framed, paragraph
 from sortedrl.report.seeds import flat
+from sortedrl.toml_file import toml_value
 
 _NONE = "\N{EN DASH}"
 
@@ -27,25 +27,6 @@ def section(runs: Sequence[Run]) -> str:
     elif known:
         parts += _compared(known)
     return framed("Settings", *parts, name="settings")
-
-
-def toml_value(value: object) -> str:
-    """A setting as TOML shows it.
-
-    >>> toml_value(True), toml_value("a"), toml_value([1, 2.5]), toml_value(1e-8)
-    ('true', '"a"', '[1, 2.5]', '1e-08')
-    """
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(toml_value(part) for part in value)}]"
-    if isinstance(value, Mapping):
-        inside = ", ".join(f"{name} = {toml_value(part)}" for name, part in value.items())
-        return f"{{{inside}}}"
-    # numbers, and dates and times, which are written as they are
-    return str(value)
 
 
 def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
