@@ -25,7 +25,7 @@ from pathlib import Path
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.diagnosis.diagnosis import diagnose
 from sortedrl.diagnosis.forecast import simulated
-from sortedrl.diagnosis.traces import observed_traces
+from sortedrl.diagnosis.observed import observed_answers
 from sortedrl.diagnosis.world import observed_world
 from sortedrl.events import Event, read_events
 from sortedrl.meter import measure
@@ -123,11 +123,15 @@ def claims(logs: dict[Schedule, list[Event]], engine: EngineSettings) -> list[Cl
     speeds = {s: measure(log).run.trained_per_second for s, log in logs.items()}
     found = []
     for seen, log in logs.items():
-        traces, costs = observed_traces(log), fit(log).costs
+        observed, costs = observed_answers(log), fit(log).costs
         told: dict[Schedule, float] = {}
         for asked in logs:
-            world = observed_world(log, traces, schedule=asked, engine=engine, costs=costs, seed=0)
-            forecast = simulated(world.simulation, trajectories=traces.num_trained, stop_after=None)
+            world = observed_world(
+                log, observed, schedule=asked, engine=engine, costs=costs, seed=0
+            )
+            forecast = simulated(
+                world.simulation, trajectories=observed.num_trained, stop_after=None
+            )
             told[asked] = forecast.trained_per_second
         found += [
             Claim(

@@ -18,11 +18,11 @@ from sortedrl.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Sta
 from sortedrl.live import memory
 from sortedrl.live.drawing import bar, sparkline, stacked, strip
 from sortedrl.live.frame import ASCII, BLOCKS, Frame, fitted, glyphs_for, shown
+from sortedrl.live.history import History
 from sortedrl.live.memory import Memory, used_memory
 from sortedrl.live.panel import panel
 from sortedrl.live.slots import Slots
 from sortedrl.live.state import Course, LiveState, Moment, OpenGroup
-from sortedrl.live.trace import Trace
 from sortedrl.live.view import LiveView, PlainView, Source, activity, opened_view
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures
@@ -190,13 +190,13 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.lists(FINITE, max_size=1200))
-def test_a_trace_is_bounded_and_keeps_the_last_value_and_the_range(values):
-    trace = Trace()
+def test_a_history_is_bounded_and_keeps_the_last_value_and_the_range(values):
+    history = History()
     for value in [*values, float("nan"), float("inf")]:
-        trace.add(value)
-    kept = trace.values()
+        history.add(value)
+    kept = history.values()
     assert len(kept) <= min(256, len(values))
-    assert trace.last == (values[-1] if values else None)
+    assert history.last == (values[-1] if values else None)
     if values:
         slack = 1e-9 * max(abs(value) for value in values)
         assert min(values) - slack <= min(kept) <= max(kept) <= max(values) + slack
@@ -204,11 +204,11 @@ def test_a_trace_is_bounded_and_keeps_the_last_value_and_the_range(values):
         assert list(kept) == values
 
 
-def test_a_long_trace_gives_every_update_the_same_room():
-    trace = Trace()
+def test_a_long_history_gives_every_update_the_same_room():
+    history = History()
     for value in range(5000):
-        trace.add(value)
-    steps = [after - before for before, after in pairwise(trace.values())]
+        history.add(value)
+    steps = [after - before for before, after in pairwise(history.values())]
     assert set(steps[:-1]) == {32}
 
 

@@ -71,11 +71,8 @@ def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band():
 
 
 def test_numbers_of_updates_are_drawn_where_there_are_any():
-    text = learning.section([run("a", [0.2, 0.5], reward_mean=0.5, length_mean=60)])
-    assert titles(text)[3:] == [
-        "Mean length of the answers of an update",
-        "Mean reward of the answers of an update",
-    ]
+    text = learning.section([run("a", [0.2, 0.5], reward_mean=0.5)])
+    assert titles(text)[3:] == ["Mean reward of the answers of an update"]
     assert "<details" not in text
     text = learning.section([run("a", [0.2, 0.5], correction_ess=0.5, entropy_mean=0.1)])
     folded = text[text.index("<details") :]

@@ -11,8 +11,8 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.courses import By
 from sortedrl.report.pictures import (
-    By,
     Look,
     Per,
     bubble_picture,

@@ -14,9 +14,9 @@ from sortedrl.diagnosis.advice import LEAST_GAIN, Advice, Trial, gain_of
 from sortedrl.diagnosis.findings import Findings, mean_sample_size
 from sortedrl.diagnosis.forecast import Forecast, forecast
 from sortedrl.diagnosis.idle import Idle, idle
+from sortedrl.diagnosis.observed import ObservedAnswers, observed_answers
 from sortedrl.diagnosis.rules import proposals
 from sortedrl.diagnosis.schedule import observed_schedule, shows_group
-from sortedrl.diagnosis.traces import Traces, observed_traces
 from sortedrl.diagnosis.world import observed_world
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import Event, Update
@@ -100,11 +100,11 @@ def diagnose(
         known = schedule or observed_schedule(events)
     except (ConfigError, DataError) as error:
         return Diagnosis(reason=f"Nothing can be predicted yet: {error}.")
-    traces = observed_traces(events)
-    if known is None or not traces.num_trained:
+    observed = observed_answers(events)
+    if known is None or not observed.num_trained:
         return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
     world = observed_world(
-        events, traces, schedule=known, engine=engine, costs=fitted.costs, seed=seed
+        events, observed, schedule=known, engine=engine, costs=fitted.costs, seed=seed
     )
     run = measure(events).run
     trial = Trial(world, trajectories=run.trajectories)
@@ -116,13 +116,13 @@ def diagnose(
         measured=forecast(run, trajectories=run.trajectories),
         discarded_per_trained=ledger.discarded / max(1, ledger.trained),
         idle=idle(events),
-        num_prompts=traces.num_prompts,
+        num_prompts=observed.num_prompts,
         is_group_known=schedule is not None or shows_group(known.strategy),
-        truncated_share=traces.num_truncated / max(1, traces.num_finished),
+        truncated_share=observed.num_truncated / max(1, observed.num_finished),
         update_seconds=sum(took) / len(took),
         sample_size=mean_sample_size(rows),
         is_mismatch_measured=world.is_mismatch_measured,
-        step_share=_step_share(fitted.costs, traces),
+        step_share=_step_share(fitted.costs, observed),
     )
     advice, notes = trial.judged(list(proposals(found)))
     return Diagnosis(
@@ -136,14 +136,14 @@ def diagnose(
     )
 
 
-def _step_share(costs: Costs, traces: Traces) -> float:
+def _step_share(costs: Costs, observed: ObservedAnswers) -> float:
     """Share of a decode step of full slots that does not grow with the answers in it."""
-    lengths = [tokens for tokens, _ in traces.lengths.values()]
+    lengths = [tokens for tokens, _ in observed.lengths.values()]
     # A long answer is met more often in a slot than a short one, on average half written.
     written = sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
-    resident = written + sum(traces.prompts.values()) / len(traces.prompts)
+    resident = written + sum(observed.prompts.values()) / len(observed.prompts)
     answer = costs.sequence_seconds + resident * costs.cached_token_seconds
-    return costs.step_seconds / (costs.step_seconds + traces.slots * answer)
+    return costs.step_seconds / (costs.step_seconds + observed.slots * answer)
 
 
 def _times(gain: float) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.diagnosis.forecast import simulated
-from sortedrl.diagnosis.traces import Traces
+from sortedrl.diagnosis.observed import ObservedAnswers
 from sortedrl.events import Event
 from sortedrl.randomness import uniform
 from sortedrl.simulate.costs import Costs, CostSettings
@@ -42,7 +42,7 @@ class World:
 
 def observed_world(
     events: Sequence[Event],
-    traces: Traces,
+    observed: ObservedAnswers,
     *,
     schedule: Schedule,
     engine: EngineSettings | None,
@@ -51,38 +51,38 @@ def observed_world(
 ) -> World:
     """The run that wrote these events, on a virtual clock."""
     survival = written_lengths(stretches(events))
-    places = _places(traces, schedule)
+    places = _places(observed, schedule)
     lengths = LengthSettings(
-        values=tuple(_values(traces, places, survival, schedule=schedule, seed=seed)),
-        replay=not traces.was_redrawn,
-        prompt_tokens=round(sum(traces.prompts.values()) / len(traces.prompts)),
+        values=tuple(_values(observed, places, survival, schedule=schedule, seed=seed)),
+        replay=not observed.was_redrawn,
+        prompt_tokens=round(sum(observed.prompts.values()) / len(observed.prompts)),
     )
-    rate = None if schedule.mode != "coupled" else traces.mismatch_rate
+    rate = None if schedule.mode != "coupled" else observed.mismatch_rate
     if rate is not None:
         lengths = replace(lengths, mismatch_rate=rate)
-    max_tokens = traces.longest if engine is None else engine.max_tokens
+    max_tokens = observed.longest if engine is None else engine.max_tokens
     world = World(
         simulation=Simulation(
             prompts=len(places),
             seed=seed,
             schedule=schedule,
-            engine=EngineSettings(slots=traces.slots, max_tokens=max_tokens),
+            engine=EngineSettings(slots=observed.slots, max_tokens=max_tokens),
             lengths=lengths,
             costs=CostSettings(hardware="ticks", **asdict(costs)),
         ),
-        compared_trajectories=_compared(traces, places),
+        compared_trajectories=_compared(observed, places),
         is_mismatch_measured=rate is not None,
     )
-    return _with_likeness(world, traces) if traces.was_redrawn else world
+    return _with_likeness(world, observed) if observed.was_redrawn else world
 
 
-def _with_likeness(world: World, traces: Traces) -> World:
+def _with_likeness(world: World, observed: ObservedAnswers) -> World:
     """The world with the share of the prompt in an answer's length, found by halving.
 
     Redraws that resemble the answer they replace are as long again: the more alike they are, the
     longer are the answers that end up in training.
     """
-    mean = traces.trained_tokens / traces.num_trained
+    mean = observed.trained_tokens / observed.num_trained
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
@@ -90,7 +90,7 @@ def _with_likeness(world: World, traces: Traces) -> World:
         world = replace(world, simulation=replace(world.simulation, lengths=lengths))
         reached = simulated(
             world.simulation,
-            trajectories=traces.num_trained,
+            trajectories=observed.num_trained,
             stop_after=world.compared_trajectories,
         )
         low, high = (low, share) if reached.mean_length > mean else (share, high)
@@ -98,13 +98,13 @@ def _with_likeness(world: World, traces: Traces) -> World:
     return replace(world, simulation=replace(world.simulation, lengths=lengths))
 
 
-def _places(traces: Traces, schedule: Schedule) -> list[int]:
+def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:
     """The prompts to simulate, as places in the order of the run.
 
     A run that goes on is given a few groups more, or there would be nothing to look ahead to.
     """
-    size, count = schedule.group_prompts, traces.num_prompts
-    if not traces.is_ended:
+    size, count = schedule.group_prompts, observed.num_prompts
+    if not observed.is_ended:
         count = max(count, _LEAST_GROUPS * size)
     groups, most = -(-count // size), max(2, _MOST_TRAJECTORIES // schedule.group_trajectories)
     if groups <= most:
@@ -115,14 +115,14 @@ def _places(traces: Traces, schedule: Schedule) -> list[int]:
     return [group * size + place for group in chosen for place in range(size)]
 
 
-def _compared(traces: Traces, places: Sequence[int]) -> int | None:
-    if traces.is_ended:
+def _compared(observed: ObservedAnswers, places: Sequence[int]) -> int | None:
+    if observed.is_ended:
         return None
-    return round(traces.num_trained * min(1.0, len(places) / traces.num_prompts))
+    return round(observed.num_trained * min(1.0, len(places) / observed.num_prompts))
 
 
 def _values(
-    traces: Traces,
+    observed: ObservedAnswers,
     places: Sequence[int],
     survival: Survival,
     *,
@@ -130,15 +130,15 @@ def _values(
     seed: int,
 ) -> Iterator[int]:
     """One length for each answer; those that the log does not hold are drawn."""
-    if traces.was_redrawn:
+    if observed.was_redrawn:
         yield from survival.sample_lengths(len(places) * schedule.samples_per_prompt)
         return
-    prompts = list(traces.prompts)
+    prompts = list(observed.prompts)
     for place in places:
         # Beyond what the run has started, its prompts come again.
         group, prompt = prompts[place % len(prompts)]
         for sample in range(schedule.samples_per_prompt):
-            tokens, is_finished = traces.lengths.get((group, prompt, sample), (0, False))
+            tokens, is_finished = observed.lengths.get((group, prompt, sample), (0, False))
             if not is_finished:
                 longer = survival.longer_than(tokens) * uniform(seed, group, prompt, sample)
                 tokens = max(tokens, survival.quantile(1 - longer))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from sortedrl.live.frame import Glyphs, Line, Piece
-from sortedrl.live.trace import squeezed
+from sortedrl.live.history import squeezed
 
 _BAR_LEAST = 4
 _BAR_MOST = 16

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Load, Renew, Start, Update
+from sortedrl.live.history import History
 from sortedrl.live.memory import Memory
 from sortedrl.live.slots import Slots
-from sortedrl.live.trace import Trace
 from sortedrl.metrics import Figures
 from sortedrl.run_log import Value
 
@@ -97,7 +97,7 @@ class LiveState:
         self._updates = self._skipped = self._round = self._ready = 0
         self._is_rollout = False
         self._groups: dict[int, _Group] = {}
-        self._traces = {name: Trace() for name in COURSES}
+        self._histories = {name: History() for name in COURSES}
 
     @property
     def running(self) -> int:
@@ -134,7 +134,7 @@ class LiveState:
         for name, key in COURSES.items():
             value = row.get(key)
             if isinstance(value, int | float):
-                self._traces[name].add(value)
+                self._histories[name].add(value)
         if row.get("skipped_steps"):
             self._skipped += 1
 
@@ -164,9 +164,9 @@ class LiveState:
             group=self._oldest(),
             figures=figures,
             courses={
-                name: Course(values=trace.values(), last=trace.last)
-                for name, trace in self._traces.items()
-                if trace.last is not None
+                name: Course(values=history.values(), last=history.last)
+                for name, history in self._histories.items()
+                if history.last is not None
             },
             memory=memory,
         )

@@ -5,29 +5,22 @@ Each is an SVG that stands alone. Runs that differ only in the seed are one line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Score, Update
+from sortedrl.events import Update
+from sortedrl.report.courses import By, Course, counted, lengths, rewards, scores
 from sortedrl.report.curves import curves_svg
 from sortedrl.report.pareto import Point, pareto
-from sortedrl.report.record import HeldOut, Run, number
-from sortedrl.report.seeds import Line, seed_groups, seed_series
+from sortedrl.report.record import Run
+from sortedrl.report.seeds import seed_groups, seed_series
 from sortedrl.report.svg import Scheme
 from sortedrl.report.timeline import timelines
 
-By = Literal["answers", "tokens", "seconds"]
 Per = Literal["round", "group"]
-
-_PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
-    "answers": ("answers trained on", lambda score: score.answers),
-    "tokens": ("tokens trained on", lambda score: score.tokens),
-    "seconds": ("seconds of training", lambda score: score.seconds),
-}
-"""What a score can be drawn against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,62 +67,41 @@ def bubble_picture(runs: Sequence[Run], look: Look, *, per: Per = "round") -> st
         lines = [[figures.bubble for figures in run.metrics.rounds] for run in runs]
     else:
         lines = [[group.figures.bubble for group in run.metrics.groups] for run in runs]
-    return _curves(
-        runs,
-        [_counted(line) for line in lines],
-        look=look,
+    course = Course(
         title=f"Bubble of every {per}: the idle share of the slots",
         x_label=per,
         y_label="bubble",
+        lines=tuple(map(counted, lines)),
         is_share=True,
     )
+    return _curves(runs, course, look=look)
 
 
 def learning_picture(runs: Sequence[Run], look: Look, *, by: By = "answers") -> str:
     """The score on held-out prompts against what it took."""
-    if not any(run.scores for run in runs):
+    course = scores(runs, by=by)
+    if course.is_empty:
         raise ConfigError(
             "a picture of learning needs a run with held-out scores, but none of these has any; "
             "train with [evaluation] tasks, or draw rewards, lengths or bubble"
         )
-    x_label, place = _PLACES[by]
-    return _curves(
-        runs,
-        [[(place(score), score.score) for score in run.scores] for run in runs],
-        look=look,
-        title=f"Right answers to held-out prompts, by {x_label}",
-        x_label=x_label,
-        y_label="right answers",
-        is_share=True,
-    )
+    return _curves(runs, course, look=look)
 
 
 def rewards_picture(runs: Sequence[Run], look: Look) -> str:
     """The mean reward of the answers of each update."""
-    lines = [_rewards(run) for run in runs]
-    if not any(lines):
+    course = rewards(runs)
+    if course.is_empty:
         raise ConfigError(
             "a picture of rewards needs a run with rewards, but none of these has any; "
             "simulated runs have none: draw lengths or bubble"
         )
-    title = "Mean reward of the answers of an update"
-    return _curves(runs, lines, look=look, title=title, x_label="update", y_label="reward")
+    return _curves(runs, course, look=look)
 
 
 def lengths_picture(runs: Sequence[Run], look: Look) -> str:
     """The mean length of the answers of each update."""
-    lines = [
-        _counted(
-            [
-                sum(trained.tokens for trained in event.trained) / len(event.trained)
-                for event in run.record.events
-                if isinstance(event, Update) and event.trained
-            ]
-        )
-        for run in runs
-    ]
-    title = "Mean length of the answers of an update"
-    return _curves(runs, lines, look=look, title=title, x_label="update", y_label="tokens")
+    return _curves(runs, lengths(runs), look=look)
 
 
 def pareto_picture(runs: Sequence[Run], look: Look) -> str:
@@ -156,45 +128,20 @@ def pareto_picture(runs: Sequence[Run], look: Look) -> str:
     )
 
 
-def _curves(
-    runs: Sequence[Run],
-    lines: Sequence[Line],
-    *,
-    look: Look,
-    title: str,
-    x_label: str,
-    y_label: str,
-    is_share: bool = False,
-) -> str:
-    drawn = seed_series(seed_groups([run.record for run in runs]), lines)
+def _curves(runs: Sequence[Run], course: Course, *, look: Look) -> str:
+    drawn = seed_series(seed_groups([run.record for run in runs]), course.lines)
     told = [
         replace(line, note=f"{line.note}, band: least to most") if line.band else line
         for line in drawn
     ]
     return curves_svg(
         told,
-        x_label=x_label,
-        y_label=y_label,
-        title=look.title or title,
-        is_share=is_share,
+        x_label=course.x_label,
+        y_label=course.y_label,
+        title=look.title or course.title,
+        is_share=course.is_share,
         scheme=look.scheme,
     )
-
-
-def _counted(values: Sequence[float]) -> Line:
-    """The values at 1, 2, 3 and so on."""
-    return [(float(place), value) for place, value in enumerate(values, start=1)]
-
-
-def _rewards(run: Run) -> Line:
-    """Means from the run's own numbers, or from its events where those are missing."""
-    pairs = [(number(row, "update"), number(row, "reward/mean")) for row in run.record.rows]
-    told = [(x, y) for x, y in pairs if x is not None and y is not None]
-    if told:
-        return told
-    scores = [event.scored for event in run.record.events if isinstance(event, Score)]
-    given = [[part.reward for part in scored if part.reward is not None] for scored in scores]
-    return _counted([sum(rewards) / len(rewards) for rewards in given if rewards])
 
 
 def _closing_second(run: Run, groups: int) -> float:

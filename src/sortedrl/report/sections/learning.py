@@ -6,67 +6,54 @@ the most (see `seeds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.axis import short
-from sortedrl.report.curves import curves
+from sortedrl.report.courses import (
+    By,
+    entropies,
+    rewards,
+    sample_sizes,
+    scores,
+)
 from sortedrl.report.html import escape, table, unbroken
-from sortedrl.report.record import HeldOut, Run, number
-from sortedrl.report.sections.frame import figure, framed, paragraph
-from sortedrl.report.seeds import SeedGroup, seed_groups, seed_series
+from sortedrl.report.record import HeldOut, Run
+from sortedrl.report.sections.frame import course_figure, framed, paragraph
+from sortedrl.report.seeds import SeedGroup, seed_groups
 
-_BY = (
-    ("answers", "answers trained on", "What an answer teaches."),
-    ("tokens", "tokens trained on", "What a token teaches."),
-    ("seconds", "seconds of training", "What a second teaches; evaluations take no time."),
+_BY: tuple[tuple[By, str], ...] = (
+    ("answers", "What an answer teaches."),
+    ("tokens", "What a token teaches."),
+    ("seconds", "What a second teaches; evaluations take no time."),
 )
-"""Ways to count how far a run is: the field of an evaluation, the axis, the caption."""
-_OF_UPDATES = (
-    (
-        "length/mean",
-        "tokens",
-        "Mean length of the answers of an update",
-        "Where the short answers of a group are trained on first, lengths climb from update to "
-        "update until the group is used up.",
-    ),
-    (
-        "reward/mean",
-        "reward",
-        "Mean reward of the answers of an update",
-        "Rewards of sampled answers to training prompts.",
-    ),
-)
-"""Numbers of each update: the name in the metrics, the axis, the title, the caption."""
-_OF_UPDATES_FOLDED = (
-    (
-        "correction/ess",
-        "effective sample size",
-        "Effective sample size of an update",
-        "How much the weights of the correction leave of the tokens: 100 % where the weights that "
-        "wrote them are those that are trained.",
-    ),
-    (
-        "entropy/mean",
-        "entropy",
-        "Mean entropy of a token",
-        "How open the choice of the next token is; near 0 the model tries nothing new.",
-    ),
-)
-_SHARES = frozenset({"correction/ess"})
+"""Ways to count how far a run is, and their captions."""
 
 
 def section(runs: Sequence[Run]) -> str:
     """The curves, how soon a common score was reached, and what to make of them."""
     groups = seed_groups([run.record for run in runs])
-    scores = [_by(name, groups, runs) for name, *_ in _BY] if any(r.scores for r in runs) else []
-    folded = [made for told in _OF_UPDATES_FOLDED for made in _over_updates(told, groups, runs)]
     parts = [
-        *scores,
+        *(course_figure(scores(runs, by=by), groups, caption=caption) for by, caption in _BY),
         _soonest(groups, runs),
-        *(made for told in _OF_UPDATES for made in _over_updates(told, groups, runs)),
-        _folded("Effective sample size and entropy", folded),
+        course_figure(
+            rewards(runs), groups, caption="Rewards of sampled answers to training prompts."
+        ),
+        _folded(
+            "Effective sample size and entropy",
+            course_figure(
+                sample_sizes(runs),
+                groups,
+                caption="How much the weights of the correction leave of the tokens: 100 % where "
+                "the weights that wrote them are those that are trained.",
+            ),
+            course_figure(
+                entropies(runs),
+                groups,
+                caption="How open the choice of the next token is; near 0 the model tries nothing "
+                "new.",
+            ),
+        ),
     ]
     return framed("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
 
@@ -87,44 +74,12 @@ def _note(groups: Sequence[SeedGroup]) -> str:
     return paragraph(" ".join(words))
 
 
-def _by(name: str, groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
-    """The held-out score against one way to count how far the runs are."""
-    (_, x_label, caption) = next(told for told in _BY if told[0] == name)
-    place = attrgetter(name)
-    lines = [[(place(held_out), held_out.score) for held_out in run.scores] for run in runs]
-    picture = curves(
-        seed_series(groups, lines),
-        x_label=x_label,
-        y_label="right answers",
-        title=f"Right answers to held-out prompts, by {x_label}",
-        is_share=True,
-    )
-    return figure(caption, picture)
-
-
-def _over_updates(
-    told: tuple[str, str, str, str], groups: Sequence[SeedGroup], runs: Sequence[Run]
-) -> Iterator[str]:
-    """A number of each update as a figure, where any run has it."""
-    name, y_label, title, caption = told
-    pairs = [[(number(r, "update"), number(r, name)) for r in run.record.rows] for run in runs]
-    lines = [[(x, y) for x, y in line if x is not None and y is not None] for line in pairs]
-    if any(lines):
-        picture = curves(
-            seed_series(groups, lines),
-            x_label="update",
-            y_label=y_label,
-            title=title,
-            is_share=name in _SHARES,
-        )
-        yield figure(caption, picture)
-
-
-def _folded(summary: str, figures: Sequence[str]) -> str:
+def _folded(summary: str, *figures: str) -> str:
     """Figures behind a line that opens them."""
-    if not figures:
+    inside = "".join(figures)
+    if not inside:
         return ""
-    return f"<details><summary>{escape(summary)}</summary>{''.join(figures)}</details>"
+    return f"<details><summary>{escape(summary)}</summary>{inside}</details>"
 
 
 def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
@@ -133,8 +88,8 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     Those that never did better than before their first update do not take part in the choice of
     the score, which would be no achievement.
     """
-    rounds = [_rounds([runs[place] for place in group.places]) for group in groups]
-    tops = [max(r.score for r in held) for held in rounds if held and _has_gained(held)]
+    averaged = [_averaged([runs[place] for place in group.places]) for group in groups]
+    tops = [max(r.score for r in held) for held in averaged if held and _has_gained(held)]
     if len(tops) < 2:
         return ""
     goal = min(tops)
@@ -147,14 +102,14 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     )
     told = table(
         ["", "answers", "tokens", "seconds"],
-        [[group.name, *_needed(held, goal)] for group, held in zip(groups, rounds, strict=True)],
+        [[group.name, *_needed(held, goal)] for group, held in zip(groups, averaged, strict=True)],
         caption=unbroken(f"Trained on until {percent(goal)} right answers"),
         quiet=[False] * len(groups),
     )
     return paragraph(words) + told
 
 
-def _rounds(runs: Sequence[Run]) -> list[HeldOut]:
+def _averaged(runs: Sequence[Run]) -> list[HeldOut]:
     """The first evaluations of the runs, the second ones, and so on, as their means."""
     return [
         HeldOut(
@@ -172,13 +127,13 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _has_gained(rounds: Sequence[HeldOut]) -> bool:
-    return max(held_out.score for held_out in rounds) > rounds[0].score
+def _has_gained(held: Sequence[HeldOut]) -> bool:
+    return max(held_out.score for held_out in held) > held[0].score
 
 
-def _needed(rounds: Sequence[HeldOut], goal: float) -> list[str]:
+def _needed(held: Sequence[HeldOut], goal: float) -> list[str]:
     """Answers, tokens and seconds until the score was reached."""
-    for held_out in rounds:
+    for held_out in held:
         if held_out.score >= goal:
             return [short(held_out.answers), short(held_out.tokens), short(held_out.seconds)]
     return ["not reached"] * 3

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import Finish, Start
 from sortedrl.metrics import LengthBias
+from sortedrl.report import courses
 from sortedrl.report.axis import short
 from sortedrl.report.histogram import Shape, histograms, length_bins
 from sortedrl.report.html import table, unbroken
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import figure, framed, paragraph
+from sortedrl.report.sections.frame import course_figure, figure, framed, paragraph
 from sortedrl.report.sections.remarks import remarks
+from sortedrl.report.seeds import seed_groups
 from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
 
 _FAIR = 0.03
@@ -75,6 +77,12 @@ def section(runs: Sequence[Run]) -> str:
         figure(caption, _picture(known)),
         _numbers(known),
         remarks(rewards, are_named=are_named),
+        course_figure(
+            courses.lengths(runs),
+            seed_groups([run.record for run in runs]),
+            caption="Where the short answers of a group are trained on first, lengths climb from "
+            "update to update until the group is used up.",
+        ),
         paragraph(
             "The length bias is the mean length trained on over the mean length written; 1 is "
             "none. The KS distance is the largest gap between the two shares of answers up to a "

@@ -23,7 +23,7 @@ _LEAST_RESUMES = 20
 
 
 @dataclass(slots=True)
-class Traces:
+class ObservedAnswers:
     """The answers of a run so far."""
 
     slots: int = 1
@@ -54,12 +54,12 @@ class Traces:
         return self.parted / (self.survived_ages + self.parted)
 
 
-def observed_traces(events: Iterable[Event]) -> Traces:
+def observed_answers(events: Iterable[Event]) -> ObservedAnswers:
     """The answers of a log."""
     watch = _Watch()
     for event in events:
         watch(event)
-    return watch.traces
+    return watch.observed
 
 
 @dataclass(slots=True)
@@ -73,52 +73,52 @@ class _Stay:
 
 
 class _Watch:
-    """Folds events into traces."""
+    """Folds events into what is observed."""
 
     def __init__(self) -> None:
-        self.traces = Traces()
+        self.observed = ObservedAnswers()
         self._version = 0
         self._stays: dict[Key, _Stay] = {}
 
     def __call__(self, event: Event) -> None:
-        traces = self.traces
+        observed = self.observed
         if isinstance(event, Begin):
-            traces.slots = event.slots
+            observed.slots = event.slots
         elif isinstance(event, HandOver | Resume):
             self._version = event.version
         elif isinstance(event, Load):
-            traces.num_prompts += event.prompts
+            observed.num_prompts += event.prompts
         elif isinstance(event, Start):
             self._start(event)
         elif isinstance(event, Finish | Interrupt):
             self._stop(event)
         elif isinstance(event, Update):
-            traces.num_trained += len(event.trained)
+            observed.num_trained += len(event.trained)
             for trained in event.trained:
-                traces.trained_tokens += trained.tokens
+                observed.trained_tokens += trained.tokens
                 del self._stays[(trained.prompt, trained.sample)]
         elif isinstance(event, End):
-            traces.is_ended = True
+            observed.is_ended = True
 
     def _start(self, event: Start) -> None:
         key = (event.prompt, event.sample)
-        self.traces.prompts.setdefault((event.group, event.prompt), event.prompt_tokens)
-        self.traces.was_redrawn |= event.attempt > 0
+        self.observed.prompts.setdefault((event.group, event.prompt), event.prompt_tokens)
+        self.observed.was_redrawn |= event.attempt > 0
         before = self._stays.get(key)
         age = 0 if before is None else self._version - before.version
         self._stays[key] = _Stay(event.group, self._version, event.cached, age)
 
     def _stop(self, event: Finish | Interrupt) -> None:
-        traces = self.traces
+        observed = self.observed
         stay = self._stays[(event.prompt, event.sample)]
         is_finished = isinstance(event, Finish)
-        traces.lengths[(stay.group, event.prompt, event.sample)] = (event.tokens, is_finished)
-        traces.longest = max(traces.longest, event.tokens)
+        observed.lengths[(stay.group, event.prompt, event.sample)] = (event.tokens, is_finished)
+        observed.longest = max(observed.longest, event.tokens)
         if isinstance(event, Finish):
-            traces.num_finished += 1
-            traces.num_truncated += event.reason == "length"
+            observed.num_finished += 1
+            observed.num_truncated += event.reason == "length"
         kept = event.tokens - event.decoded
         if stay.cached and stay.age:
-            traces.resumes += 1
-            traces.parted += kept < stay.cached
-            traces.survived_ages += kept * stay.age
+            observed.resumes += 1
+            observed.parted += kept < stay.cached
+            observed.survived_ages += kept * stay.age

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 _MOST = 256
 
 
-class Trace:
+class History:
     """The course of one number."""
 
     def __init__(self) -> None:
