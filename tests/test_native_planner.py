@@ -15,7 +15,7 @@ from native_worlds import fresh
 from sortedrl.engines.native.blocks import BlockPool
 from sortedrl.engines.native.planner import Planner
 from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Sampling
+from sortedrl.engines.sampling import Sampling
 from sortedrl.types import Segment
 
 STOP = 2

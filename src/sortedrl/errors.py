@@ -5,6 +5,8 @@
     ├── DataError          a file whose content cannot be used: names file, line and reason
     ├── ModelError         a model that the engine cannot write with
     ├── RequestError       a trajectory that the engine cannot take on
+    ├── EngineError        an outside engine that cannot be used as it is
+    │   └── EngineLost     an engine that stopped answering in the middle of its work
     ├── TrainingError      updates that go wrong again and again
     ├── RewardError        a reward function that raised, or gave something that is no reward
     ├── BufferStateError   a trajectory was moved along a path the buffer does not have
@@ -48,6 +50,14 @@ class ModelError(SortedRLError, ValueError):
 
 class RequestError(SortedRLError, ValueError):
     """A trajectory that the engine cannot take on; those submitted with it are not taken either."""
+
+
+class EngineError(SortedRLError):
+    """An outside engine that cannot be used as it is: missing, out of reach, the wrong one."""
+
+
+class EngineLost(EngineError):
+    """An engine that stopped answering; `interrupt` still gives back what it was writing."""
 
 
 class TrainingError(SortedRLError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sortedrl.engines.native.engine import NativeEngine
 from sortedrl.engines.native.guest import Guest
-from sortedrl.engines.native.sampling import Sampling
+from sortedrl.engines.sampling import Sampling
 from sortedrl.evaluation.runner import Question, Runner
 from sortedrl.types import Trajectory, Weights
 

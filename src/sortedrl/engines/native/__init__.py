@@ -11,7 +11,7 @@ engine     submit, step, interrupt, load_weights
 
 try:
     from sortedrl.engines.native.engine import NativeEngine
-    from sortedrl.engines.native.sampling import Sampling
+    from sortedrl.engines.sampling import Sampling
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"the native engine needs {error.name}; pip install 'sortedrl[native]'", name=error.name

@@ -28,8 +28,9 @@ from sortedrl.engines.native.memory import CacheSize, cache_size
 from sortedrl.engines.native.planner import Piece, Plan, Planner
 from sortedrl.engines.native.probe import probe, refuse_other_numbers
 from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Outcome, Sampling
+from sortedrl.engines.native.sampling import Outcome
 from sortedrl.engines.native.weights import checked_weights, copy_weights
+from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.types import Step, Trajectory, Weights

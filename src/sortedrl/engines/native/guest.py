@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sortedrl.engines.native.engine import NativeEngine
-from sortedrl.engines.native.sampling import Sampling
+from sortedrl.engines.sampling import Sampling
 from sortedrl.types import Step, Trajectory, Weights
 
 

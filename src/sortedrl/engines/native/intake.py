@@ -10,7 +10,7 @@ from typing import Protocol
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.noise import stream
 from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Sampling
+from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import RequestError
 from sortedrl.types import Trajectory
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from sortedrl.engines.native.blocks import ROOT, Content
-from sortedrl.engines.native.sampling import Sampling
+from sortedrl.engines.sampling import Sampling
 from sortedrl.types import FinishReason, Segment, Trajectory
 
 Decode = Callable[[list[int]], str]

@@ -1,0 +1,1 @@
+"""Engines outside of this process's own code: answers come as streams of tokens."""

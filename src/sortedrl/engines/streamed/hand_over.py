@@ -1,0 +1,49 @@
+"""Weights on their way to an engine in another process: a folder with one safetensors file.
+
+The folder of a version is complete as soon as it is there, and the one before it is gone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sortedrl.errors import EngineError
+from sortedrl.types import Weights
+
+
+def write_weights(weights: Weights, folder: Path) -> Path:
+    """Write the tensors of a version below `folder`; gives the folder that holds them."""
+    target, unfinished = folder / f"version-{weights.version}", folder / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        save_file(named_tensors(weights), unfinished / "model.safetensors")
+        for old in folder.glob("version-*"):
+            shutil.rmtree(old)
+        unfinished.rename(target)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise EngineError(
+            f"the weights cannot be handed over through {folder}: {error}; it needs room for all "
+            "weights, and every engine must be able to read it"
+        ) from error
+    return target
+
+
+def named_tensors(weights: Weights) -> dict[str, Tensor]:
+    """The tensors by name, each once and in one piece."""
+    assert weights.tensors is not None, "an outside engine needs the tensors themselves"
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.tensors.items():
+        assert isinstance(tensor, Tensor), f"{name} is no tensor"
+        # Tied weights are one tensor with two names; a checkpoint has the first of them.
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        tensors[name] = tensor.detach().contiguous()
+    return tensors
