@@ -1,0 +1,109 @@
+"""A server of answers over HTTP: short calls with a time limit, and streams of events.
+
+It knows nothing of any engine. Trouble with the connection is `EngineLost`; an answer that says no
+is `Refused`, which has the status and the words of the server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+
+from sortedrl.errors import EngineError, EngineLost
+
+_CONNECT_SECONDS = 10.0
+_SILENCE_SECONDS = 600.0
+_SHOWN_LETTERS = 300
+_DONE = "[DONE]"
+
+
+class Refused(EngineError):
+    """The server answered, and its answer is no."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        """Keep the status: 404 is a route that the server does not have."""
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """One server, on one event loop."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        """Nothing is sent yet."""
+        self.url = url.rstrip("/")
+        # As many streams as there are answers: the engine decides how many run, not the client.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
+        self._client = httpx.AsyncClient(
+            base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        )
+
+    async def get(self, path: str, *, seconds: float = 30.0) -> Any:  # noqa: ANN401
+        """What a GET gives: JSON, or the text where it is none."""
+        return await self._call("GET", path, seconds=seconds)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        seconds: float = 60.0,
+    ) -> Any:  # noqa: ANN401
+        """What a POST of a JSON object gives: JSON, or the text where it is none."""
+        return await self._call("POST", path, body=body, query=query, seconds=seconds)
+
+    async def events(self, path: str, body: Mapping[str, object]) -> AsyncIterator[Any]:
+        """The server-sent events that answer a POST, each one a JSON value."""
+        try:
+            async with self._client.stream("POST", path, json=body) as response:
+                if response.status_code >= httpx.codes.BAD_REQUEST:
+                    await response.aread()
+                    raise self._refused(path, response)
+                async for line in response.aiter_lines():
+                    kind, _, data = line.partition(":")
+                    if kind == "data" and data.strip() != _DONE:
+                        yield json.loads(data)
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+        except json.JSONDecodeError as error:
+            raise EngineLost(f"{self.url}{path} broke off within an event: {error}") from error
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, object] | None = None,
+        query: Mapping[str, str] | None = None,
+        seconds: float,
+    ) -> Any:  # noqa: ANN401
+        try:
+            response = await self._client.request(
+                method, path, json=body, params=query, timeout=seconds
+            )
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+        if response.status_code >= httpx.codes.BAD_REQUEST:
+            raise self._refused(path, response)
+        try:
+            return response.json()
+        except json.JSONDecodeError:
+            return response.text
+
+    def _lost(self, error: httpx.HTTPError) -> EngineLost:
+        # Several of its errors have no words of their own.
+        return EngineLost(f"{self.url} does not answer: {str(error) or type(error).__name__}")
+
+    def _refused(self, path: str, response: httpx.Response) -> Refused:
+        words = response.text.strip()[:_SHOWN_LETTERS]
+        message = f"{self.url}{path} answered {response.status_code}: {words}"
+        return Refused(message, status=response.status_code)
