@@ -97,8 +97,8 @@ def test_a_correction_that_cannot_work_is_refused(given, message):
 
 
 def test_stale_tokens_are_corrected_unless_the_clip_or_the_user_does_it():
-    assert Correction().used_kind(has_stale_tokens=True) == "token_tis"
-    assert Correction().used_kind(has_stale_tokens=False) == "none"
-    assert Correction(ratio="behaviour").used_kind(has_stale_tokens=True) == "none"
-    assert Correction(kind="none").used_kind(has_stale_tokens=True) == "none"
-    assert Correction(kind="token_mis").used_kind(has_stale_tokens=False) == "token_mis"
+    assert Correction().used_kind(is_needed=True) == "token_tis"
+    assert Correction().used_kind(is_needed=False) == "none"
+    assert Correction(ratio="behaviour").used_kind(is_needed=True) == "none"
+    assert Correction(kind="none").used_kind(is_needed=True) == "none"
+    assert Correction(kind="token_mis").used_kind(is_needed=False) == "token_mis"

@@ -35,10 +35,11 @@ class Controller:
 
     def to_start(self, buffer: Buffer, plan: Plan, *, free_slots: int) -> int:
         """Waiting trajectories to start now, at most."""
-        if plan.limit is None:
-            return free_slots
-        room = plan.limit - buffer.num_running - buffer.num_harvestable
-        return max(0, min(free_slots, room))
+        room = free_slots
+        if plan.limit is not None:
+            room = min(room, plan.limit - buffer.num_running - buffer.num_harvestable)
+        # An engine that lost a part of itself has fewer slots than answers for a while.
+        return max(0, room)
 
     def should_harvest(self, buffer: Buffer, plan: Plan, *, is_exhausted: bool) -> bool:
         """Whether enough is complete to stop the engine and train.

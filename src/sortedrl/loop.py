@@ -33,6 +33,8 @@ class Loop:
     trainer: Trainer
     journal: Journal
     seed: int
+    queue: int = 0
+    """Answers that may wait in the engine itself, so that a free slot is filled without asking."""
 
     def run(self) -> Iterator[TrainBatch]:
         """Train until the prompts are used up, yielding each batch after its update."""
@@ -103,7 +105,7 @@ class Loop:
     def _feed(self, plan: Plan) -> None:
         self._start(plan)
         while count := self.controller.prompts_to_load(
-            self.buffer, plan, free_slots=self.engine.slots - self.buffer.num_running
+            self.buffer, plan, free_slots=self._free_slots
         ):
             prompts = self.prompts.take(count)
             if not prompts:
@@ -118,9 +120,13 @@ class Loop:
             self.journal.loaded(group, prompts=len(prompts))
             self._start(plan)
 
+    @property
+    def _free_slots(self) -> int:
+        return self.engine.slots + self.queue - self.buffer.num_running
+
     def _start(self, plan: Plan) -> None:
         mode, running = self.controller.mode, self.buffer.num_running
-        count = self.controller.to_start(self.buffer, plan, free_slots=self.engine.slots - running)
+        count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
         waited = self.buffer.start(count, feed=plan.feed)
         started = [mode.resumed(t, version=self.engine.version) for t in waited]
         self.engine.submit(started, tolerance=mode.tolerance)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from transformers import PreTrainedModel
 
 from sortedrl.buffer import Buffer
 from sortedrl.buffer_store import load_buffer
+from sortedrl.build.rollout import RolloutWorld, rollout_engine
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.stream import PromptStream, TokenizedRow
-from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.engines.native.driver import attention_shape
+from sortedrl.engines.guest import RolloutEngine
 from sortedrl.errors import CheckpointError
 from sortedrl.events import Record
 from sortedrl.journal import Journal, JournalState
@@ -28,6 +30,7 @@ from sortedrl.rewards.scorer import PoolScorer
 from sortedrl.training.adapters import add_adapters, load_adapters, trained_parameters
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
+from sortedrl.training.export import plain_tensors
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.reference import AdapterReference, CopiedReference
@@ -35,16 +38,15 @@ from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.training.trainer_files import read_trainer
+from sortedrl.types import Trajectory
 
+_TRIED_PROMPTS = 4
 _PRECISIONS = {
     "auto": None,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_GRADIENT_BYTES = 4
-_SHARE_FOR_CACHE = 0.5
-_SPARE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,12 @@ class TrainingParts:
     """The parts of a training run."""
 
     loop: Loop
-    engine: NativeEngine
+    engine: RolloutEngine
     trainer: PolicyTrainer
     prompts: PromptStream
     model: PreTrainedModel
+    text: Callable[[Trajectory], str]
+    """An answer as a person reads it."""
     clock: WallClock
 
 
@@ -97,17 +101,28 @@ def training_parts(
     pool: RewardPool,
     record: Record,
     saved: Saved | None,
+    held_out_tokens: int = 0,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> TrainingParts:
-    """Everything a training run needs."""
+    """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
+
+    The engine must be closed in the end.
+    """
     prompts = _prompts(settings, rows, saved)
     model = trained_model(settings, saved=saved)
     trainer = _trainer(settings, model, num_rows=len(rows))
     if saved is not None:
         read_trainer(trainer, saved.folder, saved.state["trainer"])
-    longest = max(len(row.tokens) for row in rows)
     # As it stood: weights newer than the engine's version are handed over, and that is logged.
     version = 0 if saved is None else saved.state["engine_version"]
-    engine = _engine(settings, model, tokenizer, longest_prompt=longest, version=version)
+    world = RolloutWorld(
+        model=model,
+        tokenizer=tokenizer,
+        prompts=[row.tokens for row in rows[:_TRIED_PROMPTS]],
+        longest_prompt=max(held_out_tokens, *(len(row.tokens) for row in rows)),
+        version=trainer.version if settings.rollout.is_outside else version,
+    )
+    engine = rollout_engine(settings, world, weights=trainer.weights, warn=warn)
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
     buffer = (
@@ -115,18 +130,29 @@ def training_parts(
         if saved is None
         else Buffer.from_state(load_buffer(saved.folder / "buffer.bin"))
     )
+
+    def text(trajectory: Trajectory) -> str:
+        return tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+
     loop = Loop(
         prompts=prompts,
         buffer=buffer,
         controller=Controller(settings.schedule),
         engine=engine,
-        scorer=PoolScorer(pool, text=engine.text, seconds=clock.seconds),
+        scorer=PoolScorer(pool, text=text, seconds=clock.seconds),
         trainer=trainer,
         journal=Journal(record, clock=clock, state=state),
         seed=settings.seed,
+        queue=settings.rollout.queue,
     )
     return TrainingParts(
-        loop=loop, engine=engine, trainer=trainer, prompts=prompts, model=model, clock=clock
+        loop=loop,
+        engine=engine,
+        trainer=trainer,
+        prompts=prompts,
+        model=model,
+        text=text,
+        clock=clock,
     )
 
 
@@ -168,48 +194,16 @@ def _trainer(settings: TrainSettings, model: PreTrainedModel, *, num_rows: int) 
             budget=settings.passes.tokens,
         )
     optimiser = Optimiser(trained_parameters(model), optimisation, total_steps=total_steps)
-    return PolicyTrainer(policy, optimiser, settings=settings, reference=reference, critic=critic)
+    return PolicyTrainer(
+        policy,
+        optimiser,
+        settings=settings,
+        reference=reference,
+        critic=critic,
+        tensors=partial(plain_tensors, model) if settings.rollout.is_outside else None,
+    )
 
 
 def _as_begun(settings: TrainSettings) -> PreTrainedModel:
     """The model that the run began with, once more."""
     return load_model(settings.model, dtype=_PRECISIONS[settings.precision], device=settings.device)
-
-
-def _engine(
-    settings: TrainSettings,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    *,
-    longest_prompt: int,
-    version: int,
-) -> NativeEngine:
-    return NativeEngine(
-        model,
-        slots=settings.engine.slots,
-        max_tokens=settings.engine.max_tokens,
-        sampling=Sampling(temperature=settings.rollout.temperature),
-        tokenizer=tokenizer,
-        cache_bytes=_cache_bytes(settings, model, longest_prompt=longest_prompt),
-        version=version,
-    )
-
-
-def _cache_bytes(
-    settings: TrainSettings, model: PreTrainedModel, *, longest_prompt: int
-) -> int | None:
-    """What the engine's cache may take beside an update on the same device."""
-    if settings.rollout.cache_gib is not None:
-        return int(settings.rollout.cache_gib * (1 << 30))
-    if model.device.type != "cuda":
-        return None
-    layers, heads, dim = attention_shape(model.config.get_text_config())
-    token_bytes = 2 * layers * heads * dim * model.dtype.itemsize
-    longest = longest_prompt + settings.engine.max_tokens + _SPARE_TOKENS
-    needed = settings.engine.slots * longest * token_bytes
-    free, _ = torch.cuda.mem_get_info(model.device)
-    # Masters and moments are there already; gradients of policy and critic are still to come.
-    trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
-    models = 2 if settings.algorithm.has_critic else 1
-    left = free - models * _GRADIENT_BYTES * trained
-    return min(needed, max(longest * token_bytes, int(left * _SHARE_FOR_CACHE)))

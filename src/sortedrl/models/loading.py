@@ -63,6 +63,12 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
     return tokenizer
 
 
+def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end an answer of a model."""
+    stop: int | list[int] | None = model.generation_config.eos_token_id
+    return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+
+
 def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     if is_tiny(str(name)):
         made = tiny_model(tiny_settings(str(name)))

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sortedrl.engines.native.engine import NativeEngine
-from sortedrl.engines.native.guest import Guest
+from sortedrl.engines.guest import Guest, RolloutEngine
 from sortedrl.engines.sampling import Sampling
 from sortedrl.evaluation.runner import Question, Runner
 from sortedrl.types import Trajectory, Weights
@@ -41,8 +40,9 @@ class Evaluator:
     def __init__(
         self,
         questions: Sequence[Question],
-        engine: NativeEngine,
+        engine: RolloutEngine,
         *,
+        text: Callable[[Trajectory], str],
         temperature: float,
         max_tokens: int,
         samples: int,
@@ -54,6 +54,7 @@ class Evaluator:
         self._guest = Guest(
             engine, sampling=Sampling(temperature=temperature), max_tokens=max_tokens
         )
+        self._text = text
         self._samples = samples
         self._seed = seed
 
@@ -82,6 +83,3 @@ class Evaluator:
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,
         )
-
-    def _text(self, trajectory: Trajectory) -> str:
-        return self._engine.text(trajectory)

@@ -70,8 +70,18 @@ def opened_run(
         saved = _saved(folder, checkpoints, tell=tell) if is_resumed else None
         watch = _Watch()
         parts = training_parts(
-            settings, rows, tokenizer=tokenizer, pool=pool, record=watch, saved=saved
+            settings,
+            rows,
+            tokenizer=tokenizer,
+            pool=pool,
+            record=watch,
+            saved=saved,
+            held_out_tokens=max(
+                (len(row.tokens) for question in questions for row in question.rows), default=0
+            ),
+            warn=tell,
         )
+        stack.callback(parts.engine.close)
         config = all_to_toml(settings, TrainSettings())
         folder.write(config)  # of a resumed run too, as some settings may have changed
         meter = Meter()
@@ -222,6 +232,7 @@ def _evaluator(
     return Evaluator(
         questions,
         parts.engine,
+        text=parts.text,
         temperature=sampling.sampling_temperature,
         max_tokens=settings.engine.max_tokens,
         samples=asked.samples,

@@ -175,7 +175,7 @@ class TrainingRun:
                 update=self.counters.updates,
                 count=self.settings.saving.answers,
                 question=lambda tokens: self.tokenizer.decode(list(tokens)),
-                response=self.parts.engine.text,
+                response=self.parts.text,
             )
         )
 

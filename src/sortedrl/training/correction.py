@@ -27,7 +27,8 @@ class Correction:
     sequence_tis: the same with the ratio of the whole answer.
     token_mis, sequence_mis: weighted by the same ratio, and left out where it lies outside of
     least..most.
-    By default token_tis where stale tokens are trained on (partial mode, posthoc), else none."""
+    By default token_tis where stale tokens are trained on (partial mode, posthoc) or the engine is
+    not the native one, else none."""
     most: float = 2.0
     """The largest weight, or the largest ratio that is not left out."""
     least: float = 0.0
@@ -62,8 +63,8 @@ class Correction:
             "set ratio to 'proximal' or kind to 'none'",
         )
 
-    def used_kind(self, *, has_stale_tokens: bool) -> CorrectionName:
+    def used_kind(self, *, is_needed: bool) -> CorrectionName:
         """The correction that holds in the end."""
         if self.kind is not None:
             return self.kind
-        return "token_tis" if has_stale_tokens and self.ratio == "proximal" else "none"
+        return "token_tis" if is_needed and self.ratio == "proximal" else "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sortedrl.models.quiet import without_bars
@@ -25,3 +26,8 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
     plain.load_state_dict(folded(model))
     plain.generation_config = model.generation_config
     return plain
+
+
+def plain_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights by the names of the plain model, adapters folded in: what an engine is given."""
+    return folded(model) if model._hf_peft_config_loaded else model.state_dict()

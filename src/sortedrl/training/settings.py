@@ -16,32 +16,10 @@ from sortedrl.trackers import Tracking
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.correction import Correction
 from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.rollout import Rollout
 from sortedrl.training.saving import Saving
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """How answers are drawn to train on."""
-
-    temperature: float = 1.0
-    """Logits are divided by it; the update sees the same probabilities."""
-    cache_gib: float | None = None
-    """Memory of the engine's cache; by default most of the free GPU memory that the update
-    leaves, or a quarter of the RAM."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        require(
-            self.temperature > 0,
-            f"rollout.temperature must be positive, got {self.temperature}; "
-            "answers without chance teach nothing",
-        )
-        require(
-            self.cache_gib is None or self.cache_gib > 0,
-            f"rollout.cache_gib must be positive, got {self.cache_gib}",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +153,7 @@ class TrainSettings:
         ):
             require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         self._check_siblings()
+        self._check_engine()
         overlong = self.algorithm.overlong_tokens
         require(
             overlong is None or overlong <= self.engine.max_tokens,
@@ -195,10 +174,24 @@ class TrainSettings:
             f"be 'prompt', got {self.schedule.harvest_unit!r}",
         )
 
+    def _check_engine(self) -> None:
+        schedule, engine = self.schedule, self.rollout.engine
+        is_verified = not (schedule.never_interrupts or schedule.keeps_stale_tokens)
+        require(
+            engine == "native" or schedule.mode != "coupled" or not is_verified,
+            f"schedule.mode 'coupled' needs rollout.engine 'native', got {engine!r}: it has no way "
+            "to draw with our noise and to check cached tokens against it under new weights; take "
+            "engine 'native', or mode 'partial' (keeps the tokens, corrected by importance "
+            "sampling) or 'on_policy' (draws anew)",
+        )
+
     @property
-    def has_stale_tokens(self) -> bool:
-        """Whether tokens of older weights are trained on."""
-        return self.schedule.staleness_bound != 0
+    def needs_correction(self) -> bool:
+        """Whether tokens are trained on that other probabilities have drawn.
+
+        They are those of older weights, or those of an engine with kernels of its own.
+        """
+        return self.schedule.staleness_bound != 0 or self.rollout.is_outside
 
     def updates_expected(self, *, num_rows: int) -> int:
         """About how many updates the run has; the learning-rate schedule is stretched to it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,7 +76,11 @@ class _Seen:
 
 
 class PolicyTrainer:
-    """A `Trainer` whose weights are the engine's own: handing them over copies nothing."""
+    """A `Trainer` of one model.
+
+    Its weights are the engine's own, and handing them over copies nothing; or, where `tensors` is
+    given, the engine has a copy, and they are handed over by name.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class PolicyTrainer:
         settings: TrainSettings,
         reference: Reference | None = None,
         critic: CriticTrainer | None = None,
+        tensors: Callable[[], Mapping[str, Tensor]] | None = None,
         version: int = 0,
     ) -> None:
         """Train the policy's model as the settings say."""
@@ -98,11 +103,12 @@ class PolicyTrainer:
         self._policy = policy
         self._settings = settings
         self._reference = reference
-        self._kind = settings.correction.used_kind(has_stale_tokens=settings.has_stale_tokens)
+        self._tensors = tensors
+        self._kind = settings.correction.used_kind(is_needed=settings.needs_correction)
 
     def weights(self) -> Weights:
-        """The present weights: only their version, as the engine has the tensors."""
-        return Weights(self.version)
+        """The present weights: only their version where the engine has the tensors."""
+        return Weights(self.version, None if self._tensors is None else self._tensors())
 
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update, unless too few answers have something to teach.

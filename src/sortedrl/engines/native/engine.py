@@ -19,10 +19,10 @@ import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config import require
+from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.native.blocks import BlockPool
 from sortedrl.engines.native.cpu import CpuRunner
 from sortedrl.engines.native.driver import Driver
-from sortedrl.engines.native.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.native.intake import Intake, Tokenizer
 from sortedrl.engines.native.memory import CacheSize, cache_size
 from sortedrl.engines.native.planner import Piece, Plan, Planner
@@ -33,6 +33,7 @@ from sortedrl.engines.native.weights import checked_weights, copy_weights
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.models.loading import load_model, load_tokenizer
+from sortedrl.models.loading import stop_tokens as model_stop_tokens
 from sortedrl.types import Step, Trajectory, Weights
 
 _LOGITS_BYTES = 1 << 30
@@ -112,7 +113,7 @@ class NativeEngine:
         self._intake = Intake(
             vocabulary=self._driver.vocabulary,
             max_context=self._driver.max_context,
-            stop_tokens=frozenset(_stop_tokens(model) if stop_tokens is None else stop_tokens),
+            stop_tokens=frozenset(model_stop_tokens(model) if stop_tokens is None else stop_tokens),
             cache=self.cache,
             tokenizer=tokenizer,
         )
@@ -156,6 +157,11 @@ class NativeEngine:
         )
 
     @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return f"the native engine on {self.device}"
+
+    @property
     def device(self) -> torch.device:
         """Where it writes."""
         return self._driver.device
@@ -165,6 +171,22 @@ class NativeEngine:
         self.enqueue(
             [
                 self.request(trajectory, tolerance=tolerance, limit=self._limit(trajectory))
+                for trajectory in trajectories
+            ]
+        )
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """The same with other sampling and another limit."""
+        self.enqueue(
+            [
+                self.request(trajectory, tolerance=tolerance, limit=max_tokens, sampling=sampling)
                 for trajectory in trajectories
             ]
         )
@@ -285,6 +307,9 @@ class NativeEngine:
         self._complete += [r for r in requests if r.finish_reason is not None]
         self._planner.enqueue(r for r in requests if r.finish_reason is None)
 
+    def close(self) -> None:
+        """Nothing to let go of: the engine lives in this process, and goes with it."""
+
     def reset_stats(self) -> None:
         """Start to count anew."""
         self.stats = Stats()
@@ -381,11 +406,6 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
         if request.finish_reason is not None:
             break
     return request.decoded - before
-
-
-def _stop_tokens(model: PreTrainedModel) -> Sequence[int]:
-    stop: int | list[int] | None = model.generation_config.eos_token_id
-    return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 
 def _runner(

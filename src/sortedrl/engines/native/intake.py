@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sortedrl.engines.limits import checked_limit
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.noise import stream
 from sortedrl.engines.native.request import Request
@@ -88,30 +89,16 @@ class Intake:
 
     def _checked_limit(self, trajectory: Trajectory, tokens: Sequence[int], limit: int) -> int:
         """The limit within the model's context; refuses what can never be written."""
-        name = f"trajectory {trajectory.key}"
+        limit = checked_limit(
+            trajectory, limit, vocabulary=self.vocabulary, context=self.max_context
+        )
         prompt_tokens = len(trajectory.prompt.tokens)
-        if not prompt_tokens:
-            raise RequestError(f"{name} has an empty prompt; give it at least one token")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise RequestError(
-                    f"{name}: token ids must lie in 0..{self.vocabulary - 1}, got {token}; "
-                    "was it made with the tokenizer of this model?"
-                )
-        if limit < 1:
-            raise RequestError(f"{name}: an answer must be allowed at least 1 token, got {limit}")
-        if prompt_tokens >= self.max_context:
-            raise RequestError(
-                f"{name}: its prompt has {prompt_tokens} tokens, the model's context has "
-                f"{self.max_context}, and one must be left for the answer; shorten or drop it"
-            )
-        limit = min(limit, self.max_context - prompt_tokens)
         longest = max(len(tokens), prompt_tokens + limit)
         if longest > self.cache.tokens:
             raise RequestError(
-                f"{name}: {prompt_tokens} prompt tokens and {limit} more need {longest} places in "
-                f"the cache, which has {self.cache.tokens}; raise cache_bytes to at least "
-                f"{(longest + 2 * self.cache.block_tokens) * self.cache.token_bytes:,} "
+                f"trajectory {trajectory.key}: {prompt_tokens} prompt tokens and {limit} more need "
+                f"{longest} places in the cache, which has {self.cache.tokens}; raise cache_bytes "
+                f"to at least {(longest + 2 * self.cache.block_tokens) * self.cache.token_bytes:,} "
                 "or lower max_tokens"
             )
         return limit

@@ -40,7 +40,7 @@ def cache_size(
     """The cache for a budget, or for what is there; never more than the slots can fill."""
     layers, heads, dim = attention_shape(driver.config)
     token_bytes = 2 * layers * heads * dim * driver.dtype.itemsize
-    available = _available(driver.device)
+    available = available_bytes(driver.device)
     budget = available if cache_bytes is None else cache_bytes
     fillable = slots * -(-driver.max_context // block_tokens)
     num_blocks = min(1 + fillable, budget // (block_tokens * token_bytes))
@@ -61,7 +61,7 @@ def cache_size(
     return size
 
 
-def _available(device: torch.device) -> int:
+def available_bytes(device: torch.device) -> int:
     """The bytes the cache may take if nobody says otherwise."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _SHARE_OF_GPU)

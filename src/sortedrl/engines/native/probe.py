@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError
+from sortedrl.models.plain import plain_logprobs
 from sortedrl.randomness import mix
 from sortedrl.types import Prompt, Segment, Trajectory
 
@@ -25,16 +26,7 @@ def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
 def refuse_other_numbers(model: PreTrainedModel, read: Trajectory) -> None:
     """Refuse a model whose own log-probabilities of the probe are not those the engine read."""
     tokens = [*read.prompt.tokens, *read.tokens]
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        with torch.no_grad():
-            logits_TV = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0]
-    finally:
-        for module in training:
-            module.training = True
-    plain_TV = logits_TV.float().log_softmax(-1).cpu()
-    plain_T = plain_TV[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    plain_T = plain_logprobs(model, tokens, after=len(read.prompt.tokens))
     gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()
     if not gap <= _GAPS[model.dtype]:
         raise ModelError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from sortedrl.engines.native.blocks import ROOT, Content
 from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.segments import joined
 from sortedrl.types import FinishReason, Segment, Trajectory
 
 Decode = Callable[[list[int]], str]
@@ -113,7 +114,7 @@ class Request:
         segments = self.kept_segments
         if self.logprobs:
             fresh = self.tokens[len(self.tokens) - len(self.logprobs) :]
-            segments = _joined(segments, Segment(tuple(fresh), tuple(self.logprobs), version))
+            segments = joined(segments, Segment(tuple(fresh), tuple(self.logprobs), version))
         return replace(
             self.trajectory,
             segments=segments,
@@ -135,12 +136,3 @@ class Request:
         tail = self.tokens[self.prompt_tokens :][-longest - _MARGIN_TOKENS :]
         text = self.decode(tail)
         return any(stop in text for stop in self.sampling.stop_strings)
-
-
-def _joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
-    """One segment per run of tokens of the same version."""
-    if not segments or segments[-1].version != last.version:
-        return (*segments, last)
-    tokens = (*segments[-1].tokens, *last.tokens)
-    logprobs = (*segments[-1].logprobs, *last.logprobs)
-    return (*segments[:-1], Segment(tokens, logprobs, last.version))

@@ -1,18 +1,40 @@
-"""The engine as a guest uses it between updates: other sampling, the same weights and cache."""
+"""An engine as a guest uses it between updates: other sampling, the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from sortedrl.engines.native.engine import NativeEngine
 from sortedrl.engines.sampling import Sampling
+from sortedrl.protocols import Engine
 from sortedrl.types import Step, Trajectory, Weights
+
+
+class RolloutEngine(Engine, Protocol):
+    """What a run asks of its engine beyond the loop: to be lent, and to be let go of."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """Take on work with other sampling and another limit."""
+
+    def close(self) -> None:
+        """Let go of everything it holds; a second time it does nothing."""
 
 
 class Guest:
     """An `Engine` over another one, which must be idle meanwhile."""
 
-    def __init__(self, engine: NativeEngine, *, sampling: Sampling, max_tokens: int) -> None:
+    def __init__(self, engine: RolloutEngine, *, sampling: Sampling, max_tokens: int) -> None:
         """Write with this sampling, at most so many tokens."""
         self._engine = engine
         self._sampling = sampling
@@ -30,16 +52,11 @@ class Guest:
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
         """Take on work, in order of priority."""
-        self._engine.enqueue(
-            [
-                self._engine.request(
-                    trajectory,
-                    tolerance=tolerance,
-                    limit=self._max_tokens,
-                    sampling=self._sampling,
-                )
-                for trajectory in trajectories
-            ]
+        self._engine.submit_with(
+            trajectories,
+            tolerance=tolerance,
+            sampling=self._sampling,
+            max_tokens=self._max_tokens,
         )
 
     def step(self) -> Step:

@@ -1,0 +1,47 @@
+"""A running server of answers, by its address: what it is, it says itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sortedrl.engines.sglang.server import SglangServer
+from sortedrl.engines.streamed.backend import Backend
+from sortedrl.engines.streamed.http import Refused, Server
+from sortedrl.engines.vllm.server import VllmServer
+from sortedrl.errors import EngineError, EngineLost
+
+
+async def opened_server(
+    url: str,
+    *,
+    vocabulary: int,
+    context: int,
+    temperature: float,
+    slots: int | None,
+    hand_over: Path,
+) -> Backend:
+    """A vLLM or SGLang server, checked to be fit for what it will be asked."""
+    kind = SglangServer if await _is_sglang(url) else VllmServer
+    return await kind.opened(
+        url,
+        vocabulary=vocabulary,
+        context=context,
+        temperature=temperature,
+        slots=slots,
+        hand_over=hand_over,
+    )
+
+
+async def _is_sglang(url: str) -> bool:
+    server = Server(url)
+    try:
+        await server.get("/get_model_info")
+    except Refused:
+        return False
+    except EngineLost as error:
+        raise EngineError(
+            f"{error}; start a server there first, or give the address of one that runs"
+        ) from error
+    finally:
+        await server.close()
+    return True

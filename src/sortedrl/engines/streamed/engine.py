@@ -1,0 +1,316 @@
+"""An outside engine as ours: submit, step, interrupt, load_weights, over streams of tokens.
+
+    trajectories -> asks -> backend, on its own event loop -> pieces -> tallies -> trajectories
+
+The streams run in the background and only fill the inbox; everything else happens in the caller's
+thread. So an answer is in exactly one place: a tally that is open, or complete, or given back. The
+tokens of a tally are those that came out of the inbox, whatever becomes of the engine meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from sortedrl.engines.limits import checked_limit
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.streamed.backend import Ask, Backend, Limits, Piece
+from sortedrl.engines.streamed.event_loop import EventLoop
+from sortedrl.engines.streamed.tally import Tally, closing
+from sortedrl.errors import EngineError, EngineLost, RequestError
+from sortedrl.types import Step, Trajectory, Weights
+
+Limit = Callable[[Trajectory], int]
+_ABORT_SECONDS = 60.0
+_ABORT_AGAIN_SECONDS = 1.0
+_CANCEL_SECONDS = 5.0
+_SILENCE_SECONDS = 900.0
+
+NO_COUPLING = (
+    "an outside engine draws with noise of its own, so it cannot tell which cached tokens the new "
+    "weights would write again; take mode partial (keeps them, corrected) or on_policy (draws "
+    "anew), or the native engine, which has coupled mode"
+)
+
+
+class StreamedEngine:
+    """An `Engine` over a backend."""
+
+    def __init__(
+        self,
+        opening: Callable[[], Coroutine[Any, Any, Backend]],
+        *,
+        max_tokens: int | Limit,
+        stop_tokens: Sequence[int],
+        sampling: Sampling | None = None,
+        version: int = 0,
+        silence_seconds: float = _SILENCE_SECONDS,
+    ) -> None:
+        """Open the backend on an event loop of its own; its weights are those of `version`.
+
+        An engine that writes nothing for `silence_seconds`, though it should, is lost.
+        """
+        self.version = version
+        self.sampling = sampling if sampling is not None else Sampling()
+        self._limit = max_tokens if callable(max_tokens) else (lambda _: max_tokens)
+        self._stop_tokens = frozenset(stop_tokens)
+        self._silence_seconds = silence_seconds
+        self._inbox: SimpleQueue[tuple[str, Piece | BaseException | None]] = SimpleQueue()
+        self._open: dict[str, Tally] = {}
+        self._streams: dict[str, Future[None]] = {}
+        self._complete: list[Trajectory] = []
+        self._failure: BaseException | None = None
+        self._unreported = 0
+        self._prefilled = 0
+        self._asked = 0
+        self._id_start = uuid.uuid4().hex[:12]
+        self._is_closed = False
+        self._is_stopping = False
+        self._loop = EventLoop("outside engine")
+        try:
+            self._backend = self._loop.call(opening())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return self._backend.name
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+        return self._backend.limits
+
+    @property
+    def slots(self) -> int:
+        """Answers written at the same time; more may be submitted and will queue."""
+        return self._backend.limits.slots
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work in order of priority; all of it or, if one is impossible, none."""
+        limits = [self._limit(trajectory) for trajectory in trajectories]
+        self._submit(trajectories, limits, tolerance=tolerance, sampling=self.sampling)
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """The same with other sampling and another limit."""
+        limits = [max_tokens] * len(trajectories)
+        self._submit(trajectories, limits, tolerance=tolerance, sampling=sampling)
+
+    def step(self) -> Step:
+        """Wait until at least one token was written or an answer is complete."""
+        decoded, self._unreported = self._unreported, 0
+        while self._open and not (decoded or self._complete):
+            decoded += self._absorb(self._silence_seconds)
+            if self._failure is not None:
+                self._unreported = decoded
+                raise self._failure
+        finished, self._complete = self._complete, []
+        prefilled, self._prefilled = self._prefilled, 0
+        return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory with its tokens so far.
+
+        It does so even if the engine is lost. An answer that was completed meanwhile comes back
+        as unfinished too: submitted again, it is complete at once.
+        """
+        return [replace(tally.result(), finish_reason=None) for tally in self._stop()] + [
+            replace(trajectory, finish_reason=None) for trajectory in self._take_complete()
+        ]
+
+    def load_weights(self, weights: Weights) -> None:
+        """Write with these weights from now on.
+
+        What runs is stopped and taken on again, so that every token has the version of the
+        weights that wrote it.
+        """
+        stopped = self._stop()
+        try:
+            self._refuse_lost()
+            self._loop.call(self._backend.load_weights(weights))
+        except EngineError as error:
+            self._open = {tally.ask.id: tally for tally in stopped}
+            if isinstance(error, EngineLost):
+                self._fail(error)
+            raise
+        self.version = weights.version
+        for tally in stopped:
+            limit = tally.ask.max_tokens + tally.trajectory.num_tokens
+            written = tally.result()
+            if written.finish_reason is not None:
+                self._complete.append(written)
+            else:
+                self._ask(written, limit, tolerance=tally.tolerance, sampling=tally.ask.sampling)
+
+    def close(self) -> None:
+        """Let go of the engine; what it was writing is given up."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for stream in self._streams.values():
+            stream.cancel()
+        try:
+            self._loop.call(self._backend.close())
+        finally:
+            self._loop.close()
+
+    def _submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        limits: Sequence[int],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+    ) -> None:
+        self._refuse_lost()
+        self._refuse_impossible(sampling, tolerance)
+        checked = [
+            self._checked(trajectory, limit, tolerance)
+            for trajectory, limit in zip(trajectories, limits, strict=True)
+        ]
+        for trajectory, limit in zip(trajectories, checked, strict=True):
+            reason = closing(trajectory, self._stops(sampling), limit)
+            if reason is None:
+                self._ask(trajectory, limit, tolerance=tolerance, sampling=sampling)
+            else:
+                self._complete.append(replace(trajectory, finish_reason=reason))
+
+    def _refuse_impossible(self, sampling: Sampling, tolerance: float | None) -> None:
+        if sampling.stop_strings:
+            raise RequestError(
+                f"{self.name} is asked for tokens, not for text: it cannot stop at "
+                f"{sampling.stop_strings[0]!r}; use stop tokens"
+            )
+        if tolerance is not None and not tolerance >= 0:
+            raise RequestError(f"tolerance must be 0 or more nats, got {tolerance}")
+
+    def _checked(self, trajectory: Trajectory, limit: int, tolerance: float | None) -> int:
+        is_verified = tolerance is not None and tolerance < math.inf
+        if is_verified and any(s.version != self.version for s in trajectory.segments):
+            raise RequestError(f"trajectory {trajectory.key}: {self.name}: {NO_COUPLING}")
+        limits = self._backend.limits
+        return checked_limit(
+            trajectory, limit, vocabulary=limits.vocabulary, context=limits.context
+        )
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        return self._stop_tokens if sampling.stop_tokens is None else sampling.stop_tokens
+
+    def _ask(
+        self, trajectory: Trajectory, limit: int, *, tolerance: float | None, sampling: Sampling
+    ) -> None:
+        number, self._asked = self._asked, self._asked + 1
+        ask = Ask(
+            id=f"{self._id_start}-{number:010d}",
+            tokens=(*trajectory.prompt.tokens, *trajectory.tokens),
+            max_tokens=limit - trajectory.num_tokens,
+            stop_tokens=self._stops(sampling),
+            sampling=sampling,
+            priority=number,
+        )
+        self._open[ask.id] = Tally(trajectory, ask, self.version, tolerance)
+        self._streams[ask.id] = self._loop.start(
+            self._follow(ask), ended=lambda error: self._inbox.put((ask.id, error))
+        )
+
+    async def _follow(self, ask: Ask) -> None:
+        async for piece in self._backend.stream(ask):
+            self._inbox.put((ask.id, piece))
+
+    def _absorb(self, seconds: float) -> int:
+        """Wait for something to come, and take in all that is there; gives the new tokens."""
+        try:
+            news = [self._inbox.get(timeout=seconds)]
+        except Empty:
+            self._fail(EngineLost(f"{self.name} has written nothing for {seconds:.0f} seconds"))
+            return 0
+        while not self._inbox.empty():
+            news.append(self._inbox.get())
+        return sum(self._take(name, new) for name, new in news)
+
+    def _take(self, name: str, new: Piece | BaseException | None) -> int:
+        tally = self._open.get(name)
+        if isinstance(new, Piece):
+            if tally is None:
+                return 0
+            if not tally.has_begun:
+                self._prefilled += len(tally.ask.tokens) - new.reused_tokens
+            try:
+                tally.take(new)
+            except EngineError as error:
+                self._fail(error)
+                return 0
+            if tally.finish_reason is not None:
+                self._complete.append(self._open.pop(name).result())
+            return len(new.tokens)
+        self._streams.pop(name, None)
+        if new is not None:
+            self._fail(new)
+        elif tally is not None and not self._is_stopping:
+            self._fail(EngineLost(f"{self.name} broke an answer off without being asked to"))
+        return 0
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    def _refuse_lost(self) -> None:
+        if isinstance(self._failure, EngineLost):
+            raise self._failure
+
+    def _stop(self) -> list[Tally]:
+        """End every stream; gives the unfinished ones with all that came of them."""
+        self._is_stopping = True
+        until = time.monotonic() + _ABORT_SECONDS
+        while self._streams and self._failure is None and time.monotonic() < until:
+            self._abort()
+            again = time.monotonic() + _ABORT_AGAIN_SECONDS
+            while self._streams and time.monotonic() < again and self._failure is None:
+                self._drain(again - time.monotonic())
+        if self._streams and self._failure is None:
+            self._fail(EngineLost(f"{self.name} does not stop within {_ABORT_SECONDS:.0f} seconds"))
+        for stream in list(self._streams.values()):
+            stream.cancel()
+        until = time.monotonic() + _CANCEL_SECONDS
+        while self._streams and time.monotonic() < until:
+            self._drain(until - time.monotonic())
+        self._streams.clear()
+        self._is_stopping = False
+        stopped, self._open = list(self._open.values()), {}
+        if not isinstance(self._failure, EngineLost):
+            self._failure = None
+        return stopped
+
+    def _abort(self) -> None:
+        # Repeated, because an answer may not have reached the engine when it was told to stop.
+        try:
+            self._loop.call(self._backend.abort(list(self._streams)), seconds=_ABORT_SECONDS)
+        except EngineLost as error:
+            self._fail(error)
+        except TimeoutError:
+            self._fail(EngineLost(f"{self.name} does not answer when it is told to stop"))
+
+    def _drain(self, seconds: float) -> None:
+        try:
+            name, new = self._inbox.get(timeout=max(seconds, 0.001))
+        except Empty:
+            return
+        self._unreported += self._take(name, new)
+
+    def _take_complete(self) -> list[Trajectory]:
+        complete, self._complete = self._complete, []
+        return complete
