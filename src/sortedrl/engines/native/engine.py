@@ -191,6 +191,19 @@ class NativeEngine:
             ]
         )
 
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        max_tokens: int | None,
+    ) -> None:
+        """Raise the `RequestError` that submitting these would raise; nothing is taken on."""
+        for trajectory in trajectories:
+            limit = self._limit(trajectory) if max_tokens is None else max_tokens
+            self.request(trajectory, tolerance=tolerance, limit=limit, sampling=sampling)
+
     def step(self) -> Step:
         """Work until at least one token was written or an answer is complete."""
         finished = self._take_complete()

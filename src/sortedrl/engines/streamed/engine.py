@@ -9,7 +9,6 @@ tokens of a tally are those that came out of the inbox, whatever becomes of the 
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,7 +21,7 @@ from sortedrl.engines.limits import checked_limit
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streamed.backend import Ask, Backend, Limits, Piece
 from sortedrl.engines.streamed.event_loop import EventLoop
-from sortedrl.engines.streamed.tally import Tally, closing
+from sortedrl.engines.streamed.tally import Tally, closing, is_finite
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -30,6 +29,7 @@ Limit = Callable[[Trajectory], int]
 _ABORT_SECONDS = 60.0
 _ABORT_AGAIN_SECONDS = 1.0
 _CANCEL_SECONDS = 5.0
+_CLOSE_SECONDS = 120.0
 _SILENCE_SECONDS = 900.0
 
 NO_COUPLING = (
@@ -99,6 +99,18 @@ class StreamedEngine:
         limits = [self._limit(trajectory) for trajectory in trajectories]
         self._submit(trajectories, limits, tolerance=tolerance, sampling=self.sampling)
 
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        max_tokens: int | None,
+    ) -> None:
+        """Raise the `RequestError` that submitting these would raise; nothing is taken on."""
+        limits = [self._limit(t) if max_tokens is None else max_tokens for t in trajectories]
+        self._checked_all(trajectories, limits, tolerance=tolerance, sampling=sampling)
+
     def submit_with(
         self,
         trajectories: Sequence[Trajectory],
@@ -115,7 +127,8 @@ class StreamedEngine:
         """Wait until at least one token was written or an answer is complete."""
         decoded, self._unreported = self._unreported, 0
         while self._open and not (decoded or self._complete):
-            decoded += self._absorb(self._silence_seconds)
+            if self._failure is None:
+                decoded += self._absorb(self._silence_seconds)
             if self._failure is not None:
                 self._unreported = decoded
                 raise self._failure
@@ -139,33 +152,39 @@ class StreamedEngine:
         What runs is stopped and taken on again, so that every token has the version of the
         weights that wrote it.
         """
+        for tally in self._open.values():
+            if tally.is_verified:
+                raise RequestError(f"trajectory {tally.key} is running: {self.name}: {NO_COUPLING}")
         stopped = self._stop()
         try:
             self._refuse_lost()
             self._loop.call(self._backend.load_weights(weights))
-        except EngineError as error:
+        except BaseException as error:
             self._open = {tally.ask.id: tally for tally in stopped}
-            if isinstance(error, EngineLost):
-                self._fail(error)
+            self._fail(error)
             raise
         self.version = weights.version
         for tally in stopped:
             limit = tally.ask.max_tokens + tally.trajectory.num_tokens
-            written = tally.result()
-            if written.finish_reason is not None:
-                self._complete.append(written)
-            else:
-                self._ask(written, limit, tolerance=tally.tolerance, sampling=tally.ask.sampling)
+            self._take_on(
+                tally.result(), limit, tolerance=tally.tolerance, sampling=tally.ask.sampling
+            )
 
     def close(self) -> None:
         """Let go of the engine; what it was writing is given up."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._fail(EngineLost(f"{self.name} was closed"))
         for stream in self._streams.values():
             stream.cancel()
         try:
-            self._loop.call(self._backend.close())
+            self._loop.call(self._backend.close(), seconds=_CLOSE_SECONDS)
+        except TimeoutError as error:
+            raise EngineLost(
+                f"{self.name} does not close within {_CLOSE_SECONDS:.0f} seconds; "
+                "what it has started may be left behind"
+            ) from error
         finally:
             self._loop.close()
 
@@ -178,30 +197,43 @@ class StreamedEngine:
         sampling: Sampling,
     ) -> None:
         self._refuse_lost()
-        self._refuse_impossible(sampling, tolerance)
-        checked = [
-            self._checked(trajectory, limit, tolerance)
-            for trajectory, limit in zip(trajectories, limits, strict=True)
-        ]
+        checked = self._checked_all(trajectories, limits, tolerance=tolerance, sampling=sampling)
         for trajectory, limit in zip(trajectories, checked, strict=True):
-            reason = closing(trajectory, self._stops(sampling), limit)
-            if reason is None:
-                self._ask(trajectory, limit, tolerance=tolerance, sampling=sampling)
-            else:
-                self._complete.append(replace(trajectory, finish_reason=reason))
+            self._take_on(trajectory, limit, tolerance=tolerance, sampling=sampling)
 
-    def _refuse_impossible(self, sampling: Sampling, tolerance: float | None) -> None:
-        if sampling.stop_strings:
+    def _take_on(
+        self, trajectory: Trajectory, limit: int, *, tolerance: float | None, sampling: Sampling
+    ) -> None:
+        """Have it written, unless it came complete."""
+        reason = closing(trajectory, self._stops(sampling), limit)
+        if reason is None:
+            self._ask(trajectory, limit, tolerance=tolerance, sampling=sampling)
+        else:
+            self._complete.append(replace(trajectory, finish_reason=reason))
+
+    def _checked_all(
+        self,
+        trajectories: Sequence[Trajectory],
+        limits: Sequence[int],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+    ) -> list[int]:
+        """The limits within the engine's context; refuses what can never be written."""
+        if sampling is not None and sampling.stop_strings:
             raise RequestError(
                 f"{self.name} is asked for tokens, not for text: it cannot stop at "
                 f"{sampling.stop_strings[0]!r}; use stop tokens"
             )
         if tolerance is not None and not tolerance >= 0:
             raise RequestError(f"tolerance must be 0 or more nats, got {tolerance}")
+        return [
+            self._checked(trajectory, limit, tolerance)
+            for trajectory, limit in zip(trajectories, limits, strict=True)
+        ]
 
     def _checked(self, trajectory: Trajectory, limit: int, tolerance: float | None) -> int:
-        is_verified = tolerance is not None and tolerance < math.inf
-        if is_verified and any(s.version != self.version for s in trajectory.segments):
+        if is_finite(tolerance) and any(s.version != self.version for s in trajectory.segments):
             raise RequestError(f"trajectory {trajectory.key}: {self.name}: {NO_COUPLING}")
         limits = self._backend.limits
         return checked_limit(
@@ -235,18 +267,19 @@ class StreamedEngine:
     def _absorb(self, seconds: float) -> int:
         """Wait for something to come, and take in all that is there; gives the new tokens."""
         try:
-            news = [self._inbox.get(timeout=seconds)]
+            news = self._inbox.get(timeout=seconds)
         except Empty:
             self._fail(EngineLost(f"{self.name} has written nothing for {seconds:.0f} seconds"))
             return 0
+        decoded = self._take(*news)
         while not self._inbox.empty():
-            news.append(self._inbox.get())
-        return sum(self._take(name, new) for name, new in news)
+            decoded += self._take(*self._inbox.get())
+        return decoded
 
     def _take(self, name: str, new: Piece | BaseException | None) -> int:
         tally = self._open.get(name)
         if isinstance(new, Piece):
-            if tally is None:
+            if tally is None or tally.is_faulty:
                 return 0
             if not tally.has_begun:
                 self._prefilled += len(tally.ask.tokens) - new.reused_tokens
@@ -261,12 +294,18 @@ class StreamedEngine:
         self._streams.pop(name, None)
         if new is not None:
             self._fail(new)
-        elif tally is not None and not self._is_stopping:
+        elif tally is not None and not (tally.is_faulty or self._is_stopping):
             self._fail(EngineLost(f"{self.name} broke an answer off without being asked to"))
         return 0
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
+        """Keep what went wrong first; but that the engine is gone counts for more."""
+        if self._failure is None or (isinstance(error, EngineLost) and not self._is_lost):
+            self._failure = error
+
+    @property
+    def _is_lost(self) -> bool:
+        return isinstance(self._failure, EngineLost)
 
     def _refuse_lost(self) -> None:
         if isinstance(self._failure, EngineLost):
@@ -275,13 +314,24 @@ class StreamedEngine:
     def _stop(self) -> list[Tally]:
         """End every stream; gives the unfinished ones with all that came of them."""
         self._is_stopping = True
-        until = time.monotonic() + _ABORT_SECONDS
-        while self._streams and self._failure is None and time.monotonic() < until:
-            self._abort()
-            again = time.monotonic() + _ABORT_AGAIN_SECONDS
-            while self._streams and time.monotonic() < again and self._failure is None:
-                self._drain(again - time.monotonic())
-        if self._streams and self._failure is None:
+        try:
+            self._end_streams()
+        finally:
+            self._is_stopping = False
+        stopped, self._open = list(self._open.values()), {}
+        if not self._is_lost:
+            self._failure = None
+        return stopped
+
+    def _end_streams(self) -> None:
+        again = time.monotonic()
+        until = again + _ABORT_SECONDS
+        while self._streams and not self._is_lost and time.monotonic() < until:
+            if time.monotonic() >= again:
+                self._abort()
+                again = time.monotonic() + _ABORT_AGAIN_SECONDS
+            self._drain(again - time.monotonic())
+        if self._streams and not self._is_lost:
             self._fail(EngineLost(f"{self.name} does not stop within {_ABORT_SECONDS:.0f} seconds"))
         for stream in list(self._streams.values()):
             stream.cancel()
@@ -289,11 +339,6 @@ class StreamedEngine:
         while self._streams and time.monotonic() < until:
             self._drain(until - time.monotonic())
         self._streams.clear()
-        self._is_stopping = False
-        stopped, self._open = list(self._open.values()), {}
-        if not isinstance(self._failure, EngineLost):
-            self._failure = None
-        return stopped
 
     def _abort(self) -> None:
         # Repeated, because an answer may not have reached the engine when it was told to stop.
@@ -301,6 +346,8 @@ class StreamedEngine:
             self._loop.call(self._backend.abort(list(self._streams)), seconds=_ABORT_SECONDS)
         except EngineLost as error:
             self._fail(error)
+        except EngineError as error:
+            self._fail(EngineLost(f"{self.name} cannot be told to stop: {error}"))
         except TimeoutError:
             self._fail(EngineLost(f"{self.name} does not answer when it is told to stop"))
 

@@ -33,8 +33,13 @@ class EventLoop:
     def start(
         self, work: Coroutine[Any, Any, None], *, ended: Callable[[BaseException | None], None]
     ) -> Future[None]:
-        """Run a coroutine beside the caller; `ended` is told in the end what went wrong, if any."""
-        return asyncio.run_coroutine_threadsafe(_told(work, ended), self._loop)
+        """Run a coroutine beside the caller; `ended` is told in the end what went wrong, if any.
+
+        It is told of one that is cancelled before it began, too.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda done: ended(None if done.cancelled() else done.exception()))
+        return future
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
@@ -54,14 +59,3 @@ class EventLoop:
         if left:
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-
-
-async def _told(
-    work: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], None]
-) -> None:
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([task])
-    finally:
-        task.cancel()
-        ended(task.exception() if task.done() and not task.cancelled() else None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from sortedrl.engines.segments import joined
 from sortedrl.engines.streamed.backend import Ask, End, Piece
 from sortedrl.errors import EngineError
-from sortedrl.types import FinishReason, Segment, Trajectory
+from sortedrl.types import FinishReason, Key, Segment, Trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -21,12 +22,33 @@ class Tally:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     has_begun: bool = False
+    is_faulty: bool = False
+    """Whether a piece could not be taken: what comes after it would leave a gap."""
     end: End | None = None
 
+    @property
+    def key(self) -> Key:
+        """The name of the trajectory."""
+        return self.trajectory.key
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether tokens of older weights must be verified, which an outside engine cannot do."""
+        return is_finite(self.tolerance)
+
     def take(self, piece: Piece) -> None:
-        """Add the next tokens of the stream."""
+        """Add the next tokens of the stream, all or none of them."""
+        self.has_begun = True
+        self.is_faulty = True
+        self._check(piece)
+        self.is_faulty = False
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.end = piece.end
+
+    def _check(self, piece: Piece) -> None:
         tokens, logprobs = piece.tokens, piece.logprobs
-        name = f"the answer to trajectory {self.trajectory.key}"
+        name = f"the answer to trajectory {self.key}"
         if len(tokens) != len(logprobs):
             raise EngineError(
                 f"{name} came with {len(logprobs)} log-probabilities for {len(tokens)} tokens; "
@@ -37,15 +59,17 @@ class Tally:
                 f"{name} may have {self.ask.max_tokens} more tokens, "
                 f"got {len(self.tokens) + len(tokens)}"
             )
-        self.has_begun = True
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.end = piece.end
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer is complete; `None` if it is not, or was broken off."""
-        return None if self.end == "abort" else self.end
+        """Why the answer is complete; `None` if it is not, or was broken off.
+
+        Engines differ in what they call a stop token that is the last one allowed.
+        """
+        if self.end == "abort" or self.end is None:
+            return None
+        is_stopped = bool(self.tokens) and self.tokens[-1] in self.ask.stop_tokens
+        return "stop" if is_stopped else self.end
 
     def result(self) -> Trajectory:
         """The trajectory as it stands."""
@@ -59,6 +83,11 @@ class Tally:
             decoded_tokens=self.trajectory.decoded_tokens + len(self.tokens),
             finish_reason=self.finish_reason,
         )
+
+
+def is_finite(tolerance: float | None) -> bool:
+    """Whether a tolerance asks for cached tokens to be verified."""
+    return tolerance is not None and tolerance < math.inf
 
 
 def closing(trajectory: Trajectory, stop_tokens: frozenset[int], limit: int) -> FinishReason | None:

@@ -1,0 +1,378 @@
+"""SortedRL's schedules on real engines, side by side: bubble, goodput, ledger.
+
+    python benchmarks/strategies.py                                    native, on the CPU, minutes
+    python benchmarks/strategies.py --engines native vllm --shape smollm2-135m --device cuda \
+        --slots 128 --group 512 --batch 128 --groups 3 --median 600 --max-tokens 4096
+
+The loop, buffer, controller and weight hand-over are those of a training run; only the update
+itself is left out, as it is the same for all. Answers have forced long-tailed lengths, the same
+for every schedule and engine (except where a schedule draws an answer anew). Weights are really
+handed over after every update. Schedules alternate between the engines, so that noise hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_peers.models import SHAPES, load, token_bytes
+from sortedrl.buffer import Buffer
+from sortedrl.clock import WallClock
+from sortedrl.config import Schedule
+from sortedrl.controller import Controller
+from sortedrl.engines.simulated import SimulatedScorer
+from sortedrl.journal import Journal
+from sortedrl.loop import Loop
+from sortedrl.meter import Meter
+from sortedrl.metrics import Metrics
+from sortedrl.randomness import mix
+from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from sortedrl.engines.guest import RolloutEngine
+
+_CONTEXT_SPARE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What every schedule and engine has in common."""
+
+    shape: str
+    device: str
+    dtype: str
+    slots: int
+    group: int
+    batch: int
+    groups: int
+    median: float
+    sigma: float
+    max_tokens: int
+    prompt_tokens: int
+    queue: int
+    seed: int
+
+    def lengths(self) -> Lengths:
+        """The forced lengths of the answers."""
+        settings = LengthSettings(median=self.median, sigma=self.sigma)
+        return Lengths(settings, seed=self.seed, max_tokens=self.max_tokens, samples_per_prompt=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run."""
+
+    engine: str
+    schedule: str
+    bubble: float
+    steady_bubble: float | None
+    goodput: float
+    throughput: float
+    rollout_seconds: float
+    hand_over_seconds: float
+    decoded: int
+    trained: int
+    discarded: int
+    prefilled_again: int
+    staleness: float
+    mean_length: float
+
+
+class RandomPrompts:
+    """Prompts of random tokens."""
+
+    def __init__(self, world: World, *, vocabulary: int) -> None:
+        """As many as all groups need."""
+        self._left = world.group * world.groups
+        self._world = world
+        self._vocabulary = vocabulary
+        self._next = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return not self._left
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next prompts."""
+        count = min(count, self._left)
+        first = self._next
+        self._left -= count
+        self._next += count
+        return [
+            Prompt(
+                id=number,
+                tokens=[
+                    mix(self._world.seed, number, place) % self._vocabulary
+                    for place in range(self._world.prompt_tokens)
+                ],
+            )
+            for number in range(first, self._next)
+        ]
+
+
+class HandingTrainer:
+    """Learns nothing, but hands its weights over after every update."""
+
+    def __init__(self, version: int, *, tensors: Callable[[], dict[str, object]] | None) -> None:
+        """`tensors` is `None` where the engine has the parameters themselves."""
+        self.version = version
+        self._tensors = tensors
+
+    def update(self, batch: TrainBatch) -> None:
+        """A new version of the same weights."""
+        self.version += 1
+
+    def weights(self) -> Weights:
+        """The present weights."""
+        return Weights(self.version, None if self._tensors is None else self._tensors())
+
+
+def schedules(world: World) -> list[Schedule]:
+    """The schedules that are compared."""
+    base = Schedule(group_prompts=world.group, update_batch=world.batch)
+    return [
+        replace(base, strategy="sync", mode="on_policy"),
+        replace(base, mode="on_policy"),
+        replace(base, mode="partial"),
+        replace(base, mode="partial", lookahead=1),
+        replace(base, strategy="april", mode="partial"),
+    ]
+
+
+@contextlib.contextmanager
+def opened_engine(
+    name: str, model: PreTrainedModel, world: World, *, limit: Callable[[Trajectory], int]
+) -> Iterator[RolloutEngine]:
+    """An engine with the model, closed afterwards."""
+    from sortedrl.engines.native import NativeEngine
+    from sortedrl.engines.streamed.engine import StreamedEngine
+
+    context = world.prompt_tokens + world.max_tokens
+    cache = (world.slots + 1) * (context + _CONTEXT_SPARE) * token_bytes(model)
+    if name == "native":
+        yield NativeEngine(
+            model, slots=world.slots, max_tokens=limit, stop_tokens=(), cache_bytes=cache
+        )
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = StreamedEngine(
+            lambda: opened_backend(name, folder, world, context=context, cache=cache),
+            max_tokens=limit,
+            stop_tokens=(),
+        )
+        with contextlib.closing(engine):
+            yield engine
+
+
+async def opened_backend(name: str, folder: str, world: World, *, context: int, cache: int) -> Any:  # noqa: ANN401
+    """VLLM or SGLang with the model of a folder."""
+    if name == "vllm":
+        from sortedrl.engines.vllm.process import VllmProcess
+
+        options: dict[str, object] = {"kv_cache_memory_bytes": cache}
+        if world.device == "cuda":
+            options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        return await VllmProcess.opened(
+            model=folder, slots=world.slots, context=context, dtype=world.dtype, options=options
+        )
+    from sortedrl.engines.sglang.process import SglangProcess
+
+    return await SglangProcess.opened(
+        model=folder,
+        slots=world.slots,
+        context=context,
+        dtype=world.dtype,
+        seed=world.seed,
+        memory_share=None,
+        device=world.device,
+        options={},
+    )
+
+
+def run(
+    name: str, engine: RolloutEngine, model: PreTrainedModel, world: World, schedule: Schedule
+) -> Row:
+    """One schedule on one engine, from the first group to the last."""
+    meter, clock = Meter(), WallClock()
+    hand_overs: list[float] = []
+
+    def record(event: Any) -> None:  # noqa: ANN401
+        meter(event)
+        if event.kind == "hand_over":
+            hand_overs.append(event.took_seconds)
+
+    shares = name == "native"
+    tensors = None if shares else (lambda: dict(model.state_dict()))
+    vocabulary = model.config.vocab_size
+    loop = Loop(
+        prompts=RandomPrompts(world, vocabulary=vocabulary),
+        buffer=Buffer(unit_size=1),
+        controller=Controller(schedule),
+        engine=engine,
+        scorer=SimulatedScorer(),
+        trainer=HandingTrainer(engine.version, tensors=tensors),
+        journal=Journal(record, clock=clock),
+        seed=world.seed,
+        queue=0 if shares else world.queue,
+    )
+    for _ in loop.run():
+        pass
+    return row(name, schedule, meter.metrics(), hand_over_seconds=sum(hand_overs))
+
+
+def row(name: str, schedule: Schedule, metrics: Metrics, *, hand_over_seconds: float) -> Row:
+    """The numbers of a run."""
+    figures, ledger = metrics.run, metrics.run.ledger
+    assert ledger.decoded == ledger.trained + ledger.discarded, "the ledger does not balance"
+    lengths = [tokens for _, _, tokens in metrics.trained_lengths]
+    return Row(
+        engine=name,
+        schedule=schedule.name,
+        bubble=figures.bubble,
+        steady_bubble=None if metrics.steady is None else metrics.steady.bubble,
+        goodput=figures.goodput,
+        throughput=figures.throughput,
+        rollout_seconds=figures.rollout_seconds,
+        hand_over_seconds=hand_over_seconds,
+        decoded=ledger.decoded,
+        trained=ledger.trained,
+        discarded=ledger.discarded,
+        prefilled_again=ledger.prefilled_again,
+        staleness=figures.mean_staleness,
+        mean_length=sum(lengths) / len(lengths),
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for heading in (
+        "engine",
+        "schedule",
+        "bubble",
+        "steady",
+        "goodput",
+        "x sync",
+        "rollout s",
+        "hand-over s",
+        "decoded",
+        "discarded",
+        "stale",
+        "length",
+    ):
+        table.add_column(heading, justify="left" if heading in ("engine", "schedule") else "right")
+    base = {r.engine: r.goodput for r in reversed(rows) if r.schedule == "sync"}
+    for r in rows:
+        table.add_row(
+            r.engine,
+            r.schedule,
+            f"{r.bubble:.1%}",
+            "-" if r.steady_bubble is None else f"{r.steady_bubble:.1%}",
+            f"{r.goodput:,.0f}",
+            f"{r.goodput / base[r.engine]:.2f}" if r.engine in base else "-",
+            f"{r.rollout_seconds:.1f}",
+            f"{r.hand_over_seconds:.2f}",
+            f"{r.decoded:,}",
+            f"{r.discarded:,}",
+            f"{r.staleness:.2f}",
+            f"{r.mean_length:.0f}",
+        )
+    Console(width=140).print(table)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser.add_argument("--engines", nargs="+", default=["native"])
+    parser.add_argument("--shape", default="llama-5m", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--median", type=float, default=40.0)
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--queue", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="schedules by name, such as sync sorted/partial")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    given = parsed()
+    import torch
+
+    world = World(
+        shape=given.shape,
+        device=given.device,
+        dtype="bfloat16" if given.device == "cuda" else "float32",
+        slots=given.slots,
+        group=given.group,
+        batch=given.batch,
+        groups=given.groups,
+        median=given.median,
+        sigma=given.sigma,
+        max_tokens=given.max_tokens,
+        prompt_tokens=given.prompt_tokens,
+        queue=given.queue,
+        seed=given.seed,
+    )
+    model = load(world.shape, device=world.device, dtype=world.dtype, seed=world.seed)
+    lengths = world.lengths()
+
+    def limit(trajectory: Trajectory) -> int:
+        return lengths.length(trajectory, version=0, parting=None)
+
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name in given.engines:
+            began = time.perf_counter()
+            engines[name] = stack.enter_context(opened_engine(name, model, world, limit=limit))
+            print(f"{name}: open after {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        warm = Schedule(strategy="sync", group_prompts=world.group, update_batch=world.batch)
+        for name, engine in engines.items():
+            run(name, engine, model, world, warm)
+        for _ in range(given.repeats):
+            for schedule in schedules(world):
+                if given.only and schedule.name not in given.only:
+                    continue
+                for name, engine in engines.items():
+                    rows.append(run(name, engine, model, world, schedule))
+                    print(rows[-1], file=sys.stderr, flush=True)
+        show(rows)
+    if given.json is not None:
+        about = {
+            "world": asdict(world),
+            "gpu": torch.cuda.get_device_name() if world.device == "cuda" else None,
+            "python": platform.python_version(),
+            "command": sys.argv,
+        }
+        given.json.write_text(json.dumps(about | {"rows": [asdict(r) for r in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

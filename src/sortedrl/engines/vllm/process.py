@@ -1,0 +1,263 @@
+"""vLLM in child processes of its own, driven through its `AsyncLLM`.
+
+    ask -> AsyncLLM (here) -> scheduler and model (child process) -> pieces
+
+An answer is known to vLLM from the first step of its stream on. One that is broken off earlier
+never reaches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sortedrl.engines.streamed.backend import Ask, Limits, Piece
+from sortedrl.engines.streamed.hand_over import named_tensors, write_weights
+from sortedrl.engines.vllm.versions import check_installed
+from sortedrl.engines.vllm.worker import RECEIVER, addresses
+from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.types import Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_Result = TypeVar("_Result")
+_HEARTBEAT_SECONDS = 1.0
+_SHUTDOWN_SECONDS = 20.0
+_FORGET_TRIES = 100
+_FORGET_PAUSE_SECONDS = 0.05
+_MEMORY_FOLDER = Path("/dev/shm")
+_ENVIRONMENT = {
+    # A fork of a process whose threads compute hangs, and the trainer's threads do.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Settings of vLLM that hold unless the user has set them."""
+
+
+class VllmProcess:
+    """A vLLM engine that lives and dies with this object."""
+
+    def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
+        """Take over an engine that runs; see `opened`."""
+        self.name = name
+        self.limits = Limits(
+            slots=slots,
+            context=engine.model_config.max_model_len,
+            vocabulary=engine.model_config.get_vocab_size(),
+        )
+        self._open_engine: AsyncLLM | None = engine
+        self._written: set[str] = set()
+        self._broken_off_early: set[str] = set()
+        self._folder: Path | None = None
+
+    @classmethod
+    async def opened(
+        cls,
+        *,
+        model: str,
+        slots: int,
+        context: int | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        memory_share: float | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> VllmProcess:
+        """Start vLLM with a model: a folder or a hub name; takes half a minute or more.
+
+        `context` is that of the model unless given, `memory_share` how much of the GPU's memory it
+        may take, `options` are further arguments of vLLM by their names there.
+        """
+        version = check_installed()
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        ours: dict[str, object] = {
+            "model": model,
+            "max_num_seqs": slots,
+            "max_model_len": context,
+            "dtype": dtype,
+            "seed": seed,
+            "skip_tokenizer_init": True,
+            "scheduling_policy": "priority",
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": RECEIVER,
+        }
+        if memory_share is not None:
+            ours["gpu_memory_utilization"] = memory_share
+        name = f"vLLM {version}"
+        backend = cls(_started(ours, options or {}, name=name), name=name, slots=slots)
+        # It asks the child once, and would let go of the loop in the middle of the first ask.
+        await backend._answered(backend._engine.get_supported_tasks())
+        return backend
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+        """Write an answer; raises `EngineLost` where the engine is gone."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if ask.id in self._broken_off_early:
+            self._broken_off_early.discard(ask.id)
+            yield Piece(tokens=(), logprobs=(), end="abort")
+            return
+        self._written.add(ask.id)
+        outputs = self._engine.generate(
+            tokens_input(list(ask.tokens)),
+            _sampling_params(ask),
+            ask.id,
+            priority=ask.priority,
+        )
+        try:
+            async for output in outputs:
+                yield _piece(output)
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._lost() from error
+        finally:
+            self._written.discard(ask.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Break these answers off; each stream ends with what it had."""
+        self._broken_off_early |= set(ids) - self._written
+        known = [id for id in ids if id in self._written]
+        await self._answered(self._engine.abort(known))
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Write with these weights from now on, and forget every cached prefix."""
+        # Nothing is being written, so these are answers that had ended before.
+        self._broken_off_early.clear()
+        tensors = named_tensors(weights)
+        if all(tensor.is_cuda for tensor in tensors.values()):
+            await self._call_workers("receive_weights", {"given": addresses(tensors)})
+        else:
+            folder = write_weights(weights, self._hand_over_folder(tensors))
+            await self._call_workers("reload_weights", {"weights_path": str(folder)})
+        for _ in range(_FORGET_TRIES):
+            if await self._answered(self._engine.reset_prefix_cache()):
+                return
+            await asyncio.sleep(_FORGET_PAUSE_SECONDS)
+        raise EngineError(
+            f"{self.name} still holds cache of answers that were broken off, after "
+            f"{_FORGET_TRIES * _FORGET_PAUSE_SECONDS:g} s; under new weights it is wrong"
+        )
+
+    async def close(self) -> None:
+        """End the child processes and remove what was written."""
+        if self._open_engine is not None:
+            self._open_engine.shutdown(timeout=_SHUTDOWN_SECONDS)
+            # It has more to do when the last one lets go of it, which fails at the end of Python.
+            self._open_engine = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._open_engine is None:
+            raise EngineLost(f"{self.name} was closed")
+        return self._open_engine
+
+    async def _call_workers(self, method: str, arguments: Mapping[str, object]) -> None:
+        await self._answered(self._engine.collective_rpc(method, kwargs=dict(arguments)))
+
+    async def _answered(self, call: Awaitable[_Result]) -> _Result:
+        """What a call gives; one to a child that has died would never return."""
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            await asyncio.wait({task}, timeout=_HEARTBEAT_SECONDS)
+            if self._engine.errored and not task.done():
+                task.cancel()
+                raise self._lost()
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if self._engine.errored:
+            raise self._lost() from error
+        raise EngineError(f"{self.name} refused: {error}") from error
+
+    def _lost(self) -> EngineLost:
+        return EngineLost(f"{self.name} is gone: its process ended; what it said stands above")
+
+    def _hand_over_folder(self, tensors: Mapping[str, Tensor]) -> Path:
+        if self._folder is None:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            self._folder = Path(tempfile.mkdtemp(prefix="sortedrl-", dir=_roomy_folder(needed)))
+        return self._folder
+
+
+def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name: str) -> AsyncLLM:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    _check_options(options, known={field.name for field in fields(AsyncEngineArgs)}, ours=ours)
+    arguments = {"disable_log_stats": True} | dict(options) | dict(ours)
+    try:
+        # Without a local name: vLLM keeps the stack of its start, and the engine would outlive us.
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except (RuntimeError, ValueError, TypeError, OSError) as error:
+        raise EngineError(
+            f"{name} did not start with {ours['model']}: {error}; what it says itself stands "
+            "above (more of it with the environment variable VLLM_LOGGING_LEVEL=INFO)"
+        ) from error
+
+
+def _check_options(
+    options: Mapping[str, object], *, known: set[str], ours: Mapping[str, object]
+) -> None:
+    for option in options:
+        if option in ours:
+            raise EngineError(
+                f"the option {option} of vLLM is set to {ours[option]!r} by this engine; "
+                "leave it out"
+            )
+        if option not in known:
+            raise EngineError(unknown_name("option of vLLM", option, sorted(known)))
+
+
+def _sampling_params(ask: Ask) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = ask.sampling
+    return SamplingParams(
+        max_tokens=ask.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        stop_token_ids=sorted(ask.stop_tokens),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _piece(output: Any) -> Piece:  # noqa: ANN401
+    (completion,) = output.outputs
+    tokens = list(completion.token_ids)
+    # The last output of an answer that is broken off may repeat all log-probabilities behind
+    # those of its own tokens.
+    logprobs = completion.logprobs.logprobs[: len(tokens)]
+    assert len(logprobs) == len(tokens), "every token has one log-probability"
+    return Piece(
+        tokens=tokens,
+        logprobs=logprobs,
+        end=completion.finish_reason,
+        reused_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _roomy_folder(needed_bytes: int) -> Path | None:
+    """The folder in memory, if two versions fit; else `None` for the usual temporary one."""
+    if not _MEMORY_FOLDER.is_dir():
+        return None
+    is_roomy = shutil.disk_usage(_MEMORY_FOLDER).free > 2 * needed_bytes
+    return _MEMORY_FOLDER if is_roomy and os.access(_MEMORY_FOLDER, os.W_OK) else None

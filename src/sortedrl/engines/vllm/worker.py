@@ -1,0 +1,75 @@
+"""What is added to the workers of vLLM: weights are read where the trainer has them on the GPU.
+
+A tensor travels as its address: plain numbers, texts and bytes, so nothing is copied on the way
+and nothing is unpickled. The trainer keeps its tensors as they are until the worker has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+RECEIVER = "sortedrl.engines.vllm.worker.WeightReceiver"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+Address = Sequence[Any]
+"""Name, dtype, shape, stride, offset, GPU, and what CUDA says of the storage."""
+
+
+def addresses(tensors: Mapping[str, Tensor]) -> list[Address]:
+    """Where each tensor lies on a GPU, for another process of this machine."""
+    torch.cuda.synchronize()
+    return [_address(name, tensor) for name, tensor in tensors.items()]
+
+
+class WeightReceiver:
+    """Becomes a base of vLLM's worker, which has `reload_weights`."""
+
+    reload_weights: Any
+
+    def receive_weights(self, given: Sequence[Address]) -> None:
+        """Copy the tensors at these addresses into the model."""
+        devices = {_gpu(index): index for index in range(torch.cuda.device_count())}
+        self.reload_weights(weights_iterator=_tensors(given, devices))
+        # The trainer may change its tensors as soon as this has answered.
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _address(name: str, tensor: Tensor) -> Address:
+    # The first field is the device's number, which another process may count otherwise.
+    _, *storage = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    gpu = _gpu(tensor.device.index)
+    return (name, str(tensor.dtype), shape, stride, tensor.storage_offset(), gpu, storage)
+
+
+def _tensors(given: Sequence[Address], devices: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype, shape, stride, offset, gpu, storage in given:
+        if gpu not in devices:
+            raise ValueError(f"{name} lies on GPU {gpu}, which this worker of vLLM does not see")
+        handle, size_bytes, offset_bytes, *synchronisation = storage
+        tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+            Tensor,
+            torch.Size(shape),
+            tuple(stride),
+            offset,
+            torch.UntypedStorage,
+            _DTYPES[dtype],
+            devices[gpu],
+            handle,
+            size_bytes,
+            offset_bytes,
+            False,
+            *synchronisation,
+        )
+        yield name, tensor
+
+
+def _gpu(index: int) -> str:
+    """The GPU's own name, the same in every process."""
+    return str(torch.cuda.get_device_properties(index).uuid)
