@@ -8,6 +8,8 @@ The loop, buffer, controller and weight hand-over are those of a training run; o
 itself is left out, as it is the same for all. Answers have forced long-tailed lengths, the same
 for every schedule and engine (except where a schedule draws an answer anew). Weights are really
 handed over after every update. Schedules alternate between the engines, so that noise hits both.
+
+An engine may be given further arguments of its own, and a queue: vllm:stream_interval=16,queue=32.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from sortedrl.meter import Meter
 from sortedrl.metrics import Metrics
 from sortedrl.randomness import mix
 from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.tasks.spec import options_from
 from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
 
 if TYPE_CHECKING:
@@ -61,7 +64,6 @@ class World:
     sigma: float
     max_tokens: int
     prompt_tokens: int
-    queue: int
     seed: int
 
     def lengths(self) -> Lengths:
@@ -178,12 +180,14 @@ def opened_engine(
             yield engine
 
 
-async def opened_backend(name: str, folder: str, world: World, *, context: int, cache: int) -> Any:  # noqa: ANN401
-    """VLLM or SGLang with the model of a folder."""
+async def opened_backend(spec: str, folder: str, world: World, *, context: int, cache: int) -> Any:  # noqa: ANN401
+    """vLLM or SGLang with the model of a folder."""
+    name, given = parts(spec)
+    options: dict[str, object] = {key: value for key, value in given.items() if key != "queue"}
     if name == "vllm":
         from sortedrl.engines.vllm.process import VllmProcess
 
-        options: dict[str, object] = {"kv_cache_memory_bytes": cache}
+        options["kv_cache_memory_bytes"] = cache
         if world.device == "cuda":
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return await VllmProcess.opened(
@@ -199,8 +203,14 @@ async def opened_backend(name: str, folder: str, world: World, *, context: int, 
         seed=world.seed,
         memory_share=None,
         device=world.device,
-        options={},
+        options=options,
     )
+
+
+def parts(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of an engine, and its options."""
+    name, _, options = spec.partition(":")
+    return name, dict(options_from(options.split(",") if options else ()))
 
 
 def run(
@@ -227,7 +237,7 @@ def run(
         trainer=HandingTrainer(engine.version, tensors=tensors),
         journal=Journal(record, clock=clock),
         seed=world.seed,
-        queue=0 if shares else world.queue,
+        queue=parts(name)[1].get("queue", 0),
     )
     for _ in loop.run():
         pass
@@ -312,7 +322,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--queue", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="schedules by name, such as sync sorted/partial")
     parser.add_argument("--seed", type=int, default=0)
@@ -337,7 +346,6 @@ def main() -> None:
         sigma=given.sigma,
         max_tokens=given.max_tokens,
         prompt_tokens=given.prompt_tokens,
-        queue=given.queue,
         seed=given.seed,
     )
     model = load(world.shape, device=world.device, dtype=world.dtype, seed=world.seed)

@@ -119,7 +119,7 @@ class Crew:
     def take_all(self) -> list[Trajectory]:
         """Everything that was not handed out, as unfinished; the members were interrupted."""
         for seat in self.living:
-            self._put_in_front(seat.take_away(()))
+            self._empty(seat, ())
         complete = [replace(answer, finish_reason=None) for answer in self._finished]
         unfinished = [work.trajectory for work in self.queue]
         self._finished.clear()
@@ -179,7 +179,7 @@ class Crew:
             case Failed():
                 seat.is_stalled = True
                 seat.put_down(words.not_taken)
-                self._put_in_front((words.not_taken, 0))
+                self._put_in_front(words.not_taken)
                 self._errors.append(words.error)
             case Lost(error, rescued):
                 self._bury(seat, rescued, reason=str(error))
@@ -193,7 +193,7 @@ class Crew:
     def _bury(self, seat: Seat, rescued: Sequence[Trajectory] | None, *, reason: str) -> None:
         """Give the work of a dead member to the others."""
         num_answers = len(seat.handed)
-        self._put_in_front(seat.take_away(rescued or ()))
+        self._empty(seat, rescued or ())
         seat.is_alive = False
         seat.thread.give_up()
         answers = "1 answer goes on" if num_answers == 1 else f"{num_answers} answers go on"
@@ -203,8 +203,11 @@ class Crew:
             f"{self.slots} slots are left"
         )
 
-    def _put_in_front(self, back: tuple[Iterable[Work], int]) -> None:
-        """Queue what came back before all other work, and count its tokens."""
-        works, tokens = back
-        self.queue.extendleft(reversed(list(works)))
+    def _empty(self, seat: Seat, rescued: Iterable[Trajectory]) -> None:
+        works, tokens = seat.take_away(rescued)
+        self._put_in_front(works)
         self._decoded += tokens
+
+    def _put_in_front(self, works: Iterable[Work]) -> None:
+        """Queue what came back before all other work."""
+        self.queue.extendleft(reversed(list(works)))

@@ -7,8 +7,8 @@ or taken away because the member is gone.
     reported   tokens that the steps of the member told of
     returned   tokens that were written into the trajectories that came back
 
-Whenever the seat is empty, `counted` is brought to `returned`: so what was written after the last
-step is told of, and what a dead member lost stays part of what was decoded.
+When the seat is emptied, `counted` and `returned` are made equal: so what was written after the
+last step is told of, and what a dead member lost stays part of what was decoded.
 """
 
 from __future__ import annotations
@@ -93,10 +93,9 @@ class Seat:
         for work in works:
             del self.handed[work.key]
 
-    def give_back(self, trajectories: Iterable[Trajectory]) -> tuple[list[Work], int]:
-        """Take in what the member gave back; gives it as work, and the tokens to be counted."""
-        works = [self._unfinished(trajectory) for trajectory in trajectories]
-        return works, 0 if self.handed else self._count(self._returned)
+    def give_back(self, trajectories: Iterable[Trajectory]) -> list[Work]:
+        """Take in what the member gave back; gives it as work."""
+        return [self._unfinished(trajectory) for trajectory in trajectories]
 
     def take_away(self, rescued: Iterable[Trajectory]) -> tuple[list[Work], int]:
         """Empty the seat, whatever the member says; gives its work, and the tokens to be counted.

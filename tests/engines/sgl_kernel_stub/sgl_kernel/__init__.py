@@ -1,7 +1,7 @@
 """A stand-in for SGLang's compiled kernels, which have no wheel for a CPU.
 
-SGLang imports names from it at the start. Any name can be imported; none can be called. The tests of
-the adapter never reach a kernel.
+SGLang imports names from it at the start. Any name can be imported; none can be called. The tests
+of the adapter never reach a kernel.
 """
 
 

@@ -1,0 +1,107 @@
+"""The process in which an engine is on trial: prints its verdict as one line of JSON.
+
+    python -m sortedrl.engines.self_test native
+    python -m sortedrl.engines.self_test server http://localhost:8000
+
+Only that line goes to standard output. What engines print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import torch
+
+from sortedrl.engines.installed import KINDS, Kind
+from sortedrl.engines.self_test.checks import Figures, check, check_as_it_is
+from sortedrl.engines.self_test.models import made_pair, write_model
+from sortedrl.engines.self_test.opening import opened, opened_at, usual_device, usual_dtype
+from sortedrl.engines.self_test.process import STAGE
+from sortedrl.engines.self_test.served import served_vocabulary
+from sortedrl.engines.self_test.verdict import Verdict, to_line
+from sortedrl.errors import SortedRLError
+
+if TYPE_CHECKING:
+    from sortedrl.engines.guest import RolloutEngine
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the engine that the words name."""
+    # So small a model is slower on several threads.
+    torch.set_num_threads(1)
+    with _own_output() as output:
+        try:
+            verdict = _server(words[1]) if words[0] == "server" else _engine(_kind(words[0]))
+        except SortedRLError as error:
+            verdict = Verdict(reason=str(error))
+        os.write(output, f"{to_line(verdict)}\n".encode())
+    return 0
+
+
+def _engine(kind: Kind) -> Verdict:
+    device = usual_device()
+    dtype = usual_dtype(device)
+    with TemporaryDirectory() as folder:
+        _stage("making a tiny model")
+        models = made_pair(device=device, dtype=dtype)
+        write_model(models.before, Path(folder))
+        _stage("starting the engine")
+        engine = opened(kind, Path(folder), device=device, dtype=dtype)
+        try:
+            return _verdict(engine, check(engine, models, stage=_stage))
+        finally:
+            _stage("closing the engine")
+            engine.close()
+
+
+def _server(url: str) -> Verdict:
+    _stage("looking at the server")
+    vocabulary = asyncio.run(served_vocabulary(url))
+    with TemporaryDirectory() as folder:
+        engine = opened_at(url, vocabulary=vocabulary, hand_over=Path(folder))
+        try:
+            return _verdict(engine, check_as_it_is(engine, vocabulary=vocabulary, stage=_stage))
+        finally:
+            engine.close()
+
+
+def _verdict(engine: RolloutEngine, figures: Figures) -> Verdict:
+    return Verdict(
+        reason=None,
+        name=engine.name,
+        slots=engine.slots,
+        largest_gap=figures.largest_gap,
+        tokens_per_second=figures.tokens_per_second,
+    )
+
+
+def _kind(word: str) -> Kind:
+    (kind,) = [kind for kind in KINDS if kind == word]
+    return kind
+
+
+def _stage(what: str) -> None:
+    sys.stderr.write(f"{STAGE}{what}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def _own_output() -> Iterator[int]:
+    """Standard output for the verdict alone: whatever else is printed goes to standard error."""
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        yield output
+    finally:
+        os.close(output)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""An engine opened for its self-test, as small as it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sortedrl.engines.guest import RolloutEngine
+from sortedrl.engines.installed import Kind
+from sortedrl.engines.self_test.checks import CONTEXT, MAX_TOKENS, SAMPLING, SLOTS
+from sortedrl.engines.streamed.backend import Backend
+
+_CACHE_BYTES = 64 << 20
+
+
+def usual_device() -> torch.device:
+    """Where an engine writes unless told otherwise."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The precision in which it does."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def opened(kind: Kind, model: Path, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
+    """An engine of this kind with the model in a folder; no token ends its answers."""
+    if kind == "native":
+        return _native(model, device=device, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    if kind == "vllm":
+        from sortedrl.engines.vllm.process import VllmProcess
+
+        return _streamed(
+            lambda: VllmProcess.opened(
+                model=str(model),
+                slots=SLOTS,
+                context=CONTEXT,
+                dtype=name,
+                options={"kv_cache_memory_bytes": _CACHE_BYTES, "enforce_eager": True},
+            )
+        )
+    from sortedrl.engines.sglang.process import SglangProcess
+
+    return _streamed(
+        lambda: SglangProcess.opened(
+            model=str(model),
+            slots=SLOTS,
+            context=CONTEXT,
+            dtype=name,
+            seed=0,
+            memory_share=None,
+            device=device.type,
+            options={"max_total_tokens": 2 * SLOTS * CONTEXT, "disable_cuda_graph": True},
+        )
+    )
+
+
+def opened_at(url: str, *, vocabulary: int, hand_over: Path) -> RolloutEngine:
+    """A running server; the folder for new weights stays empty."""
+    from sortedrl.engines.servers import opened_server
+
+    return _streamed(
+        lambda: opened_server(
+            url,
+            vocabulary=vocabulary,
+            context=CONTEXT,
+            temperature=SAMPLING.temperature,
+            slots=None,
+            hand_over=hand_over,
+        )
+    )
+
+
+def _native(model: Path, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
+    from sortedrl.engines.native import NativeEngine
+    from sortedrl.models.loading import load_model
+
+    return NativeEngine(
+        load_model(model, dtype=dtype, device=device),
+        slots=SLOTS,
+        max_tokens=MAX_TOKENS,
+        sampling=SAMPLING,
+        stop_tokens=(),
+        cache_bytes=_CACHE_BYTES,
+    )
+
+
+def _streamed(opening: Callable[[], Coroutine[Any, Any, Backend]]) -> RolloutEngine:
+    from sortedrl.engines.streamed.engine import StreamedEngine
+
+    return StreamedEngine(opening, max_tokens=MAX_TOKENS, stop_tokens=(), sampling=SAMPLING)

@@ -1,0 +1,272 @@
+"""SGLang in child processes of its own, driven from here.
+
+    ask -> SGLang's manager (on our event loop) -> scheduler and model (child processes) -> pieces
+
+A child that dies ends every stream with `EngineLost`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sortedrl.engines.sglang import guest
+from sortedrl.engines.sglang.answer import HIGH_FIRST, Answer, server_context
+from sortedrl.engines.sglang.versions import check_installed
+from sortedrl.engines.streamed.backend import Ask, Limits, Piece
+from sortedrl.engines.streamed.hand_over import named_tensors
+from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.types import Weights
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+_Result = TypeVar("_Result")
+_LAST_WORDS_SECONDS = 0.1
+_FLUSH_TRIES = 100
+_FLUSH_PAUSE_SECONDS = 0.1
+_ON_A_CPU: Mapping[str, object] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+}
+
+
+class SglangProcess:
+    """An SGLang engine that lives and dies with this object."""
+
+    def __init__(self, engine: Engine, *, name: str, limits: Limits) -> None:
+        """Take over an engine that runs; see `opened`."""
+        self.name = name
+        self.limits = limits
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._request_ids: dict[str, str] = {}
+        self._broken_off: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[str] = self._loop.create_future()
+        self._processes = guest.processes_of(engine)
+        for process in self._processes:
+            ending = f"its process {process.pid} ended, what it said stands above"
+            self._loop.add_reader(process.sentinel, self._lose, ending)
+        # SGLang's own way to run this task ends the whole process at the first error.
+        self._manager.event_loop = self._loop
+        self._reader = self._loop.create_task(self._manager.handle_loop())
+        self._reader.add_done_callback(self._reader_ended)
+
+    @classmethod
+    async def opened(
+        cls,
+        *,
+        model: str,
+        slots: int,
+        context: int,
+        dtype: str,
+        seed: int,
+        memory_share: float | None,
+        device: str,
+        options: Mapping[str, object],
+    ) -> SglangProcess:
+        """Start SGLang with a model: a folder or a hub name; takes half a minute or more.
+
+        `memory_share` is how much of the device's memory it may take, `options` are further
+        arguments of SGLang by their names there. The loop stands still meanwhile: SGLang's
+        processes die with the thread that starts them, so it must be the thread of the loop.
+        """
+        version = check_installed()
+        ours: dict[str, object] = {
+            "model_path": model,
+            "skip_tokenizer_init": True,
+            "max_running_requests": slots,
+            "context_length": server_context(context),
+            "dtype": dtype,
+            "random_seed": seed,
+            "device": device,
+            "enable_priority_scheduling": True,
+            "tokenizer_worker_num": 1,
+            "dp_size": 1,
+        }
+        if memory_share is not None:
+            ours["mem_fraction_static"] = memory_share
+        # An answer that was begun is not taken out again for one that came later.
+        usual: dict[str, object] = {"disable_priority_preemption": True, "log_level": "error"}
+        # The trainer needs the CPU while nothing is written.
+        usual["sleep_on_idle"] = True
+        settings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if device == "cpu":
+            usual |= _ON_A_CPU
+            usual["max_total_tokens"] = slots * server_context(context)
+            settings["SGLANG_USE_CPU_ENGINE"] = "1"
+        with guest.everything_put_back(settings):
+            from sglang.srt.server_args import ServerArgs
+
+            _check_options(options, known=ServerArgs.__struct_fields__, ours=ours)
+            try:
+                engine = guest.started(usual | dict(options) | ours)
+            except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
+                raise EngineError(
+                    f"SGLang {version} did not start with {model}: {error}; what it says itself "
+                    "stands above"
+                ) from error
+        manager = engine.tokenizer_manager
+        limits = Limits(
+            slots=slots,
+            context=min(context, manager.max_req_input_len),
+            vocabulary=manager.model_config.vocab_size,
+        )
+        return cls(engine, name=f"SGLang {version}", limits=limits)
+
+    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+        """Write an answer; raises `EngineLost` where the engine is gone."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        answer = Answer(ask, priority_sign=HIGH_FIRST)
+        try:
+            while not answer.is_over:
+                self._refuse_if_lost()
+                if ask.id in self._broken_off:
+                    yield Piece(tokens=(), logprobs=(), end="abort")
+                    return
+                request = GenerateReqInput(**answer.next_request())
+                self._request_ids[ask.id] = answer.request_id
+                async with aclosing(self._manager.generate_request(request, None)) as chunks:
+                    async for chunk in chunks:
+                        self._refuse_if_lost()
+                        yield answer.piece(chunk)
+        except ValueError as error:
+            raise EngineError(f"{self.name} refused an answer: {error}") from error
+        finally:
+            self._request_ids.pop(ask.id, None)
+            self._broken_off.discard(ask.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Break these answers off: each stream ends with what it had."""
+        self._refuse_if_lost()
+        # Kept, for an answer whose stream is not followed yet.
+        self._broken_off.update(ids)
+        for id_ in ids:
+            if id_ in self._request_ids:
+                self._manager.abort_request(self._request_ids[id_])
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Write with these weights from now on, and forget every cached prefix."""
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # Nothing is being written, so these are answers that had ended before.
+        self._broken_off.clear()
+        # Sharing moves a tensor's memory, and that of the trainer must stay where it is. On a GPU
+        # nothing moves: the child reads it where it is.
+        tensors = [
+            (name, tensor.clone() if tensor.device.type == "cpu" else tensor)
+            for name, tensor in named_tensors(weights).items()
+        ]
+        workers = range(self._engine.server_args.tp_size)
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(tensors) for _ in workers
+            ],
+            # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
+            flush_cache=False,
+            weight_version=str(weights.version),
+        )
+        manager = self._manager
+        await self._weight_call(manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        try:
+            await self._weight_call(manager.update_weights_from_tensor(update))
+        finally:
+            await self._weight_call(manager.end_weight_update(EndWeightUpdateReqInput()))
+        for _ in range(_FLUSH_TRIES):
+            flushed = await self._unless_lost(manager.flush_cache())
+            if flushed.success:
+                return
+            await asyncio.sleep(_FLUSH_PAUSE_SECONDS)
+        raise EngineError(
+            f"{self.name} still holds cache of answers that were broken off, after "
+            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s; under new weights it is wrong"
+        )
+
+    async def close(self) -> None:
+        """End SGLang's processes, and no others, and remove the files they leave."""
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        self._lose("it was closed")
+        guest.end(self._processes)
+        # What is on its way is still read, else the socket complains that it is lost.
+        await asyncio.wait([self._reader], timeout=_LAST_WORDS_SECONDS)
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        manager, ports = self._manager, self._engine.port_args
+        manager.cuda_vmm_feature_transport.shutdown()
+        for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+            socket.close(linger=0)
+        self._engine.send_to_rpc.close(linger=0)
+        for address in (
+            ports.tokenizer_ipc_name,
+            ports.scheduler_input_ipc_name,
+            ports.detokenizer_ipc_name,
+            ports.rpc_ipc_name,
+            ports.metrics_ipc_name,
+        ):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
+        guest.unshield()
+
+    async def _weight_call(self, call: Awaitable[tuple[bool, str]]) -> None:
+        is_done, words = await self._unless_lost(call)
+        if not is_done:
+            raise EngineError(f"{self.name} did not take the new weights: {words}")
+
+    async def _unless_lost(self, call: Awaitable[_Result]) -> _Result:
+        """What a call gives; one to a process that has died would never return."""
+        task = asyncio.ensure_future(call)
+        both: tuple[asyncio.Future[Any], ...] = (task, self._end)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        self._refuse_if_lost()
+        return task.result()
+
+    def _lose(self, reason: str) -> None:
+        """End every stream, now and from now on."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        if self._end.done():
+            return
+        self._end.set_result(reason)
+        for process in self._processes:
+            self._loop.remove_reader(process.sentinel)
+        # The streams wait for the scheduler, so they are told what it would tell them.
+        for request_id in list(self._manager.rid_to_state):
+            self._manager._handle_abort_req(AbortReq(rid=request_id))
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled():
+            self._lose(f"its answers cannot be read: {reader.exception()!r}")
+
+    def _refuse_if_lost(self) -> None:
+        if self._end.done():
+            raise EngineLost(f"{self.name} is gone: {self._end.result()}")
+
+
+def _check_options(
+    options: Mapping[str, object], *, known: Iterable[str], ours: Mapping[str, object]
+) -> None:
+    names = sorted(name for name in known if not name.startswith("_"))
+    for option in options:
+        if option in ours:
+            raise EngineError(
+                f"the option {option} of SGLang is set to {ours[option]!r} by this engine; "
+                "leave it out"
+            )
+        if option not in names:
+            raise EngineError(unknown_name("option of SGLang", option, names))

@@ -1,0 +1,151 @@
+"""The laws of every engine, for those that need nothing but this package."""
+
+import asyncio
+
+import pytest
+import torch
+from conformance import (
+    CONTEXT,
+    LONGEST,
+    SLOTS,
+    STOPS,
+    TEMPERATURE,
+    VOCABULARY,
+    World,
+    each_law,
+    holds,
+    limit_of,
+    model,
+    nothing_is_lost_or_doubled_whatever_happens,
+)
+
+from sortedrl.clock import VirtualClock
+from sortedrl.engines.native import NativeEngine
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.streamed.backend import Limits, Piece
+from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.lengths import Lengths, LengthSettings
+
+
+def native(slots=SLOTS):
+    own = model.__wrapped__(0)
+    return NativeEngine(
+        own,
+        slots=slots,
+        max_tokens=limit_of,
+        stop_tokens=STOPS,
+        sampling=Sampling(temperature=TEMPERATURE),
+    )
+
+
+def pool():
+    return EnginePool([native(2), native(2)], warn=lambda words: pytest.fail(words))
+
+
+class PlainBackend:
+    """The model on its own behind the seam: a whole forward pass for every token."""
+
+    name = "plain model"
+    limits = Limits(slots=SLOTS, context=CONTEXT, vocabulary=VOCABULARY)
+
+    def __init__(self):
+        self._model = model.__wrapped__(0)
+        self._generator = torch.Generator().manual_seed(0)
+        self._open = {}
+        self._broken_off = set()
+
+    @classmethod
+    async def opened(cls):
+        return cls()
+
+    async def stream(self, ask):
+        self._open[ask.id] = ask.priority
+        text = list(ask.tokens)
+        end = None
+        try:
+            while end is None:
+                if ask.id in self._broken_off:
+                    yield Piece(tokens=(), logprobs=(), end="abort")
+                    return
+                if ask.priority not in sorted(self._open.values())[:SLOTS]:
+                    await asyncio.sleep(0.0005)
+                    continue
+                token, logprob = self._next(text, ask.sampling)
+                text.append(token)
+                if token in ask.stop_tokens:
+                    end = "stop"
+                elif len(text) == len(ask.tokens) + ask.max_tokens:
+                    end = "length"
+                yield Piece(tokens=[token], logprobs=[logprob], end=end)
+                await asyncio.sleep(0)
+        finally:
+            del self._open[ask.id]
+
+    async def abort(self, ids):
+        self._broken_off |= set(ids)
+
+    async def load_weights(self, weights):
+        assert not self._open, "nothing is being written"
+        self._model.load_state_dict(weights.tensors)
+
+    async def close(self):
+        pass
+
+    @torch.no_grad()
+    def _next(self, text, sampling):
+        logits = self._model(torch.tensor([text])).logits[0, -1]
+        logprobs = (logits / (sampling.temperature or 1)).log_softmax(-1)
+        if sampling.temperature:
+            token = torch.multinomial(logprobs.exp(), 1, generator=self._generator).item()
+        else:
+            token = logits.argmax().item()
+        return token, logprobs[token].item()
+
+
+class Simulated(SimulatedEngine):
+    """It holds nothing to let go of."""
+
+    def close(self):
+        pass
+
+
+def simulated():
+    lengths = LengthSettings(median=12, sigma=0.8)
+    return Simulated(
+        slots=SLOTS,
+        lengths=Lengths(lengths, seed=0, max_tokens=LONGEST, samples_per_prompt=1),
+        costs=ticks(),
+        clock=VirtualClock(),
+    )
+
+
+def streamed():
+    return StreamedEngine(
+        PlainBackend.opened,
+        max_tokens=limit_of,
+        stop_tokens=STOPS,
+        sampling=Sampling(temperature=TEMPERATURE),
+    )
+
+
+@pytest.fixture(scope="module", params=["native", "pool", "streamed"])
+def world(request):
+    world = {
+        "native": World(opening=native, precision=5e-5),
+        "pool": World(opening=pool, precision=5e-5, is_ordered=False),
+        "streamed": World(opening=streamed, precision=5e-5),
+    }[request.param]
+    yield world
+    world.close()
+
+
+@each_law
+def test_every_engine_keeps_the_law(law, world):
+    holds(law, world)
+
+
+def test_a_simulated_engine_keeps_the_laws_that_need_no_model():
+    holds(nothing_is_lost_or_doubled_whatever_happens, World(opening=simulated, is_simulated=True))

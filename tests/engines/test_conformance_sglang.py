@@ -1,0 +1,97 @@
+"""The laws of every engine, for SGLang: in processes of ours, and as a server."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+from conformance import (
+    CONTEXT,
+    SLOTS,
+    STOPS,
+    TEMPERATURE,
+    VOCABULARY,
+    World,
+    each_law,
+    holds,
+    limit_of,
+    model,
+)
+from served import SGL_KERNEL_STUB, sglang_servers
+
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.sglang.process import SglangProcess
+from sortedrl.engines.sglang.server import SglangServer
+from sortedrl.engines.streamed.engine import StreamedEngine
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang, in a venv of its own"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def streamed(opening):
+    return StreamedEngine(
+        opening,
+        max_tokens=limit_of,
+        stop_tokens=STOPS,
+        sampling=Sampling(temperature=TEMPERATURE),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sglang-model")
+    model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["process", "server"])
+def world(request, folder, tmp_path_factory):
+    form = process if request.param == "process" else server
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(SGL_KERNEL_STUB), prepend=os.pathsep)
+        environment.syspath_prepend(SGL_KERNEL_STUB)
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        yield from form(folder, tmp_path_factory.mktemp("hand-over"))
+
+
+def process(folder, _):
+    def opening():
+        return SglangProcess.opened(
+            model=str(folder),
+            slots=SLOTS,
+            context=CONTEXT,
+            dtype="float32",
+            seed=0,
+            memory_share=0.1,
+            device="cpu",
+            options={},
+        )
+
+    world = World(opening=lambda: streamed(opening))
+    yield world
+    world.close()
+
+
+def server(folder, hand_over):
+    with sglang_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
+
+        def opening():
+            return SglangServer.opened(
+                one.url,
+                vocabulary=VOCABULARY,
+                context=CONTEXT,
+                temperature=TEMPERATURE,
+                slots=None,
+                hand_over=hand_over,
+            )
+
+        world = World(opening=lambda: streamed(opening), is_fresh=False)
+        yield world
+        world.close()
+        assert one.process.poll() is None, "a server lives on"
+
+
+@each_law
+def test_every_engine_keeps_the_law(law, world):
+    holds(law, world)

@@ -1,0 +1,101 @@
+"""The laws of every engine, for vLLM: in a process of ours, as a server, and two servers as one."""
+
+from importlib.util import find_spec
+
+import pytest
+from conformance import (
+    CONTEXT,
+    SLOTS,
+    STOPS,
+    TEMPERATURE,
+    VOCABULARY,
+    World,
+    each_law,
+    holds,
+    limit_of,
+    model,
+)
+from served import vllm_servers
+
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.vllm.process import VllmProcess
+from sortedrl.engines.vllm.server import VllmServer
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a venv of its own"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def streamed(opening):
+    return StreamedEngine(
+        opening,
+        max_tokens=limit_of,
+        stop_tokens=STOPS,
+        sampling=Sampling(temperature=TEMPERATURE),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm-model")
+    model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["process", "server", "two servers"])
+def world(request, folder, tmp_path_factory):
+    form = {"process": process, "server": server, "two servers": two_servers}[request.param]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        yield from form(folder, tmp_path_factory.mktemp("hand-over"))
+
+
+def process(folder, _):
+    def opening():
+        return VllmProcess.opened(
+            model=str(folder),
+            slots=SLOTS,
+            context=CONTEXT,
+            dtype="float32",
+            options={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20},
+        )
+
+    world = World(opening=lambda: streamed(opening))
+    yield world
+    world.close()
+
+
+def at(server, hand_over):
+    """An engine over a server, which has the weights of the test before."""
+    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": TEMPERATURE}
+    return streamed(
+        lambda: VllmServer.opened(server.url, slots=None, hand_over=hand_over, **wanted)
+    )
+
+
+def server(folder, hand_over):
+    with vllm_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
+        world = World(opening=lambda: at(one, hand_over), is_fresh=False)
+        yield world
+        world.close()
+        assert one.process.poll() is None, "a server lives on"
+
+
+def two_servers(folder, hand_over):
+    with vllm_servers(folder, count=2, slots=SLOTS // 2, context=CONTEXT) as servers:
+
+        def opening():
+            members = [at(one, hand_over / str(place)) for place, one in enumerate(servers)]
+            return EnginePool(members, warn=lambda words: pytest.fail(words))
+
+        world = World(opening=opening, is_ordered=False, is_fresh=False)
+        yield world
+        world.close()
+
+
+@each_law
+def test_every_engine_keeps_the_law(law, world):
+    holds(law, world)

@@ -1,0 +1,239 @@
+"""An outside engine that is a script: it writes known tokens, and does wrong what it is told to.
+
+The token at a place of an answer depends on prompt and place alone. Its log-probability says which
+weights wrote it, and where. So nothing can be lost, doubled or stamped wrongly without being seen.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from sortedrl.engines.streamed.backend import Limits, Piece
+from sortedrl.errors import EngineLost
+from sortedrl.randomness import mix
+from sortedrl.types import Prompt, Trajectory
+
+STOP = 0
+VOCABULARY, CONTEXT = 64, 40
+PROMPT_TOKENS = 2
+LOST = "the script ends here"
+
+
+def token_at(prompt, place):
+    """The token that any weights write there."""
+    word = mix(prompt, place)
+    return STOP if word % 12 == 0 else 1 + word % (VOCABULARY - 1)
+
+
+def logprob_at(version, place):
+    """What weights of a version say of the token there."""
+    return -(version + 1) - place / 1000
+
+
+def full_answer(prompt, limit, *, stops=True):
+    """The whole answer and why it ends."""
+    tokens = []
+    while len(tokens) < limit:
+        tokens.append(token_at(prompt, len(tokens)))
+        if stops and tokens[-1] == STOP:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def fresh(prompt, *, limit=20):
+    """An answer to be written; its limit stands in its fields."""
+    return Trajectory(
+        prompt=Prompt(id=prompt, tokens=(prompt % VOCABULARY, 1), fields={"limit": limit}),
+        sample_index=0,
+        group=0,
+        seed=prompt,
+    )
+
+
+def limit_of(trajectory):
+    return trajectory.prompt.fields["limit"]
+
+
+@dataclass(slots=True)
+class Script:
+    """What the engine does, and what it does wrong."""
+
+    slots: int = 2
+    piece_tokens: int = 1
+    """Tokens of one answer at a time."""
+    start_seconds: float | None = None
+    """How long an answer takes to reach it; an abort that comes before is forgotten."""
+    last_word: bool = False
+    """Whether a stream that is aborted brings one more token."""
+    says_abort: bool = False
+    """Whether that token is said to be broken off, although it completes the answer."""
+    finishes: bool = False
+    """Whether an answer that is aborted is written to its end instead."""
+    ignores_abort: bool = False
+    refuses_abort: BaseException | None = None
+    hangs_at_abort: bool = False
+    hangs_at_close: bool = False
+    missing_logprob: int | None = None
+    """The place of a token that has no log-probability."""
+    extra_tokens: int = 0
+    """Tokens beyond what was asked for, in the last piece."""
+    ends_unasked: int | None = None
+    """The place where a stream ends without a word."""
+    refuses_weights: BaseException | None = None
+    says_length: bool = False
+    """Whether a stop token that is the last one allowed is called the limit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    ask: object
+    prompt: int
+    place: int
+    left: int
+    pieces: deque = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: bool = False
+
+    def put(self, piece):
+        self.pieces.append(piece)
+        self.news.set()
+
+
+class ScriptedBackend:
+    """Writes a piece for every unit of fuel, `slots` answers at a time by priority."""
+
+    name = "scripted engine"
+
+    def __init__(self, script):
+        self.script = script
+        self.limits = Limits(slots=script.slots, context=CONTEXT, vocabulary=VOCABULARY)
+        self.version = 0
+        self.asked = []
+        self.most_at_once = 0
+        self.is_closed = False
+        self._fuel = 0
+        self._jobs = {}
+        self._is_dead = False
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def opened(cls, script):
+        return cls(script)
+
+    def grant(self, pieces):
+        """Let it write so many pieces more; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._burn, pieces)
+
+    def kill(self):
+        """Die in the middle of everything; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._die)
+
+    async def stream(self, ask):
+        self.asked.append(ask)
+        if self.script.start_seconds is not None:
+            await asyncio.sleep(self.script.start_seconds)
+        self._refuse_dead()
+        place = len(ask.tokens) - PROMPT_TOKENS
+        job = _Job(ask, prompt=ask.tokens[0], place=place, left=ask.max_tokens)
+        self._jobs[ask.id] = job
+        self._burn(0)
+        try:
+            while not (job.is_over and not job.pieces):
+                await job.news.wait()
+                job.news.clear()
+                while job.pieces:
+                    piece = job.pieces.popleft()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    yield piece
+        finally:
+            self._jobs.pop(ask.id, None)
+
+    async def abort(self, ids):
+        self._refuse_dead()
+        script = self.script
+        if script.hangs_at_abort:
+            await asyncio.Event().wait()
+        if script.refuses_abort is not None:
+            raise script.refuses_abort
+        for job in [self._jobs[id] for id in ids if id in self._jobs]:
+            if script.ignores_abort or job.is_over:
+                continue
+            if script.finishes:
+                while not job.is_over:
+                    self._write(job)
+                continue
+            if script.last_word:
+                self._write(job, is_abort=script.says_abort)
+            if not job.is_over:
+                self._end(job, Piece(tokens=(), logprobs=(), end="abort"))
+
+    async def load_weights(self, weights):
+        self._refuse_dead()
+        assert all(job.is_over for job in self._jobs.values()), "nothing is being written"
+        if self.script.refuses_weights is not None:
+            raise self.script.refuses_weights
+        self.version = weights.version
+
+    async def close(self):
+        if self.script.hangs_at_close:
+            await asyncio.Event().wait()
+        assert not self.is_closed
+        self.is_closed = True
+
+    def _burn(self, more):
+        self._fuel += more
+        while self._fuel > 0:
+            open_jobs = [job for job in self._jobs.values() if not job.is_over]
+            running = sorted(open_jobs, key=lambda job: job.ask.priority)[: self.script.slots]
+            if not running:
+                return
+            for job in running:
+                if self._fuel > 0:
+                    self._fuel -= 1
+                    self._write(job)
+            started = [job for job in open_jobs if job.place > len(job.ask.tokens) - PROMPT_TOKENS]
+            self.most_at_once = max(self.most_at_once, sum(not job.is_over for job in started))
+
+    def _write(self, job, *, is_abort=False):
+        """The next piece of an answer."""
+        tokens, logprobs, end = [], [], None
+        script = self.script
+        while len(tokens) < script.piece_tokens and end is None:
+            if job.place == script.ends_unasked:
+                self._end(job, None)
+                return
+            tokens.append(token_at(job.prompt, job.place))
+            if job.place != script.missing_logprob:
+                logprobs.append(logprob_at(self.version, job.place))
+            job.place += 1
+            job.left -= 1
+            if tokens[-1] in job.ask.stop_tokens and not (script.says_length and not job.left):
+                end = "stop"
+            elif not job.left:
+                end = "length"
+        if end is not None:
+            tokens += [1] * script.extra_tokens
+            logprobs += [-1.0] * script.extra_tokens
+        end = "abort" if is_abort else end
+        piece = Piece(tokens=tokens, logprobs=logprobs, end=end, reused_tokens=1)
+        if end is None:
+            job.put(piece)
+        else:
+            self._end(job, piece)
+
+    def _end(self, job, piece):
+        job.is_over = True
+        if piece is not None:
+            job.pieces.append(piece)
+        job.news.set()
+
+    def _die(self):
+        self._is_dead = True
+        for job in self._jobs.values():
+            job.is_over = True
+            job.put(EngineLost(LOST))
+
+    def _refuse_dead(self):
+        if self._is_dead:
+            raise EngineLost(LOST)
