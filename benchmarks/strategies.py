@@ -181,7 +181,7 @@ def opened_engine(
 
 
 async def opened_backend(spec: str, folder: str, world: World, *, context: int, cache: int) -> Any:  # noqa: ANN401
-    """vLLM or SGLang with the model of a folder."""
+    """An engine from outside with the model of a folder."""
     name, given = parts(spec)
     options: dict[str, object] = {key: value for key, value in given.items() if key != "queue"}
     if name == "vllm":
@@ -191,7 +191,13 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
         if world.device == "cuda":
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return await VllmProcess.opened(
-            model=folder, slots=world.slots, context=context, dtype=world.dtype, options=options
+            model=folder,
+            slots=world.slots,
+            context=context,
+            dtype=world.dtype,
+            # The cache has its size above; vLLM only asks whether so much is free.
+            memory_share=0.05,
+            options=options,
         )
     from sortedrl.engines.sglang.process import SglangProcess
 
