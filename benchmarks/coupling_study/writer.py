@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sortedrl.engines.generation import run_to_end
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.native.driver import attention_shape
 from sortedrl.engines.native.engine import Runner
-from sortedrl.engines.generation import run_to_end
 from sortedrl.engines.native.planner import Plan
 from sortedrl.engines.native.sampling import Outcome
 from sortedrl.types import Key, Trajectory, Weights

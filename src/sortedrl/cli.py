@@ -12,7 +12,7 @@ from sortedrl.errors import SortedRLError, unknown_name
 
 COMMANDS = (
     *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
-    *("report", "watch", "trace", "plot"),
+    *("report", "watch", "trace", "plot", "engines"),
 )
 
 HELP = """\
@@ -44,6 +44,10 @@ What it is trained and evaluated on:
 
   sortedrl data show knights_knaves     tasks, as a person reads them; sortedrl data --help
   sortedrl eval MODEL --tasks gsm8k     models on tasks, with intervals; two models, compared
+
+What writes the answers:
+
+  sortedrl engines                      native, vLLM, SGLang: what is installed, and does it work
 
 Every command explains itself: sortedrl compare --help
 """

@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sortedrl.engines.vllm.receiver import RECEIVER
+
 START_SECONDS = 400
 SGL_KERNEL_STUB = Path(__file__).parent / "sgl_kernel_stub"
 
@@ -43,6 +45,7 @@ def vllm_servers(folder, *, count, slots, context, dtype="float32"):
         "--scheduling-policy": "priority",
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
+        "--worker-extension-cls": RECEIVER,
     }
     command = ["vllm.entrypoints.openai.api_server", *words(options)]
     command += ["--skip-tokenizer-init", "--enforce-eager"]

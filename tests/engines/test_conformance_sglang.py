@@ -86,7 +86,7 @@ def server(folder, hand_over):
                 hand_over=hand_over,
             )
 
-        world = World(opening=lambda: streamed(opening), is_fresh=False)
+        world = World(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
         yield world
         world.close()
         assert one.process.poll() is None, "a server lives on"

@@ -78,7 +78,7 @@ def at(server, hand_over):
 
 def server(folder, hand_over):
     with vllm_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
-        world = World(opening=lambda: at(one, hand_over), is_fresh=False)
+        world = World(opening=lambda: at(one, hand_over), is_ordered=False, is_fresh=False)
         yield world
         world.close()
         assert one.process.poll() is None, "a server lives on"

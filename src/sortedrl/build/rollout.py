@@ -36,6 +36,8 @@ _GRADIENT_BYTES = 4
 _SHARE_FOR_CACHE = 0.5
 _SPARE_TOKENS = 64
 _TRIAL_PROMPTS = 4
+_MOST_OF_GPU = 0.9
+_SILENCE_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,8 @@ def _servers(settings: TrainSettings, world: RolloutWorld, *, warn: Warn) -> Rol
     urls = settings.rollout.urls
     with ExitStack() as opened:
         members = []
-        for url in urls:
-            members.append(_streamed(settings, world, partial(_server, settings, world, url)))
+        for number in range(len(urls)):
+            members.append(_streamed(settings, world, partial(_server, settings, world, number)))
             opened.callback(members[-1].close)
         opened.pop_all()
     return members[0] if len(members) == 1 else EnginePool(members, warn=warn, names=urls)
@@ -131,6 +133,8 @@ def _streamed(
         stop_tokens=stop_tokens(world.model),
         sampling=Sampling(temperature=settings.rollout.temperature),
         version=world.version,
+        # Below the patience of a pool: an engine that falls silent says so itself, with its tokens.
+        silence_seconds=_SILENCE_SECONDS,
     )
 
 
@@ -148,6 +152,7 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
             context=world.context(settings),
             dtype=dtype,
             seed=settings.seed,
+            memory_share=_memory_share(world, cache_bytes),
             options={"kv_cache_memory_bytes": cache_bytes} | options,
         )
     from sortedrl.engines.sglang.process import SglangProcess
@@ -164,17 +169,18 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
     )
 
 
-async def _server(settings: TrainSettings, world: RolloutWorld, url: str) -> Backend:
-    """A running server, which may have fewer or more slots than the settings say."""
+async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> Backend:
+    """A running server; it has the slots that it was started with."""
     from sortedrl.engines.servers import opened_server
 
+    hand_over = settings.rollout.hand_over or settings.out / "hand_over"
     return await opened_server(
-        url,
+        settings.rollout.urls[number],
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
-        slots=settings.engine.slots,
-        hand_over=settings.rollout.hand_over or settings.out / "hand_over",
+        slots=None,
+        hand_over=hand_over / f"server-{number}",
     )
 
 
@@ -208,6 +214,15 @@ def _copy_cache_bytes(settings: TrainSettings, world: RolloutWorld) -> int:
         return _fitting_bytes(settings, world, free=available_bytes(world.model.device))
     copy = sum(parameter.nbytes for parameter in world.model.parameters())
     return _fitting_bytes(settings, world, free=_free_bytes(settings, world) - copy)
+
+
+def _memory_share(world: RolloutWorld, cache_bytes: int) -> float | None:
+    """What vLLM asks to be free when it starts: its copy and its cache, not most of the GPU."""
+    if world.model.device.type != "cuda":
+        return None
+    _, total = torch.cuda.mem_get_info(world.model.device)
+    copy = sum(parameter.nbytes for parameter in world.model.parameters())
+    return min(_MOST_OF_GPU, (copy + cache_bytes + _GIB) / total)
 
 
 def _free_bytes(settings: TrainSettings, world: RolloutWorld) -> int:

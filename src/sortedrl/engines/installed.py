@@ -17,7 +17,7 @@ Kind = Literal["native", "vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("native", "vllm", "sglang")
 NATIVE: Mapping[str, str] = {
     "torch": ">=2.11",
-    "transformers": ">=5.17",
+    "transformers": ">=5.12",
     "safetensors": ">=0.5",
     "numpy": ">=1.26",
 }

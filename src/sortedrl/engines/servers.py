@@ -35,7 +35,7 @@ async def opened_server(
 async def _is_sglang(url: str) -> bool:
     server = Server(url)
     try:
-        await server.get("/get_model_info")
+        await server.get("/model_info")
     except Refused:
         return False
     except EngineLost as error:

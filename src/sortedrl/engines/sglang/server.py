@@ -16,7 +16,7 @@ from pathlib import Path
 from sortedrl.engines.sglang.answer import Answer
 from sortedrl.engines.sglang.trial import Trial, Verdict
 from sortedrl.engines.streamed.backend import Ask, Limits, Piece
-from sortedrl.engines.streamed.hand_over import write_weights
+from sortedrl.engines.streamed.hand_over import remove_weights, write_weights
 from sortedrl.engines.streamed.http import Refused, Server
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
@@ -141,3 +141,4 @@ class SglangServer:
     async def close(self) -> None:
         """Close the connections; the server goes on."""
         await self._server.close()
+        remove_weights(self._hand_over)

@@ -281,7 +281,7 @@ class StreamedEngine:
         if isinstance(new, Piece):
             if tally is None or tally.is_faulty:
                 return 0
-            if not tally.has_begun:
+            if not tally.has_begun and new.tokens:
                 self._prefilled += len(tally.ask.tokens) - new.reused_tokens
             try:
                 tally.take(new)

@@ -6,8 +6,10 @@ The folder of a version is complete as soon as it is there, and the one before i
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,13 +27,21 @@ def write_weights(weights: Weights, folder: Path) -> Path:
         for old in folder.glob("version-*"):
             shutil.rmtree(old)
         unfinished.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise EngineError(
             f"the weights cannot be handed over through {folder}: {error}; it needs room for all "
             "weights, and every engine must be able to read it"
         ) from error
     return target
+
+
+def remove_weights(folder: Path) -> None:
+    """Remove what was written below `folder`, and the folder itself if nothing else is there."""
+    for old in (*folder.glob("version-*"), folder / "unfinished"):
+        shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ is `Refused`, which has the status and the words of the server.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
@@ -15,7 +15,6 @@ import httpx
 from sortedrl.errors import EngineError, EngineLost
 
 _CONNECT_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0
 _SHOWN_LETTERS = 300
 _DONE = "[DONE]"
 
@@ -37,7 +36,8 @@ class Server:
         self.url = url.rstrip("/")
         # As many streams as there are answers: the engine decides how many run, not the client.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(_SILENCE_SECONDS, connect=_CONNECT_SECONDS)
+        # An answer that queues is silent for as long as others are written.
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
@@ -57,7 +57,7 @@ class Server:
         """What a POST of a JSON object gives: JSON, or the text where it is none."""
         return await self._call("POST", path, body=body, query=query, seconds=seconds)
 
-    async def events(self, path: str, body: Mapping[str, object]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any, None]:
         """The server-sent events that answer a POST, each one a JSON value."""
         try:
             async with self._client.stream("POST", path, json=body) as response:

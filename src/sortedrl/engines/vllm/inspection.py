@@ -13,6 +13,7 @@ from typing import Any
 
 from sortedrl.engines.streamed.backend import Limits
 from sortedrl.engines.streamed.http import Refused, Server
+from sortedrl.engines.vllm.receiver import RECEIVER
 from sortedrl.engines.vllm.versions import check_version
 from sortedrl.errors import EngineError, EngineLost
 
@@ -39,6 +40,7 @@ class Wanted:
         return (
             "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
             "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
+            f"--worker-extension-cls {RECEIVER} "
             f"--max-model-len {self.context} --max-num-seqs {slots}"
         )
 
@@ -50,6 +52,8 @@ class Found:
     version: str
     model: str
     limits: Limits
+    has_receiver: bool
+    """Whether our part of the workers is there, which renews everything on a CPU too."""
 
 
 async def inspected(server: Server, wanted: Wanted) -> Found:
@@ -57,13 +61,15 @@ async def inspected(server: Server, wanted: Wanted) -> Found:
     try:
         version = await _version(server, wanted)
         model, context = await _model(server, wanted)
-        slots = await _slots(server, wanted)
+        config = await _config(server, wanted)
+        slots = _slots(server, wanted, config)
         await _check_vocabulary(server, wanted, model=model)
         await _check_answer(server, wanted, model=model)
     except EngineLost as error:
         raise EngineError(f"{error}; start the server with: {wanted.command}") from error
     limits = Limits(slots=slots, context=context, vocabulary=wanted.vocabulary)
-    return Found(version=version, model=model, limits=limits)
+    extension = config["parallel_config"].get("worker_extension_cls")
+    return Found(version=version, model=model, limits=limits, has_receiver=extension == RECEIVER)
 
 
 async def _version(server: Server, wanted: Wanted) -> str:
@@ -93,8 +99,8 @@ async def _model(server: Server, wanted: Wanted) -> tuple[str, int]:
     return model["id"], context
 
 
-async def _slots(server: Server, wanted: Wanted) -> int:
-    """How many answers it writes at a time; refuses a server that is not for training."""
+async def _config(server: Server, wanted: Wanted) -> dict[str, Any]:
+    """What the server was started with; refuses one that is not for training."""
     try:
         answer = await server.get("/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS)
     except Refused as error:
@@ -104,14 +110,20 @@ async def _slots(server: Server, wanted: Wanted) -> int:
             "has no development endpoints, so it cannot be given new weights (it was started "
             "without VLLM_SERVER_DEV_MODE=1)",
         ) from error
-    scheduler = answer["vllm_config"]["scheduler_config"]
+    config: dict[str, Any] = answer["vllm_config"]
+    return config
+
+
+def _slots(server: Server, wanted: Wanted, config: Mapping[str, Any]) -> int:
+    """How many answers it writes at a time."""
+    scheduler = config["scheduler_config"]
     if scheduler["policy"] != "priority":
         raise _unfit(
             server,
             wanted,
             f"has the scheduling policy {scheduler['policy']}, so it cannot keep our order",
         )
-    engines: int = answer["vllm_config"]["parallel_config"]["data_parallel_size"]
+    engines: int = config["parallel_config"]["data_parallel_size"]
     slots: int = scheduler["max_num_seqs"] * engines
     if wanted.slots not in (None, slots):
         raise _unfit(

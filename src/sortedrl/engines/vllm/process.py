@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.streamed.backend import Ask, Limits, Piece
 from sortedrl.engines.streamed.hand_over import named_tensors, write_weights
+from sortedrl.engines.vllm.receiver import RECEIVER
 from sortedrl.engines.vllm.versions import check_installed
-from sortedrl.engines.vllm.worker import RECEIVER, addresses
+from sortedrl.engines.vllm.worker import addresses
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 
@@ -138,7 +139,7 @@ class VllmProcess:
             await self._call_workers("receive_weights", {"given": addresses(tensors)})
         else:
             folder = write_weights(weights, self._hand_over_folder(tensors))
-            await self._call_workers("reload_weights", {"weights_path": str(folder)})
+            await self._call_workers("read_weights", {"folder": str(folder)})
         for _ in range(_FORGET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
                 return

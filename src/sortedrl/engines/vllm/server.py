@@ -12,10 +12,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from sortedrl.engines.streamed.backend import Ask, Limits, Piece
-from sortedrl.engines.streamed.hand_over import write_weights
+from sortedrl.engines.streamed.backend import Ask, Piece
+from sortedrl.engines.streamed.hand_over import remove_weights, write_weights
 from sortedrl.engines.streamed.http import Refused, Server
-from sortedrl.engines.vllm.inspection import COMPLETIONS, Wanted, completion_body, inspected
+from sortedrl.engines.vllm.inspection import COMPLETIONS, Found, Wanted, completion_body, inspected
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -28,14 +28,13 @@ _ENDS = ("stop", "length", "abort", None)
 class VllmServer:
     """A vLLM server, which lives on when this object is closed."""
 
-    def __init__(
-        self, server: Server, *, name: str, model: str, limits: Limits, hand_over: Path
-    ) -> None:
+    def __init__(self, server: Server, found: Found, *, hand_over: Path) -> None:
         """Take over a server that was looked at; see `opened`."""
-        self.name = name
-        self.limits = limits
+        self.name = f"vLLM {found.version} at {server.url}"
+        self.limits = found.limits
         self._server = server
-        self._model = model
+        self._model = found.model
+        self._has_receiver = found.has_receiver
         self._hand_over = hand_over
         self._written: set[str] = set()
         self._broken_off: set[str] = set()
@@ -65,13 +64,7 @@ class VllmServer:
         except BaseException:
             await server.close()
             raise
-        return cls(
-            server,
-            name=f"vLLM {found.version} at {server.url}",
-            model=found.model,
-            limits=found.limits,
-            hand_over=hand_over,
-        )
+        return cls(server, found, hand_over=hand_over)
 
     async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
         """Write an answer; raises `EngineLost` where the server is gone."""
@@ -112,12 +105,14 @@ class VllmServer:
         # Nothing is being written, so these are answers that had ended before.
         self._broken_off.clear()
         folder = await asyncio.to_thread(write_weights, weights, self._hand_over.absolute())
+        body: dict[str, object] = {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(folder)},
+        }
+        if self._has_receiver:
+            body = {"method": "read_weights", "kwargs": {"folder": str(folder)}}
         try:
-            await self._server.post(
-                "/collective_rpc",
-                {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
-                seconds=_RELOAD_SECONDS,
-            )
+            await self._server.post("/collective_rpc", body, seconds=_RELOAD_SECONDS)
             await self._forget_prefixes()
         except Refused as error:
             raise await self._judged(error) from error
@@ -125,6 +120,7 @@ class VllmServer:
     async def close(self) -> None:
         """Close the connections; the server stays."""
         await self._server.close()
+        remove_weights(self._hand_over)
 
     async def _forget_prefixes(self) -> None:
         for _ in range(_FORGET_TRIES):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-RECEIVER = "sortedrl.engines.vllm.worker.WeightReceiver"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 Address = Sequence[Any]
@@ -30,6 +29,18 @@ class WeightReceiver:
     """Becomes a base of vLLM's worker, which has `reload_weights`."""
 
     reload_weights: Any
+    model_runner: Any
+
+    def read_weights(self, folder: str) -> None:
+        """Read the weights of a folder into the model."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        self.reload_weights(weights_path=folder)
+        # On a CPU every layer computes with a packed copy of its weights. That of an output layer
+        # which shares them with the embedding is not made anew by vLLM.
+        for module in self.model_runner.model.modules():
+            if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+                module.quant_method.process_weights_after_loading(module)
 
     def receive_weights(self, given: Sequence[Address]) -> None:
         """Copy the tensors at these addresses into the model."""
