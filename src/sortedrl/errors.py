@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+_SHOWN_NAMES = 60
+
 
 class SortedRLError(Exception):
     """Base of everything this package raises on purpose."""
@@ -93,4 +95,5 @@ def unknown_name(what: str, given: str, known: Iterable[str]) -> str:
     names = list(known)
     nearest = get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown {what} {given!r}; {hint}known: {', '.join(names)}"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"unknown {what} {given!r}; {hint}known: {', '.join(names[:_SHOWN_NAMES])}{more}"

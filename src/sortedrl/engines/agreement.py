@@ -14,7 +14,8 @@ from sortedrl.errors import EngineError
 from sortedrl.models.plain import plain_logprobs
 
 _TOKENS = 16
-_MOST_NATS = 0.3
+MOST_NATS = 0.3
+"""The mean difference of two log-probabilities beyond which they are of two models."""
 
 
 def refuse_other_model(
@@ -42,10 +43,10 @@ def refuse_other_model(
         )
         gaps.append((plain_T - torch.tensor(answer.logprobs)).abs())
     gap = torch.cat(gaps).mean().item()
-    if not gap <= _MOST_NATS:
+    if not gap <= MOST_NATS:
         raise EngineError(
             f"{engine.name} must have the model that is trained, but its log-probabilities are "
-            f"{gap:.2g} nats off on average (at most {_MOST_NATS}): another model, another "
+            f"{gap:.2g} nats off on average (at most {MOST_NATS}): another model, another "
             "precision, or log-probabilities of another temperature; start it with the same model"
         )
     return gap

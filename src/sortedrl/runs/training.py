@@ -15,6 +15,8 @@ from typing import Any, Literal
 from sortedrl.answer_log import AnswerFile
 from sortedrl.build.training import TrainingParts
 from sortedrl.data.chat import Tokenizer
+from sortedrl.engines.agreement import MOST_NATS
+from sortedrl.errors import EngineError
 from sortedrl.events import EventFile
 from sortedrl.live.view import View
 from sortedrl.meter import Meter
@@ -135,6 +137,7 @@ class TrainingRun:
         counters.updates += 1
         figures = self.logs.meter.window()
         self._log(figures, {**trainer.last, **_reward_parts(batch)})
+        self._refuse_apart()
         self._keep_answers(batch)
         line = update_line(
             counters.updates,
@@ -166,6 +169,17 @@ class TrainingRun:
         self.view.updated(row)
         shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self.logs.trackers.log(shown, step=counters.updates)
+
+    def _refuse_apart(self) -> None:
+        """Stop where an outside engine does not write with the weights that are trained."""
+        gap = self.parts.trainer.last.get("gap/mean", 0.0)
+        if self.settings.rollout.is_outside and gap > MOST_NATS:
+            raise EngineError(
+                f"{self.parts.engine.name} and the trainer must agree on fresh tokens, but their "
+                f"log-probabilities are {gap:.2g} nats apart on average (at most {MOST_NATS}): the "
+                "new weights did not arrive, or not all of them. Try it with sortedrl engines, "
+                "then go on from the last checkpoint (--resume)"
+            )
 
     def _keep_answers(self, batch: TrainBatch) -> None:
         """Write some answers down as text."""
