@@ -9,6 +9,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -48,12 +49,13 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """The tensors by name, each once and in one piece."""
     assert weights.tensors is not None, "an outside engine needs the tensors themselves"
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in weights.tensors.items():
         assert isinstance(tensor, Tensor), f"{name} is no tensor"
         # Tied weights are one tensor with two names; a checkpoint has the first of them.
-        if tensor.data_ptr() in seen:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place in seen:
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(place)
         tensors[name] = tensor.detach().contiguous()
     return tensors

@@ -1,0 +1,62 @@
+"""Which engine writes the answers: what fits together, and what is refused with what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from sortedrl.config import Schedule
+from sortedrl.errors import ConfigError
+from sortedrl.training.rollout import Rollout
+from sortedrl.training.settings import TrainSettings
+
+SERVER = "http://localhost:8000"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"engine": "vlm"}, "did you mean 'vllm'"),
+        ({"engine": "servers"}, "give at least one address"),
+        ({"urls": (SERVER,)}, "set engine to 'servers'"),
+        ({"engine": "servers", "urls": (SERVER, SERVER)}, "each server once"),
+        ({"engine": "servers", "urls": ("localhost:8000",)}, "such as http://localhost:8000"),
+        ({"engine": "vllm", "hand_over": Path("x")}, "is for engine 'servers'"),
+        ({"options": ("a=1",)}, "are for engine 'vllm' or 'sglang'"),
+        ({"engine": "servers", "urls": (SERVER,), "options": ("a=1",)}, "leave them out"),
+        ({"queue": -1}, "must be at least 0"),
+        ({"temperature": 0.0}, "must be positive"),
+        ({"cache_gib": 0.0}, "must be positive"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(given, said):
+    with pytest.raises(ConfigError, match=said):
+        Rollout(**given)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "servers"])
+def test_coupled_mode_is_refused_with_an_outside_engine_and_the_other_modes_are_named(engine):
+    rollout = Rollout(engine=engine, urls=(SERVER,) if engine == "servers" else ())
+    with pytest.raises(ConfigError, match="'native'") as refused:
+        TrainSettings(schedule=Schedule(mode="coupled"), rollout=rollout)
+    assert "'partial'" in str(refused.value)
+    assert "'on_policy'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(mode="partial"),
+        Schedule(mode="on_policy"),
+        Schedule(mode="coupled", tolerance=float("inf")),
+        Schedule(strategy="sync", mode="coupled"),
+    ],
+)
+def test_schedules_that_verify_nothing_go_with_every_engine(schedule):
+    assert TrainSettings(schedule=schedule, rollout=Rollout(engine="vllm")).needs_correction
+
+
+def test_the_correction_is_on_where_the_engine_is_not_the_trainers_own_module():
+    on_policy = Schedule(mode="on_policy")
+    assert not TrainSettings(schedule=on_policy).needs_correction
+    assert TrainSettings(schedule=on_policy, rollout=Rollout(engine="sglang")).needs_correction
+    assert TrainSettings(schedule=Schedule(mode="partial")).needs_correction
