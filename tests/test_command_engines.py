@@ -10,11 +10,9 @@ import pytest
 
 from sortedrl.cli import main
 from sortedrl.commands import engines
-from sortedrl.engines import installed
+from sortedrl.engines import installed, versions
 from sortedrl.engines.installed import Device
 from sortedrl.engines.self_test.verdict import Verdict
-from sortedrl.engines.sglang import versions as sglang_versions
-from sortedrl.engines.vllm import versions as vllm_versions
 
 PASSED = Verdict(
     reason=None, seconds=31.4, slots=4, largest_gap=7.6e-6, tokens_per_second=1234.5, name="mine"
@@ -39,8 +37,7 @@ def with_packages(monkeypatch):
                 raise PackageNotFoundError(name)
             return packages[name]
 
-        for module in (installed, vllm_versions, sglang_versions):
-            monkeypatch.setattr(module, "version", version)
+        monkeypatch.setattr(versions, "version", version)
         monkeypatch.setattr(engines, "devices", lambda: [Device(name="cpu", cores=2)])
 
     return install
@@ -162,7 +159,7 @@ def test_a_version_that_was_not_tried_is_marked(with_packages, capsys):
     code, out = outcome(capsys, "--no-test")
     assert code == 0
     assert "vllm 0.99.0, untested" in out
-    tested = vllm_versions.TESTED
+    tested = versions.VLLM.tested
     assert f"vllm: vllm 0.99.0 was not tried with this version of sortedrl; {tested} was" in out
     assert "native: transformers 5.11.0 was not tried" in out
     assert "sglang 0.5.21 " in out

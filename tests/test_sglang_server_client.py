@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.answer import HIGH_FIRST, NO_ORDER, Answer
 from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.sglang.versions import check_installed, installed_version
 from sortedrl.engines.streamed.backend import Ask
+from sortedrl.engines.versions import SGLANG
 from sortedrl.errors import EngineError, EngineLost
 
 VOCABULARY = 16
@@ -103,10 +103,10 @@ def test_an_answer_that_cannot_be_used_is_an_error(said):
 
 
 def test_a_missing_package_is_named_with_its_extra():
-    if installed_version() is not None:
+    if SGLANG.installed is not None:
         pytest.skip("SGLang is installed")
     with pytest.raises(EngineError, match=r"pip install 'sortedrl\[sglang\]'"):
-        check_installed()
+        SGLANG.check_installed()
 
 
 class Fake(BaseHTTPRequestHandler):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -11,7 +12,7 @@ import pytest
 
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streamed.backend import Ask
-from sortedrl.engines.vllm import versions
+from sortedrl.engines.versions import VLLM
 from sortedrl.engines.vllm.server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 
@@ -19,6 +20,7 @@ TEMPERATURE = 0.5
 RIGHT_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
     "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
+    "--worker-extension-cls sortedrl.engines.vllm.worker.WeightReceiver "
     "--max-model-len 64 --max-num-seqs SLOTS"
 )
 
@@ -215,18 +217,18 @@ def test_a_stream_that_does_not_reach_its_end_is_an_engine_lost(tmp_path, change
         asyncio.run(pieces(url, tmp_path))
 
 
-def test_a_missing_package_is_refused_by_the_name_of_the_extra(monkeypatch):
-    monkeypatch.setattr(versions, "_PACKAGES", ("no-such-package",))
+def test_a_missing_package_is_refused_by_the_name_of_the_extra():
+    missing = replace(VLLM, packages=("no-such-package",))
     with pytest.raises(EngineError, match=r"pip install 'sortedrl\[vllm\]'"):
-        versions.check_installed()
+        missing.check_installed()
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "nightly"])
 def test_a_version_that_was_not_tried_is_refused(version):
     with pytest.raises(EngineError, match=f"here has {version}"):
-        versions.check_version(version, place="here", remedy="nothing")
+        VLLM.check(version, place="here", remedy="nothing")
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.1rc1", "0.32.0+cpu"])
 def test_the_versions_that_were_tried_are_taken(version):
-    versions.check_version(version, place="here", remedy="nothing")
+    VLLM.check(version, place="here", remedy="nothing")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
+
+from sortedrl.engines.versions import SGLANG, VLLM, is_within, package_version
 
 Kind = Literal["native", "vllm", "sglang"]
 """The engines that run in this process or in children of it."""
@@ -37,16 +38,7 @@ class Package:
     @property
     def is_tested(self) -> bool:
         """Whether the version is one of those; a package that is missing is not."""
-        if self.version is None:
-            return False
-        # Not a dependency of the bare package, but of every engine.
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
-
-        try:
-            return Version(self.version) in SpecifierSet(self.tested, prereleases=True)
-        except InvalidVersion:
-            return False
+        return self.version is not None and is_within(self.version, self.tested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +83,19 @@ def installation(kind: Kind) -> Installation:
     """What this Python has of an engine."""
     if kind == "native":
         packages = tuple(
-            Package(name=name, version=_version(name), tested=tested)
+            Package(name=name, version=package_version(name), tested=tested)
             for name, tested in NATIVE.items()
         )
-    elif _version("packaging") is None:
-        # The outside engines depend on it, so without it none of them is there.
-        packages = (Package(name=kind, version=None, tested=""),)
-    elif kind == "vllm":
-        from sortedrl.engines.vllm import versions as vllm
-
-        packages = (Package(name=kind, version=vllm.installed_version(), tested=vllm.TESTED),)
     else:
-        from sortedrl.engines.sglang import versions as sglang
-
-        packages = (Package(name=kind, version=sglang.installed_version(), tested=sglang.TESTED),)
+        engine = VLLM if kind == "vllm" else SGLANG
+        packages = (Package(name=kind, version=engine.installed, tested=engine.tested),)
     return Installation(kind=kind, packages=packages)
 
 
 def devices() -> list[Device]:
     """The CPU, and every GPU that torch sees."""
     cpu = Device(name="cpu", cores=os.cpu_count() or 1)
-    if _version("torch") is None:
+    if package_version("torch") is None:
         return [cpu]
     import torch
 
@@ -121,10 +105,3 @@ def devices() -> list[Device]:
         card = torch.cuda.get_device_name(index)
         gpus.append(Device(name=f"cuda:{index}", card=card, free_bytes=free, total_bytes=total))
     return [cpu, *gpus]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.sglang import guest
 from sortedrl.engines.sglang.answer import HIGH_FIRST, Answer, server_context
-from sortedrl.engines.sglang.versions import check_installed
 from sortedrl.engines.streamed.backend import Ask, Limits, Piece
 from sortedrl.engines.streamed.hand_over import named_tensors
+from sortedrl.engines.versions import SGLANG
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 
@@ -78,7 +78,7 @@ class SglangProcess:
         arguments of SGLang by their names there. The loop stands still meanwhile: SGLang's
         processes die with the thread that starts them, so it must be the thread of the loop.
         """
-        version = check_installed()
+        version = SGLANG.check_installed()
         ours: dict[str, object] = {
             "model_path": model,
             "skip_tokenizer_init": True,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.engines.sglang.answer import HIGH_FIRST, LOW_FIRST, NO_ORDER, server_context
-from sortedrl.engines.sglang.versions import TESTED, check_version
 from sortedrl.engines.streamed.backend import Limits
 from sortedrl.engines.streamed.http import Refused, Server
+from sortedrl.engines.versions import SGLANG
 from sortedrl.errors import EngineError, EngineLost
 
 _COMPARED = 8
@@ -54,10 +54,10 @@ class Trial:
         """What it is; raises `EngineError` if it does not pass."""
         info = await self._info()
         version = str(info["version"])
-        check_version(
+        SGLANG.check(
             version,
             place=self._server.url,
-            remedy=f"pip install 'sglang{TESTED}' there, and start it with: {self._command}",
+            remedy=f"pip install 'sglang{SGLANG.tested}' there, and start it with: {self._command}",
         )
         self._check_arguments(info)
         await self._check_vocabulary()

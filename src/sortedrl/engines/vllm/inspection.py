@@ -13,8 +13,8 @@ from typing import Any
 
 from sortedrl.engines.streamed.backend import Limits
 from sortedrl.engines.streamed.http import Refused, Server
+from sortedrl.engines.versions import VLLM
 from sortedrl.engines.vllm.receiver import RECEIVER
-from sortedrl.engines.vllm.versions import check_version
 from sortedrl.errors import EngineError, EngineLost
 
 COMPLETIONS = "/v1/completions"
@@ -80,7 +80,7 @@ async def _version(server: Server, wanted: Wanted) -> str:
     if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
         raise _unfit(server, wanted, f"is no vLLM server: /version gives {answer!r:.100}")
     version: str = answer["version"]
-    check_version(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
+    VLLM.check(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
     return version
 
 

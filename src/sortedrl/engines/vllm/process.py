@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.streamed.backend import Ask, Limits, Piece
 from sortedrl.engines.streamed.hand_over import named_tensors, write_weights
+from sortedrl.engines.versions import VLLM
 from sortedrl.engines.vllm.receiver import RECEIVER
-from sortedrl.engines.vllm.versions import check_installed
 from sortedrl.engines.vllm.worker import addresses
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
@@ -78,7 +78,7 @@ class VllmProcess:
         `context` is that of the model unless given, `memory_share` how much of the GPU's memory it
         may take, `options` are further arguments of vLLM by their names there.
         """
-        version = check_installed()
+        version = VLLM.check_installed()
         for variable, value in _ENVIRONMENT.items():
             os.environ.setdefault(variable, value)
         ours: dict[str, object] = {
