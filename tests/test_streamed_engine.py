@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streamed import engine as streamed
+from sortedrl.engines.streamed import streams
 from sortedrl.engines.streamed.engine import StreamedEngine
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Prompt, Segment, Trajectory, Weights
@@ -36,8 +37,9 @@ def quick():
     """A script says at once what it has to say, so nobody waits for it as for a real engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamed, "_ABORT_AGAIN_SECONDS", 0.005)
-        patch.setattr(streamed, "_ABORT_SECONDS", 0.5)
-        patch.setattr(streamed, "_CLOSE_SECONDS", 0.5)
+        patch.setattr(streamed, "_STOP_SECONDS", 0.5)
+        patch.setattr(streams, "_ABORT_SECONDS", 0.5)
+        patch.setattr(streams, "_CLOSE_SECONDS", 0.5)
         yield
 
 

@@ -2,9 +2,9 @@
 
     trajectories -> asks -> backend, on its own event loop -> pieces -> tallies -> trajectories
 
-The streams run in the background and only fill the inbox; everything else happens in the caller's
-thread. So an answer is in exactly one place: a tally that is open, or complete, or given back. The
-tokens of a tally are those that came out of the inbox, whatever becomes of the engine meanwhile.
+The streams run in the background; everything else happens in the caller's thread. So an answer is
+in exactly one place: a tally that is open, or complete, or given back. The tokens of a tally are
+those that were read from its stream, whatever becomes of the engine meanwhile.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from sortedrl.engines.limits import checked_limit
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streamed.backend import Ask, Backend, Limits, Piece
-from sortedrl.engines.streamed.event_loop import EventLoop
+from sortedrl.engines.streamed.streams import Streams, Word
 from sortedrl.engines.streamed.tally import Tally, closing, is_finite
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Step, Trajectory, Weights
 
 Limit = Callable[[Trajectory], int]
-_ABORT_SECONDS = 60.0
+_STOP_SECONDS = 60.0
 _ABORT_AGAIN_SECONDS = 1.0
 _CANCEL_SECONDS = 5.0
-_CLOSE_SECONDS = 120.0
 _SILENCE_SECONDS = 900.0
 
 NO_COUPLING = (
@@ -61,9 +58,7 @@ class StreamedEngine:
         self._limit = max_tokens if callable(max_tokens) else (lambda _: max_tokens)
         self._stop_tokens = frozenset(stop_tokens)
         self._silence_seconds = silence_seconds
-        self._inbox: SimpleQueue[tuple[str, Piece | BaseException | None]] = SimpleQueue()
         self._open: dict[str, Tally] = {}
-        self._streams: dict[str, Future[None]] = {}
         self._complete: list[Trajectory] = []
         self._failure: BaseException | None = None
         self._unreported = 0
@@ -72,27 +67,22 @@ class StreamedEngine:
         self._id_start = uuid.uuid4().hex[:12]
         self._is_closed = False
         self._is_stopping = False
-        self._loop = EventLoop("outside engine")
-        try:
-            self._backend = self._loop.call(opening())
-        except BaseException:
-            self._loop.close()
-            raise
+        self._streams = Streams(opening)
 
     @property
     def name(self) -> str:
         """What it is, for messages."""
-        return self._backend.name
+        return self._streams.backend.name
 
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._backend.limits
+        return self._streams.backend.limits
 
     @property
     def slots(self) -> int:
         """Answers written at the same time; more may be submitted and will queue."""
-        return self._backend.limits.slots
+        return self._streams.backend.limits.slots
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
         """Take on work in order of priority; all of it or, if one is impossible, none."""
@@ -158,7 +148,7 @@ class StreamedEngine:
         stopped = self._stop()
         try:
             self._refuse_lost()
-            self._loop.call(self._backend.load_weights(weights))
+            self._streams.load_weights(weights)
         except BaseException as error:
             self._open = {tally.ask.id: tally for tally in stopped}
             self._fail(error)
@@ -176,17 +166,7 @@ class StreamedEngine:
             return
         self._is_closed = True
         self._fail(EngineLost(f"{self.name} was closed"))
-        for stream in self._streams.values():
-            stream.cancel()
-        try:
-            self._loop.call(self._backend.close(), seconds=_CLOSE_SECONDS)
-        except TimeoutError as error:
-            raise EngineLost(
-                f"{self.name} does not close within {_CLOSE_SECONDS:.0f} seconds; "
-                "what it has started may be left behind"
-            ) from error
-        finally:
-            self._loop.close()
+        self._streams.close()
 
     def _submit(
         self,
@@ -235,7 +215,7 @@ class StreamedEngine:
     def _checked(self, trajectory: Trajectory, limit: int, tolerance: float | None) -> int:
         if is_finite(tolerance) and any(s.version != self.version for s in trajectory.segments):
             raise RequestError(f"trajectory {trajectory.key}: {self.name}: {NO_COUPLING}")
-        limits = self._backend.limits
+        limits = self._streams.backend.limits
         return checked_limit(
             trajectory, limit, vocabulary=limits.vocabulary, context=limits.context
         )
@@ -256,47 +236,44 @@ class StreamedEngine:
             priority=number,
         )
         self._open[ask.id] = Tally(trajectory, ask, self.version, tolerance)
-        self._streams[ask.id] = self._loop.start(
-            self._follow(ask), ended=lambda error: self._inbox.put((ask.id, error))
-        )
-
-    async def _follow(self, ask: Ask) -> None:
-        async for piece in self._backend.stream(ask):
-            self._inbox.put((ask.id, piece))
+        self._streams.start(ask)
 
     def _absorb(self, seconds: float) -> int:
         """Wait for something to come, and take in all that is there; gives the new tokens."""
-        try:
-            news = self._inbox.get(timeout=seconds)
-        except Empty:
+        word = self._streams.next(seconds)
+        if word is None:
             self._fail(EngineLost(f"{self.name} has written nothing for {seconds:.0f} seconds"))
             return 0
-        decoded = self._take(*news)
-        while not self._inbox.empty():
-            decoded += self._take(*self._inbox.get())
+        decoded = self._take(word)
+        while self._streams.has_news:
+            decoded += self._take(self._streams.next(0))
         return decoded
 
-    def _take(self, name: str, new: Piece | BaseException | None) -> int:
-        tally = self._open.get(name)
-        if isinstance(new, Piece):
-            if tally is None or tally.is_faulty:
-                return 0
-            if not tally.has_begun and new.tokens:
-                self._prefilled += len(tally.ask.tokens) - new.reused_tokens
-            try:
-                tally.take(new)
-            except EngineError as error:
-                self._fail(error)
-                return 0
-            if tally.finish_reason is not None:
-                self._complete.append(self._open.pop(name).result())
-            return len(new.tokens)
-        self._streams.pop(name, None)
-        if new is not None:
-            self._fail(new)
+    def _take(self, word: Word | None) -> int:
+        """Take in a word of a stream; gives the new tokens."""
+        if word is None:
+            return 0
+        tally, content = self._open.get(word.ask_id), word.content
+        if isinstance(content, Piece):
+            return 0 if tally is None or tally.is_faulty else self._take_piece(tally, content)
+        if content is not None:
+            self._fail(content)
         elif tally is not None and not (tally.is_faulty or self._is_stopping):
             self._fail(EngineLost(f"{self.name} broke an answer off without being asked to"))
         return 0
+
+    def _take_piece(self, tally: Tally, piece: Piece) -> int:
+        if not tally.has_begun and piece.tokens:
+            self._prefilled += len(tally.ask.tokens) - piece.reused_tokens
+        try:
+            tally.take(piece)
+        except EngineError as error:
+            self._fail(error)
+            return 0
+        if tally.finish_reason is not None:
+            del self._open[tally.ask.id]
+            self._complete.append(tally.result())
+        return len(piece.tokens)
 
     def _fail(self, error: BaseException) -> None:
         """Keep what went wrong first; but that the engine is gone counts for more."""
@@ -324,39 +301,27 @@ class StreamedEngine:
         return stopped
 
     def _end_streams(self) -> None:
-        again = time.monotonic()
-        until = again + _ABORT_SECONDS
-        while self._streams and not self._is_lost and time.monotonic() < until:
+        streams, again = self._streams, time.monotonic()
+        until = again + _STOP_SECONDS
+        while streams and not self._is_lost and time.monotonic() < until:
+            # Repeated, because an answer may not have reached the engine when it was told to stop.
             if time.monotonic() >= again:
                 self._abort()
                 again = time.monotonic() + _ABORT_AGAIN_SECONDS
-            self._drain(again - time.monotonic())
-        if self._streams and not self._is_lost:
-            self._fail(EngineLost(f"{self.name} does not stop within {_ABORT_SECONDS:.0f} seconds"))
-        for stream in list(self._streams.values()):
-            stream.cancel()
+            self._unreported += self._take(streams.next(again - time.monotonic()))
+        if streams and not self._is_lost:
+            self._fail(EngineLost(f"{self.name} does not stop within {_STOP_SECONDS:.0f} seconds"))
+        streams.cancel()
         until = time.monotonic() + _CANCEL_SECONDS
-        while self._streams and time.monotonic() < until:
-            self._drain(until - time.monotonic())
-        self._streams.clear()
+        while streams and time.monotonic() < until:
+            self._unreported += self._take(streams.next(until - time.monotonic()))
+        streams.forget()
 
     def _abort(self) -> None:
-        # Repeated, because an answer may not have reached the engine when it was told to stop.
         try:
-            self._loop.call(self._backend.abort(list(self._streams)), seconds=_ABORT_SECONDS)
+            self._streams.abort()
         except EngineLost as error:
             self._fail(error)
-        except EngineError as error:
-            self._fail(EngineLost(f"{self.name} cannot be told to stop: {error}"))
-        except TimeoutError:
-            self._fail(EngineLost(f"{self.name} does not answer when it is told to stop"))
-
-    def _drain(self, seconds: float) -> None:
-        try:
-            name, new = self._inbox.get(timeout=max(seconds, 0.001))
-        except Empty:
-            return
-        self._unreported += self._take(name, new)
 
     def _take_complete(self) -> list[Trajectory]:
         complete, self._complete = self._complete, []
