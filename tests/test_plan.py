@@ -118,6 +118,8 @@ def test_more_work_never_takes_less_memory(demand):
         assert more.parts.total >= total
         assert more.least >= least
     assert planned(replace(demand, has_reference=True, has_critic=True)).parts.total >= total
+    copied = planned(replace(demand, has_engine_copy=True)).parts
+    assert copied.total - total == demand.shape.parameters * demand.number_bytes
     assert planned(replace(demand, gradient_checkpointing=True)).parts.total <= total
 
 

@@ -45,15 +45,16 @@ def study_costs(folder: Path, prompts: Sequence[Sequence[int]]) -> Iterator[Find
     fresh = fresh_trajectories(prompts, samples_per_prompt=1, seed=0)
     note = f"vocabulary {vocabulary:,}"
     with vllm_engine(folder, Setting(slots=len(fresh))) as llm:
-        cached = write(llm, fresh)
+        # Once unmeasured, here and below: the first call pays for what is done only once.
+        write(llm, fresh)
         for name, way in WAYS.items():
             seconds = []
             for _ in range(ROUNDS):
                 began = time.perf_counter()
-                write(llm, fresh, way=way)
+                cached = write(llm, fresh, way=way)
                 seconds.append(time.perf_counter() - began)
             yield Finding(name, len(fresh) * ANSWER_TOKENS / min(seconds), "tokens/s", note)
-        # Once before the clock runs: the first prompt pass makes what the later ones find.
+        # The last way was our noise, so these answers can be verified.
         prompt_pass(llm, cached, k=0)
         yield from _worker_costs(llm, cached, note=note)
         for k in (0, 20, 256, 2048, ALL):

@@ -97,7 +97,7 @@ def write(
 
 
 def prompt_pass(llm: LLM, cached: Sequence[Trajectory], *, k: int) -> list[RequestOutput]:
-    """vLLM's outputs with the `k` largest log-probabilities at each cached token."""
+    """Outputs of vLLM with the `k` largest log-probabilities at each cached token."""
     rules = [_rules(t, way=OUR_NOISE, new_tokens=1, prompt_logprobs=k) for t in cached]
     return _ask(llm, cached, rules=rules)
 

@@ -5,12 +5,14 @@ Everything is drawn from fixed seeds: two runs have the same world.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outside_study.answers import ANSWER_TOKENS
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
@@ -73,9 +75,10 @@ def native_answers(
 
 def _tiny_model(*, update: float = 0.0) -> PreTrainedModel:
     """A random Llama with opinions; `update` moves every weight a little, as training would."""
+    transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
-    model: PreTrainedModel = LlamaForCausalLM(
-        LlamaConfig(
+    model: PreTrainedModel = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=256,

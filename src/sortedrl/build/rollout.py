@@ -30,7 +30,7 @@ from sortedrl.training.export import export_model
 from sortedrl.training.settings import TrainSettings
 from sortedrl.types import Weights
 
-Warn = Callable[[str], None]
+Tell = Callable[[str], None]
 _GIB = 1 << 30
 _GRADIENT_BYTES = 4
 _SHARE_FOR_CACHE = 0.5
@@ -64,12 +64,12 @@ class RolloutWorld:
 
 
 def rollout_engine(
-    settings: TrainSettings, world: RolloutWorld, *, weights: Callable[[], Weights], warn: Warn
+    settings: TrainSettings, world: RolloutWorld, *, weights: Callable[[], Weights], tell: Tell
 ) -> RolloutEngine:
     """The engine that writes the answers of a run; one from outside is tried out first."""
     if settings.rollout.engine == "native":
         return _native(settings, world)
-    engine = _outside(settings, world, weights=weights, warn=warn)
+    engine = _outside(settings, world, weights=weights, tell=tell)
     try:
         refuse_other_model(
             engine,
@@ -100,18 +100,19 @@ def _outside(
     world: RolloutWorld,
     *,
     weights: Callable[[], Weights],
-    warn: Warn,
+    tell: Tell,
 ) -> RolloutEngine:
     if settings.rollout.engine != "servers":
+        tell(f"starting {settings.rollout.engine}, which takes half a minute or more")
         with _model_of(settings, world) as model:
             return _streamed(settings, world, partial(_process, settings, world, model))
-    engine = _servers(settings, world, warn=warn)
+    engine = _servers(settings, world, tell=tell)
     # A server has the weights it was started with, or those of the run before.
     engine.load_weights(weights())
     return engine
 
 
-def _servers(settings: TrainSettings, world: RolloutWorld, *, warn: Warn) -> RolloutEngine:
+def _servers(settings: TrainSettings, world: RolloutWorld, *, tell: Tell) -> RolloutEngine:
     urls = settings.rollout.urls
     with ExitStack() as opened:
         members = []
@@ -119,7 +120,7 @@ def _servers(settings: TrainSettings, world: RolloutWorld, *, warn: Warn) -> Rol
             members.append(_streamed(settings, world, partial(_server, settings, world, number)))
             opened.callback(members[-1].close)
         opened.pop_all()
-    return members[0] if len(members) == 1 else EnginePool(members, warn=warn, names=urls)
+    return members[0] if len(members) == 1 else EnginePool(members, warn=tell, names=urls)
 
 
 def _streamed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +101,7 @@ def training_parts(
     record: Record,
     saved: Saved | None,
     held_out_tokens: int = 0,
-    warn: Callable[[str], None] = warnings.warn,
+    tell: Callable[[str], None],
 ) -> TrainingParts:
     """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
 
@@ -122,7 +121,7 @@ def training_parts(
         longest_prompt=max(held_out_tokens, *(len(row.tokens) for row in rows)),
         version=trainer.version if settings.rollout.is_outside else version,
     )
-    engine = rollout_engine(settings, world, weights=trainer.weights, warn=warn)
+    engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
     buffer = (

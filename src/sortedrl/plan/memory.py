@@ -42,6 +42,8 @@ class Demand:
     is_gpu: bool = True
     has_reference: bool = False
     has_critic: bool = False
+    has_engine_copy: bool = False
+    """Whether the engine has weights of its own on the same device."""
     lora_rank: int | None = None
     gradient_checkpointing: bool = False
     cache_bytes: int | None = None
@@ -175,6 +177,7 @@ def memory_plan(
     is_gpu: bool = True,
     has_reference: bool = False,
     has_critic: bool = False,
+    has_engine_copy: bool = False,
     lora_rank: int | None = None,
     gradient_checkpointing: bool = False,
     cache_bytes: int | None = None,
@@ -191,6 +194,7 @@ def memory_plan(
             is_gpu=is_gpu,
             has_reference=has_reference,
             has_critic=has_critic,
+            has_engine_copy=has_engine_copy,
             lora_rank=lora_rank,
             gradient_checkpointing=gradient_checkpointing,
             cache_bytes=cache_bytes,
@@ -203,6 +207,7 @@ def planned(demand: Demand) -> MemoryPlan:
     shape, size = demand.shape, demand.number_bytes
     trained = demand.trained_parameters
     is_half, has_adapters = size < _FULL, demand.lora_rank is not None
+    copies = 2 if demand.has_engine_copy else 1
     cache = demand.full_cache_bytes
     if demand.cache_bytes is not None:
         cache = min(cache, demand.cache_bytes)
@@ -211,7 +216,7 @@ def planned(demand: Demand) -> MemoryPlan:
         demand=demand,
         parts=Parts(
             # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
-            weights=shape.parameters * size + demand.adapter_parameters * _FULL,
+            weights=copies * shape.parameters * size + demand.adapter_parameters * _FULL,
             masters=trained * _FULL if is_half and not has_adapters else 0,
             moments=trained * _MOMENTS,
             gradients=trained * _GRADIENT,

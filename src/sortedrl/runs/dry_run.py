@@ -46,6 +46,7 @@ def planned_run(
         is_gpu=card.is_gpu,
         has_reference=algorithm.kl > 0,
         has_critic=algorithm.has_critic,
+        has_engine_copy=settings.rollout.engine in ("vllm", "sglang"),
         lora_rank=settings.lora.rank,
         gradient_checkpointing=settings.passes.gradient_checkpointing,
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),

@@ -79,7 +79,7 @@ def opened_run(
             held_out_tokens=max(
                 (len(row.tokens) for question in questions for row in question.rows), default=0
             ),
-            warn=tell,
+            tell=tell,
         )
         stack.callback(parts.engine.close)
         config = all_to_toml(settings, TrainSettings())

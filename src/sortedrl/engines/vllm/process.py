@@ -39,7 +39,8 @@ _MEMORY_FOLDER = Path("/dev/shm")
 _ENVIRONMENT = {
     # A fork of a process whose threads compute hangs, and the trainer's threads do.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Every hand-over would have two warnings of layers that have no weights of their own.
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Settings of vLLM that hold unless the user has set them."""
@@ -197,7 +198,8 @@ def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     _check_options(options, known={field.name for field in fields(AsyncEngineArgs)}, ours=ours)
-    arguments = {"disable_log_stats": True} | dict(options) | dict(ours)
+    quiet = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    arguments = quiet | dict(options) | dict(ours)
     try:
         # Without a local name: vLLM keeps the stack of its start, and the engine would outlive us.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
