@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sortedrl.engines.sglang import guest
+from sortedrl.engines.sglang import containment
 from sortedrl.engines.sglang.answer import HIGH_FIRST, Answer, server_context
 from sortedrl.engines.streamed.backend import Ask, Limits, Piece
 from sortedrl.engines.streamed.hand_over import named_tensors
@@ -50,7 +50,7 @@ class SglangProcess:
         self._broken_off: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
-        self._processes = guest.processes_of(engine)
+        self._processes = containment.processes_of(engine)
         for process in self._processes:
             ending = f"its process {process.pid} ended, what it said stands above"
             self._loop.add_reader(process.sentinel, self._lose, ending)
@@ -102,12 +102,12 @@ class SglangProcess:
             usual |= _ON_A_CPU
             usual["max_total_tokens"] = slots * server_context(context)
             settings["SGLANG_USE_CPU_ENGINE"] = "1"
-        with guest.everything_put_back(settings):
+        with containment.everything_put_back(settings):
             from sglang.srt.server_args import ServerArgs
 
             _check_options(options, known=ServerArgs.__struct_fields__, ours=ours)
             try:
-                engine = guest.started(usual | dict(options) | ours)
+                engine = containment.started(usual | dict(options) | ours)
             except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
                 raise EngineError(
                     f"SGLang {version} did not start with {model}: {error}; what it says itself "
@@ -200,7 +200,7 @@ class SglangProcess:
         from sglang.srt.managers.load_snapshot import shm_path_for
 
         self._lose("it was closed")
-        guest.end(self._processes)
+        containment.end(self._processes)
         # What is on its way is still read, else the socket complains that it is lost.
         await asyncio.wait([self._reader], timeout=_LAST_WORDS_SECONDS)
         self._reader.cancel()
@@ -219,7 +219,7 @@ class SglangProcess:
         ):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
-        guest.unshield()
+        containment.unshield()
 
     async def _weight_call(self, call: Awaitable[tuple[bool, str]]) -> None:
         is_done, words = await self._unless_lost(call)

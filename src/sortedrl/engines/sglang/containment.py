@@ -1,4 +1,4 @@
-"""SGLang as a guest of a process that is not its own.
+"""SGLang contained in a process that is not its own.
 
 SGLang takes a process for its own: it sets signal handlers, the start method of processes, the
 loggers and the event loop policy, and when one of its child processes fails it ends its parent and
@@ -31,7 +31,7 @@ def started(arguments: Mapping[str, object]) -> Engine:
     """An engine of SGLang; its processes die with the thread that called this."""
     from sglang.srt.entrypoints.engine import Engine
 
-    class Guest(Engine):  # type: ignore[misc]
+    class Contained(Engine):  # type: ignore[misc]
         """Does not end the other children of this process when the process ends."""
 
         def shutdown(self) -> None:
@@ -40,7 +40,7 @@ def started(arguments: Mapping[str, object]) -> Engine:
     shield()
     before = {process.pid for process in multiprocessing.active_children()}
     try:
-        engine = Guest(**arguments)
+        engine = Contained(**arguments)
     except BaseException:
         end([process for process in multiprocessing.active_children() if process.pid not in before])
         unshield()
