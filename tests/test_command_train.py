@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import transformers.modeling_utils
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights
+from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights, write_world
 from sortedrl.runs import opening
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence
@@ -302,3 +303,27 @@ def test_the_folders_of_a_run_are_where_they_are_said_to_be(capsys, tmp_path):
     assert found == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl", "checkpoints", "model"),
     }
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(
+    tmp_path, capsys, monkeypatch, engine
+):
+    if find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed")
+    monkeypatch.chdir(tmp_path)
+    write_world(tmp_path)
+    words = run_words("out", "--rollout.engine", engine, model="no-such-model")
+    _, err = said(capsys, words, code=2)
+    assert f"pip install 'sortedrl[{engine}]'" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_is_not_there_is_refused_with_its_address(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_world(tmp_path)
+    url = "http://127.0.0.1:9"
+    words = run_words("out", "--rollout.engine", "servers", "--rollout.urls", url)
+    _, err = said(capsys, words, code=2)
+    assert f"{url} does not answer" in err
+    assert "start a vLLM or SGLang server there first" in err

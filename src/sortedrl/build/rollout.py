@@ -22,11 +22,13 @@ from sortedrl.engines.native.memory import available_bytes
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.streamed.backend import Backend
 from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.versions import SGLANG, VLLM
 from sortedrl.models.loading import stop_tokens
 from sortedrl.models.tiny import is_tiny
 from sortedrl.tasks.spec import options_from
 from sortedrl.training.adapters import trained_parameters
 from sortedrl.training.export import export_model
+from sortedrl.training.rollout import Rollout
 from sortedrl.training.settings import TrainSettings
 from sortedrl.types import Weights
 
@@ -61,6 +63,14 @@ class RolloutWorld:
         """Keys and values of one token in all layers."""
         layers, heads, dim = attention_shape(self.model.config.get_text_config())
         return 2 * layers * heads * dim * self.model.dtype.itemsize
+
+
+def check_engine(rollout: Rollout) -> None:
+    """Refuse an engine whose package is missing or was not tried; it takes no time."""
+    if rollout.engine == "vllm":
+        VLLM.check_installed()
+    elif rollout.engine == "sglang":
+        SGLANG.check_installed()
 
 
 def rollout_engine(

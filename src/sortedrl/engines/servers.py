@@ -40,7 +40,8 @@ async def _is_sglang(url: str) -> bool:
         return False
     except EngineLost as error:
         raise EngineError(
-            f"{error}; start a server there first, or give the address of one that runs"
+            f"{error}; start a vLLM or SGLang server there first (docs/engines.md has the "
+            "commands), or give the address of one that runs"
         ) from error
     finally:
         await server.close()

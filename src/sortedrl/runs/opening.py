@@ -16,6 +16,7 @@ import torch
 from sortedrl.answer_log import AnswerFile
 from sortedrl.arguments import all_to_toml
 from sortedrl.build.evaluation import tokenizer_of
+from sortedrl.build.rollout import check_engine
 from sortedrl.build.training import Saved, TrainingParts, training_parts
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.row import Row
@@ -51,6 +52,7 @@ def opened_run(
     """A run that can go; everything it holds is let go of afterwards."""
     tell = view.tell
     settings.tracking.check_installed()
+    check_engine(settings.rollout)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     folder = RunFolder(settings.out)
