@@ -171,13 +171,18 @@ def ask(tokens=PROMPT, **changes):
     return Ask(**(usual | changes))
 
 
-async def written(backend, ask):
-    """The whole stream: tokens, log-probabilities, how it ended and what was reused."""
+async def written(backend, ask, *, begun=None):
+    """The whole stream: tokens, log-probabilities, how it ended and what was reused.
+
+    `begun` is told of the first token.
+    """
     answer = SimpleNamespace(ask=ask, tokens=[], logprobs=[], end=None, reused=None)
     async for piece in backend.stream(ask):
         assert answer.end is None, "nothing comes after the end"
         assert len(piece.tokens) == len(piece.logprobs)
         answer.tokens += piece.tokens
+        if begun is not None and answer.tokens:
+            begun.set()
         answer.logprobs += piece.logprobs
         answer.end = piece.end
         answer.reused = piece.reused_tokens if answer.reused is None else answer.reused
@@ -239,27 +244,29 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(engine, loop):
 
 
 def test_an_answer_that_is_broken_off_gives_each_token_once_and_can_be_written_on(engine, loop):
-    first, second, queued = [ask([7, n], sampling=GREEDY, max_tokens=200) for n in range(3)]
-    others = [ask([8, n], max_tokens=250) for n in range(SLOTS - 2)]
-
     async def broken_off():
-        streams = [
-            asyncio.ensure_future(written(engine.backend, ask))
-            for ask in [first, second, *others, queued]
-        ]
-        await asyncio.sleep(0.3)
-        await engine.backend.abort([first.id, second.id, *(o.id for o in others), queued.id])
+        begun = asyncio.Event()
+        asks = [ask([7, n], sampling=GREEDY, max_tokens=200) for n in range(SLOTS + 1)]
+        streams = [asyncio.ensure_future(written(engine.backend, ask, begun=begun)) for ask in asks]
+        await begun.wait()
+        await engine.backend.abort([ask.id for ask in asks])
         return await asyncio.gather(*streams)
 
-    answers = loop.call(broken_off())
-    for answer in answers:
-        assert is_true_to(engine.model, answer)
-        assert answer.end == "abort" or len(answer.tokens) == answer.ask.max_tokens
-    part = answers[0].tokens
-    assert 0 < len(part) < 200, "it was broken off in the middle"
-    rest = ask([*first.tokens, *part], sampling=GREEDY, max_tokens=12)
+    # A server may lag behind its engine, which is then done before it hears that it should stop.
+    for _ in range(20):
+        answers = loop.call(broken_off())
+        for answer in answers:
+            assert is_true_to(engine.model, answer)
+            assert answer.end == "abort" or len(answer.tokens) == answer.ask.max_tokens
+        cut = [answer for answer in answers if 0 < len(answer.tokens) < 200]
+        if cut:
+            break
+    else:
+        pytest.fail("none was ever broken off in the middle")
+    part, prompt = cut[0].tokens, list(cut[0].ask.tokens)
+    rest = ask([*prompt, *part], sampling=GREEDY, max_tokens=12)
     (answer,) = loop.call(all_written(engine.backend, [rest]))
-    assert part + answer.tokens == greedy(engine.model, first.tokens, len(part) + 12)
+    assert part + answer.tokens == greedy(engine.model, prompt, len(part) + 12)
 
 
 def test_an_answer_can_be_broken_off_before_its_stream_begins_and_after_it_ended(engine, loop):
