@@ -17,7 +17,7 @@ from typing import Any
 
 from sortedrl.engines.limits import checked_limit
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streamed.backend import Ask, Backend, Limits, Piece
+from sortedrl.engines.streamed.backend import Ask, Backend, Piece
 from sortedrl.engines.streamed.streams import Streams, Word
 from sortedrl.engines.streamed.tally import Tally, closing, is_finite
 from sortedrl.errors import EngineError, EngineLost, RequestError
@@ -73,11 +73,6 @@ class StreamedEngine:
     def name(self) -> str:
         """What it is, for messages."""
         return self._streams.backend.name
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        return self._streams.backend.limits
 
     @property
     def slots(self) -> int:
