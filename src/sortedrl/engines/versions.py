@@ -1,4 +1,4 @@
-"""The versions of vLLM and SGLang that were tried, and what is said to any other.
+"""The ranges of versions of vLLM and SGLang whose ends were tried, and what is said to others.
 
 Nothing here imports them: that takes seconds.
 """
@@ -20,7 +20,7 @@ class OutsideEngine:
     packages: tuple[str, ...]
     """By which names it may be installed."""
     tested: str
-    """The versions that were tried, as pip writes them."""
+    """From the oldest to the newest version that was tried, as pip writes it."""
 
     @property
     def installed(self) -> str | None:
@@ -47,7 +47,7 @@ class OutsideEngine:
         """Refuse a version outside of those that were tried."""
         if not is_within(found, self.tested):
             raise EngineError(
-                f"{self.title} must be of a version {self.tested}, which were tried; {place} has "
+                f"{self.title} must be of a version {self.tested} (the ends were tried); {place} has "
                 f"{found}; do: {remedy}"
             )
 
