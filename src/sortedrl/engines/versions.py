@@ -47,8 +47,8 @@ class OutsideEngine:
         """Refuse a version outside of those that were tried."""
         if not is_within(found, self.tested):
             raise EngineError(
-                f"{self.title} must be of a version {self.tested} (the ends were tried); {place} has "
-                f"{found}; do: {remedy}"
+                f"{self.title} must be of a version {self.tested} (the ends were tried); "
+                f"{place} has {found}; do: {remedy}"
             )
 
 
