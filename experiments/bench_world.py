@@ -1,0 +1,264 @@
+"""One model with its engine and its trainer, on which many schedules are run one after another.
+
+Every run begins with the same weights and the same prompts. The loop, the engine and the updates
+are those of a training run. The lengths of the answers are either forced, drawn once for every
+draw of every answer, or decided by the model.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from experiments.warm_up import warm_up
+from sortedrl.buffer import Buffer
+from sortedrl.build.evaluation import tokenizer_of
+from sortedrl.clock import WallClock
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.controller import Controller
+from sortedrl.data.stream import PromptStream, TokenizedRow, tokenized
+from sortedrl.engines.native import NativeEngine
+from sortedrl.events import Event, EventFile, HandOver, Update
+from sortedrl.journal import Journal
+from sortedrl.loop import Loop
+from sortedrl.meter import Meter
+from sortedrl.metrics import Metrics
+from sortedrl.models.loading import load_model
+from sortedrl.models.loading import stop_tokens as model_stop_tokens
+from sortedrl.prompts import open_group
+from sortedrl.randomness import mix, uniform
+from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.tasks.catalogue import open_task
+from sortedrl.training.adapters import trained_parameters
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.settings import PassSettings, TrainSettings
+from sortedrl.training.trainer import PolicyTrainer
+from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+
+_SPARE_TOKENS = 64
+_COIN_KEY = 0x636F696E
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What every schedule on a model has in common."""
+
+    slots: int
+    group: int
+    batch: int
+    max_tokens: int
+    median: float | None = None
+    """Of the forced lengths; without it the model itself ends its answers."""
+    sigma: float = 1.0
+    seed: int = 0
+    learning_rate: float = 1e-6
+    precision: str = "bfloat16"
+    pass_tokens: int = 16384
+    task: str = "knights_knaves:people=3-5"
+    prompt_tokens: int = 192
+    """Of the prompts of a model without a tokenizer, which are random."""
+
+    def lengths(self) -> Lengths | None:
+        """The forced lengths."""
+        if self.median is None:
+            return None
+        settings = LengthSettings(median=self.median, sigma=self.sigma)
+        return Lengths(settings, seed=self.seed, max_tokens=self.max_tokens, samples_per_prompt=1)
+
+
+class CoinScorer:
+    """Rewards of 0 or 1, thrown for each answer: what is learned does not matter here."""
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """With their rewards."""
+        return [replace(t, reward=coin(t)) for t in trajectories]
+
+
+def coin(trajectory: Trajectory) -> float:
+    """0 or 1, always the same for a trajectory."""
+    return float(uniform(trajectory.seed, _COIN_KEY) < 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one run gave."""
+
+    metrics: Metrics
+    lengths: Mapping[tuple[int, int], int]
+    """Of every answer that was trained on, by its key."""
+    update_seconds: float
+    hand_over_seconds: float
+    gap: float
+    """Mean difference between engine and trainer on fresh tokens, in nats."""
+
+
+class BenchWorld:
+    """A model, ready to be run under any schedule."""
+
+    def __init__(self, model: PreTrainedModel, source: str | None, workload: Workload) -> None:
+        """Everything that takes long is done here, once: engine, compiled layers, graphs."""
+        self.workload = workload
+        self._lengths = workload.lengths()
+        self._model = model
+        self._rows = _Rows(source, workload, vocabulary=model.config.vocab_size)
+        # The rotary angles are computed for any position; the limit of the file is no limit here.
+        model.config.max_position_embeddings = 4 * workload.max_tokens
+        stops = () if workload.median is not None else model_stop_tokens(model)
+        self.engine = NativeEngine(
+            model,
+            slots=workload.slots,
+            max_tokens=self._limit,
+            stop_tokens=stops,
+            cache_bytes=self._cache_bytes(),
+        )
+        on_gpu = model.device.type == "cuda"
+        self._policy = PackedModel(model, temperature=1.0, is_compiled=on_gpu)
+        self._begun = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if on_gpu:
+            written = warm_up(self.engine, max_tokens=workload.max_tokens)
+            self._trainer(Schedule(update_batch=len(written))).update(
+                TrainBatch(0, tuple(replace(t, reward=coin(t)) for t in written))
+            )
+
+    @classmethod
+    def opened(cls, model: Mapping[str, Any], workload: Workload, *, device: str) -> BenchWorld:
+        """The world of a model of the TOML: a `source` to load, or a `shape` of random weights."""
+        dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[workload.precision]
+        if "source" in model:
+            loaded = load_model(model["source"], dtype=dtype, device=device)
+            return cls(loaded, model["source"], workload)
+        shape = dict(model["shape"])
+        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+        torch.manual_seed(workload.seed)
+        with torch.device(device):
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return cls(made.eval(), None, workload)
+
+    def run(self, schedule: Schedule, *, groups: int, events: Path) -> Measured:
+        """One schedule, from the first group to the last; its events are written down."""
+        self._restore()
+        trainer = self._trainer(schedule)
+        self.engine.load_weights(Weights(0))
+        meter, log, took = Meter(), EventFile(events), {"update": 0.0, "hand_over": 0.0}
+        gaps: list[float] = []
+
+        def record(event: Event) -> None:
+            meter(event)
+            log(event)
+            if isinstance(event, Update | HandOver):
+                took[event.kind] += event.took_seconds
+
+        loop = Loop(
+            prompts=self._rows.stream(groups * schedule.group_prompts),
+            buffer=Buffer(unit_size=schedule.unit_size),
+            controller=Controller(schedule),
+            engine=self.engine,
+            scorer=CoinScorer(),
+            trainer=trainer,
+            journal=Journal(record, clock=WallClock()),
+            seed=self.workload.seed,
+        )
+        for _ in loop.run():
+            gaps.append(trainer.last.get("gap/mean", 0.0))
+        log.close()
+        metrics = meter.metrics()
+        return Measured(
+            metrics=metrics,
+            lengths={key: tokens for key, _, tokens in metrics.trained_lengths},
+            update_seconds=took["update"],
+            hand_over_seconds=took["hand_over"],
+            gap=sum(gaps) / max(1, len(gaps)),
+        )
+
+    def reference(self, keys: Sequence[tuple[int, int]], *, samples: int = 1) -> list[int]:
+        """The forced lengths of these answers if nothing had interrupted them."""
+        assert self._lengths is not None, "only forced lengths are known beforehand"
+        prompts = sorted({prompt for prompt, _ in keys})
+        fresh = open_group(
+            [Prompt(id=prompt) for prompt in prompts],
+            group=0,
+            samples_per_prompt=samples,
+            seed=self.workload.seed,
+        )
+        return [self._lengths.length(trajectory, version=0) for trajectory in fresh]
+
+    def _limit(self, trajectory: Trajectory) -> int:
+        if self._lengths is None:
+            return self.workload.max_tokens
+        return self._lengths.length(trajectory, version=0)
+
+    def _trainer(self, schedule: Schedule) -> PolicyTrainer:
+        workload = self.workload
+        optimisation = Optimisation(learning_rate=workload.learning_rate)
+        settings = TrainSettings(
+            schedule=schedule,
+            engine=EngineSettings(slots=workload.slots, max_tokens=workload.max_tokens),
+            optimiser=optimisation,
+            passes=PassSettings(tokens=workload.pass_tokens),
+        )
+        gc.collect()  # the moments of the run before
+        optimiser = Optimiser(trained_parameters(self._model), optimisation, total_steps=None)
+        return PolicyTrainer(self._policy, optimiser, settings=settings)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(self._begun[name])
+
+    def _cache_bytes(self) -> int:
+        config: Any = self._model.config
+        dim = config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * dim
+        context = self._rows.longest + self.workload.max_tokens + _SPARE_TOKENS
+        room: int = (self.workload.slots + 1) * context * per_token
+        return room * self._model.dtype.itemsize
+
+
+class _Rows:
+    """Prompts: puzzles where there is a tokenizer, random tokens otherwise."""
+
+    def __init__(self, source: str | None, workload: Workload, *, vocabulary: int) -> None:
+        self._workload = workload
+        self._vocabulary = vocabulary
+        self._tokenizer = None if source is None else tokenizer_of(source)
+        self._rows: list[TokenizedRow] = []
+        self.longest = max(len(row.tokens) for row in self._first(workload.group))
+
+    def stream(self, count: int) -> PromptStream:
+        """So many prompts, in the same order every time."""
+        return PromptStream(self._first(count), epochs=1, seed=self._workload.seed, position=0)
+
+    def _first(self, count: int) -> list[TokenizedRow]:
+        if len(self._rows) < count:
+            self._rows = self._made(count)
+        return self._rows[:count]
+
+    def _made(self, count: int) -> list[TokenizedRow]:
+        workload = self._workload
+        if self._tokenizer is not None:
+            task = open_task(f"{workload.task},count={count},seed={workload.seed}")
+            return list(tokenized(task.rows, self._tokenizer).rows)
+        return [
+            TokenizedRow(array("i", _random_tokens(workload, number, self._vocabulary)), {})
+            for number in range(count)
+        ]
+
+
+def _random_tokens(workload: Workload, number: int, vocabulary: int) -> list[int]:
+    places = range(workload.prompt_tokens)
+    return [mix(workload.seed, number, place) % vocabulary for place in places]

@@ -1,0 +1,141 @@
+"""The efficiency table: every schedule on a real engine, with real updates and forced lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from experiments.pieces import Piece, Trial
+from sortedrl.compare import simulate
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.metrics import length_bias, numbers
+from sortedrl.simulate.costs import CostSettings
+from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.settings import Simulation
+
+if TYPE_CHECKING:
+    from experiments.bench_world import BenchWorld, Measured
+
+_MARGIN = 1.1
+
+
+def pieces(trial: Trial) -> list[Piece]:
+    """One piece for each model and schedule; a model is opened with its first one."""
+    found = []
+    for model in trial.settings["run"]:
+        about = trial.settings["models"][model]
+        world = _opener(trial, about)
+        for arm in trial.settings["arms"]:
+            schedule = schedule_of(arm, trial.settings["workload"])
+            seconds = _MARGIN * expected_seconds(arm, trial.settings["workload"], about["costs"])
+            found.append(
+                Piece(
+                    name=f"{model}--{piece_name(schedule)}",
+                    seconds=seconds,
+                    run=partial(_measured, trial, world, model, schedule, arm["groups"]),
+                )
+            )
+    return found
+
+
+def schedule_of(arm: Mapping[str, Any], workload: Mapping[str, Any]) -> Schedule:
+    """The schedule of an arm of the TOML."""
+    mode = arm.get("mode", "partial")
+    given = {name: value for name, value in arm.items() if name not in ("groups", "mode")}
+    return Schedule(
+        mode=mode,
+        tolerance=workload["tolerance"] if mode == "coupled" else None,
+        group_prompts=workload["group"],
+        update_batch=workload["batch"],
+        **given,
+    )
+
+
+def piece_name(schedule: Schedule) -> str:
+    """The name of a schedule as a file can have it.
+
+    >>> piece_name(Schedule(mode="partial", lookahead=1))
+    'sorted-partial-1'
+    """
+    mode = "" if schedule.strategy == "sync" else f"-{schedule.mode}"
+    ahead = f"-{schedule.lookahead}" if schedule.lookahead else ""
+    return f"{schedule.strategy}{mode}{ahead}"
+
+
+def simulation_of(
+    arm: Mapping[str, Any], workload: Mapping[str, Any], costs: Mapping[str, float]
+) -> Simulation:
+    """The same run in the simulator."""
+    return Simulation(
+        prompts=arm["groups"] * workload["group"],
+        seed=workload["seed"],
+        schedule=schedule_of(arm, workload),
+        engine=EngineSettings(slots=workload["slots"], max_tokens=workload["max_tokens"]),
+        lengths=LengthSettings(median=workload["median"], sigma=workload["sigma"]),
+        costs=CostSettings(hardware="ticks", **costs),
+    )
+
+
+def expected_seconds(
+    arm: Mapping[str, Any], workload: Mapping[str, Any], costs: Mapping[str, float]
+) -> float:
+    """What the simulator expects a run to take."""
+    return simulate(simulation_of(arm, workload, costs)).metrics.run.seconds
+
+
+def _opener(trial: Trial, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
+    """Opens the world of a model when it is first needed, and once."""
+
+    @cache
+    def opened() -> BenchWorld:
+        from experiments.bench_world import BenchWorld, Workload
+
+        known = trial.settings["workload"]
+        workload = Workload(**{name: known[name] for name in known if name != "tolerance"})
+        return BenchWorld.opened(about, workload, device=trial.device)
+
+    return opened
+
+
+def _measured(
+    trial: Trial,
+    world: Callable[[], BenchWorld],
+    model: str,
+    schedule: Schedule,
+    groups: int,
+) -> dict[str, Any]:
+    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = world()
+    measured = opened.run(schedule, groups=groups, events=folder / "events.jsonl")
+    keys = list(measured.lengths)
+    return {
+        "model": model,
+        "schedule": schedule.name,
+        "arm": {"groups": groups, **_plain(schedule)},
+        "workload": dict(trial.settings["workload"]),
+        **outcome(measured, reference=opened.reference(keys)),
+    }
+
+
+def outcome(measured: Measured, *, reference: Sequence[int]) -> dict[str, Any]:
+    """The numbers of a run, as JSON can hold them."""
+    metrics = measured.metrics
+    bias = length_bias(list(measured.lengths.values()), reference)
+    return {
+        "run": numbers(metrics.run),
+        "steady": None if metrics.steady is None else numbers(metrics.steady),
+        "group_bubbles": [group.figures.bubble for group in metrics.groups],
+        "update_seconds": measured.update_seconds,
+        "hand_over_seconds": measured.hand_over_seconds,
+        "length_bias": bias.ratio,
+        "length_ks": bias.ks_distance,
+        "reference_mean": bias.reference_mean,
+        "engine_trainer_gap": measured.gap,
+    }
+
+
+def _plain(schedule: Schedule) -> dict[str, Any]:
+    return {name: value for name, value in asdict(schedule).items() if value is not None}

@@ -1,0 +1,150 @@
+"""The pieces of a table, one after another or several at once, within the time there is.
+
+A piece is begun only if it is expected to end within the budget, so that what a lent machine has
+left is not spent on a run that will be cut. What is done is never done again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.machine import commit, machine
+from experiments.record import Record, Results
+
+ROOT = Path(__file__).resolve().parent.parent
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One run with one result."""
+
+    name: str
+    seconds: float
+    """How long it is expected to take."""
+    run: Callable[[], Mapping[str, Any]]
+    """Measures; gives the numbers, which JSON can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Where and how a table is measured."""
+
+    table: str
+    device: str
+    is_small: bool
+    settings: Mapping[str, Any]
+    """The table's TOML, with its section `small` laid over it where that is asked for."""
+    results: Results
+    scratch: Path
+    """For logs and runs that the result does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When the time is used up."""
+
+    at: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """So many seconds from now; never if none are given."""
+        return cls(None if seconds is None else time.monotonic() + seconds)
+
+    def has_room_for(self, seconds: float) -> bool:
+        """Whether what takes so long would end in time."""
+        return self.at is None or time.monotonic() + seconds <= self.at
+
+
+def run_in_turn(
+    pieces: Sequence[Piece], trial: Trial, *, deadline: Deadline, tell: Callable[[str], None]
+) -> list[str]:
+    """Measure one piece after another; gives the names of those there was no time for."""
+    left = []
+    for piece in pieces:
+        if not deadline.has_room_for(piece.seconds):
+            left.append(piece.name)
+            continue
+        tell(f"{trial.table}: {piece.name}, about {piece.seconds:,.0f} s")
+        began = time.monotonic()
+        numbers = piece.run()
+        seconds = time.monotonic() - began
+        trial.results.write(_record(trial, piece.name, numbers=numbers, seconds=seconds))
+        tell(f"{trial.table}: {piece.name} took {seconds:,.1f} s")
+    return left
+
+
+def run_at_once(
+    pieces: Sequence[Piece],
+    trial: Trial,
+    *,
+    most: int,
+    command: Callable[[str], Sequence[str]],
+    deadline: Deadline,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Measure up to `most` pieces at the same time, each in a process of its own.
+
+    `command` gives the command line that measures one piece. Gives the names of the pieces that
+    there was no time for; raises if one failed, when all others have ended.
+    """
+    left, failed = [], []
+    waiting, running = list(pieces), dict[str, subprocess.Popen[bytes]]()
+    trial.scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        while waiting or running:
+            for name in [name for name, process in running.items() if process.poll() is not None]:
+                code = running.pop(name).returncode
+                tell(f"{trial.table}: {name} {'is done' if code == 0 else f'failed ({code})'}")
+                failed += [name] if code else []
+            while waiting and len(running) < most:
+                piece = waiting.pop(0)
+                if deadline.has_room_for(piece.seconds):
+                    running[piece.name] = _started(command(piece.name), trial, piece.name)
+                else:
+                    left.append(piece.name)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in running.values():
+            process.terminate()
+    if failed:
+        names = ", ".join(failed)
+        raise RuntimeError(f"{names} failed: see {trial.scratch}/{failed[0]}.log")
+    return left
+
+
+def _started(command: Sequence[str], trial: Trial, name: str) -> subprocess.Popen[bytes]:
+    with (trial.scratch / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+
+def _record(trial: Trial, piece: str, *, numbers: Mapping[str, Any], seconds: float) -> Record:
+    return Record(
+        table=trial.table,
+        piece=piece,
+        command=_command(trial),
+        commit=commit(ROOT),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        machine=machine(trial.device),
+        seconds=round(seconds, 2),
+        numbers=numbers,
+    )
+
+
+def _command(trial: Trial) -> str:
+    """What a reader types to measure the same."""
+    words = ["python", "-m", "experiments", trial.table, "--device", trial.device]
+    return shlex.join([*words, *(["--small"] if trial.is_small else [])])
+
+
+def this_command(*words: str) -> list[str]:
+    """The command line of another process of this program."""
+    return [sys.executable, "-m", "experiments", *words]

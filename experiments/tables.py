@@ -1,0 +1,14 @@
+"""The tables by name, each with what it shows; the module of that name measures it."""
+
+from __future__ import annotations
+
+TABLES = {
+    "efficiency": "Every schedule on a real engine: bubble, goodput, ledger, length bias.",
+    "prediction": "The simulator, fitted to one run of the efficiency table, against the others.",
+    "natural": "Length bias where the model itself decides when an answer ends.",
+    "ablations": "One setting changed at a time: group, batch, lookahead, tolerance, harvest unit.",
+    "learning_logic": "Score against samples, tokens and seconds: Knights and Knaves.",
+    "learning_maths": "The same for arithmetic, with PPO and with GRPO.",
+    "peer": "The same training with TRL.",
+    "paper": "The paper's own two set-ups, predicted.",
+}
