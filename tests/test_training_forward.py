@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from peft import LoraConfig
+from torch._dynamo.utils import counters
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -24,7 +25,7 @@ from transformers import (
 from native_worlds import CONTEXT, VOCABULARY, fresh_all, roll_out, shared_model, tiny_model
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.errors import ModelError, RequestError
-from sortedrl.training import packed_attention
+from sortedrl.training import layers, packed_attention
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence, packs
 
@@ -332,3 +333,20 @@ def test_the_kernel_is_asked_for_what_is_computed_one_by_one(monkeypatch, shares
         for attend in (packed_attention._by_kernel, packed_attention._one_by_one)
     ]
     torch.testing.assert_close(*both)
+
+
+# torch.compile looks at tensors in ways that warn.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@torch.no_grad()
+def test_compiled_layers_are_compiled_once_for_rows_of_any_number_of_sequences(monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(
+        layers.torch, "compile", lambda kind, **given: real(kind, backend="eager", **given)
+    )
+    torch._dynamo.reset()
+    packed = PackedModel(tiny_model("llama"), is_compiled=True)
+    compiled = []
+    for count in (2, 3, 5, 9, 14):
+        packed.logprobs([TokenSequence([1, 2], [3] * (1 + n)) for n in range(count)])
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert len(set(compiled[1:])) == 1, f"graphs after each row: {compiled}"

@@ -37,17 +37,28 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where the sequences of a packed row begin and end."""
+    """Where the sequences of a packed row begin and end: 0 and the end of each, int32.
 
-    lengths: tuple[int, ...]
+    Nothing but tensors: compiled layers would be compiled anew for every number or count of
+    numbers in it.
+    """
+
     bounds: Tensor
-    """0 and the end of each sequence, int32, on the device of the model."""
+    """On the device of the model."""
+    host_bounds: Tensor
+    """The same on the host, which so need not wait for the device."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> Row:
         """The row of sequences of these lengths."""
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(tuple(lengths), bounds.to(device))
+        return cls(bounds.to(device), bounds)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the sequences, in order."""
+        lengths: list[int] = self.host_bounds.diff().tolist()
+        return lengths
 
 
 @contextmanager
