@@ -30,12 +30,14 @@ from sortedrl.engines.native.driver import Driver, attention_shape
 from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
 from sortedrl.engines.native.products import fp32_logits, unsplit_sums
+from sortedrl.engines.native.row_floor import ProductTimer, fewest_rows
 from sortedrl.engines.native.sampling import Outcome, floors
 from sortedrl.engines.native.sampling_kernels import sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BIG_ROWS = 512
+_MOST_PADDED = 128
 _TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
 _TAKE_LAST = -1
 
@@ -104,6 +106,7 @@ class CudaRunner:
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         driver.replaced = {driver.output_layer: fp32_logits(driver.output_layer)}
+        self._fewest = self._measured_fewest()
         if is_compiled:
             driver.compile_layers()
 
@@ -164,12 +167,20 @@ class CudaRunner:
         is_filtered = any(piece.request.sampling.is_filtered for piece in plan.sampled)
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
-        rows = _rounded(plan.num_rows)
+        rows = _rounded(max(plan.num_rows, self._fewest))
         # Passes with prompts in them are few and big: fewer sizes, so that they meet again.
         fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
-        sampled = min(rows, _rounded(max(plan.num_sampled, fewest)))
+        sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
         return _Size(rows, sampled, splits, is_filtered)
+
+    def _measured_fewest(self) -> int:
+        """Below which number of rows a pass only takes longer."""
+        if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
+            return 1
+        sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
+        with unsplit_sums():
+            return fewest_rows(sizes, ProductTimer(self._driver.model, self._driver.replaced))
 
     def _record(self, size: _Size) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
