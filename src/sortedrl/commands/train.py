@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from sortedrl.arguments import parse, settings_over
-from sortedrl.errors import ConfigError
+from sortedrl.data.row import Row
+from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import RunFolder, refuse_other_settings
 from sortedrl.runs.start import train
 from sortedrl.runs.tasks import training_tasks
@@ -48,6 +49,11 @@ class Arguments:
     one that is here."""
     mean_length: float | None = None
     """Dry run only: the mean length of answers that you expect; by default a guess."""
+    rows: int | None = None
+    """Dry run only: how many rows there are to train on, such as 17000; nothing is then read. By
+    default the rows of the task, which must be within reach."""
+    prompt_tokens: int | None = None
+    """Dry run only: how long the prompts are; by default counted, where the tokenizer is here."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
     settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(
@@ -73,18 +79,31 @@ def run(arguments: Sequence[str]) -> None:
 def _dry_run(given: Arguments) -> None:
     from sortedrl.plan.advice import refuse_too_big
     from sortedrl.plan.page import lines, to_json
-    from sortedrl.runs.dry_run import planned_run
+    from sortedrl.runs.dry_run import Expected, planned_run
 
-    task, _ = training_tasks(given.settings)
+    expected = Expected(
+        rows=given.rows, prompt_tokens=given.prompt_tokens, mean_length=given.mean_length
+    )
     plan = planned_run(
         given.settings,
-        task.rows,
+        _rows(given.settings) if given.rows is None else [],
         card_name=given.card,
-        mean_length=given.mean_length,
+        expected=expected,
         tell=tell,
     )
     print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
     refuse_too_big(plan.memory, plan.device_bytes)
+
+
+def _rows(settings: TrainSettings) -> Sequence[Row]:
+    try:
+        task, _ = training_tasks(settings)
+    except DataError as error:
+        raise ConfigError(
+            f"{error}; a dry run can go without the data: give the number of rows to train on "
+            "(--rows 17000) and about how long prompts are (--prompt-tokens 200)"
+        ) from error
+    return task.rows
 
 
 def _given(arguments: Sequence[str]) -> Arguments:

@@ -12,12 +12,14 @@ from itertools import combinations
 
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape
-from sortedrl.plan.memory import Demand, MemoryPlan, planned
+from sortedrl.plan.demand import Demand
+from sortedrl.plan.memory import MemoryPlan, planned
 
 _RANK = 16
 _LEAST_TOKENS = 256
 _STEP_TOKENS = 64
 _SHARES = 100
+_MOST_DEVICES = 1024
 
 Lever = Callable[[Demand, int], Demand]
 """A demand that needs less, for a device of so many bytes; the same one if it cannot."""
@@ -89,6 +91,19 @@ def _checkpointed(demand: Demand, device_bytes: int) -> Demand:
     return replace(demand, gradient_checkpointing=True)
 
 
+def _offloaded(demand: Demand, device_bytes: int) -> Demand:
+    layout = demand.layout
+    return replace(demand, layout=replace(layout, offload=layout.devices > 1))
+
+
+def _more_devices(demand: Demand, device_bytes: int) -> Demand:
+    """Twice as many, as often as it takes; one device stays one, which is another kind of run."""
+    more = demand
+    while 1 < more.layout.devices < _MOST_DEVICES and not planned(more).can_run(device_bytes):
+        more = replace(more, layout=replace(more.layout, devices=2 * more.layout.devices))
+    return more
+
+
 def _adapted(demand: Demand, device_bytes: int) -> Demand:
     return replace(demand, lora_rank=_RANK) if demand.lora_rank is None else demand
 
@@ -126,11 +141,13 @@ def _shorter_answers(demand: Demand, device_bytes: int) -> Demand:
 
 _LEVERS: tuple[Lever, ...] = (
     _checkpointed,
+    _offloaded,
     _adapted,
     _without_reference,
     _without_critic,
     _shorter_passes,
     _shorter_answers,
+    _more_devices,
 )
 """In the order in which they are pulled: numbers last, so that they stay as large as they can."""
 
@@ -152,6 +169,8 @@ def _text(before: Demand, after: Demand) -> str:
     changes = []
     if after.gradient_checkpointing != before.gradient_checkpointing:
         changes.append("passes.gradient_checkpointing = true")
+    if after.layout.offload != before.layout.offload:
+        changes.append("layout.offload = true")
     if after.lora_rank != before.lora_rank:
         changes.append(f"lora.rank = {after.lora_rank}")
     if after.has_reference != before.has_reference:
@@ -162,6 +181,8 @@ def _text(before: Demand, after: Demand) -> str:
         changes.append(f"passes.tokens = {after.pass_tokens}")
     if after.max_tokens != before.max_tokens:
         changes.append(f"engine.max_tokens = {after.max_tokens}")
+    if after.layout.devices != before.layout.devices:
+        changes.append(f"layout.devices = {after.layout.devices}")
     return " and ".join(changes)
 
 

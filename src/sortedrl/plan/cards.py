@@ -1,8 +1,14 @@
-"""What one device can do, and what a model's shape then costs on it.
+"""What devices can do, and what a model's shape then costs on them.
 
 The arithmetic is that of the simulator's machines. What differs from their data sheets: launching
 the kernels of a step costs the same for every layer, matrices narrower than `full_width` reach a
-share of the speed of wide ones, and the weights are shared, so handing them over takes no time.
+share of the speed of wide ones, and on one device the weights are shared, so handing them over
+takes no time.
+
+Several devices, of one machine, share the work evenly. A layer that is spread over some of them
+adds up its results twice in a step. In every pass of an update the trainer brings its weights
+together, forward and backward, and spreads its gradients out; that hides behind the computing as
+far as the computing takes longer.
 """
 
 from __future__ import annotations
@@ -12,9 +18,14 @@ from dataclasses import dataclass, replace
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.models.shape import Shape
 from sortedrl.simulate.costs import Costs, Machine
+from sortedrl.training.layout import Layout
 
 # Weight, master, gradient and both moments are read and all but the gradient written.
 _OPTIMISER_BYTES = 34
+_GRADIENT_BYTES = 4
+_ALL_REDUCE_SECONDS = 20e-6
+# Offloaded weights are stepped by the cores of the host, from its memory.
+_HOST_BANDWIDTH = 300e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +47,47 @@ class Card:
     """Hidden width from which on matrices reach `flops`."""
     decode_flops: float | None = None
     """Where decoding is bound by compute: operations per second of its narrow products."""
+    link: float = 300e9
+    """Bytes per second to other devices of the same machine, as collectives reach them."""
+    host_link: float = 50e9
+    """Bytes per second to and from the memory of the host."""
 
     @property
     def is_gpu(self) -> bool:
         """Whether weights are kept in 16 bits on it."""
         return self.decode_flops is None
 
-    def costs(self, shape: Shape, *, number_bytes: int) -> Costs:
-        """The constants of the simulator for a model on it."""
+    def costs(self, shape: Shape, *, number_bytes: int, layout: Layout | None = None) -> Costs:
+        """The constants of the simulator for a model on it, or on as many as the layout has."""
+        layout = Layout() if layout is None else layout
         narrow = 0.0 if self.decode_flops is None else 2 * shape.parameters / self.decode_flops
+        sums = 0.0 if layout.tensor_parallel == 1 else 2 * _ALL_REDUCE_SECONDS
         costs = Machine(
             parameters=shape.parameters,
             weight_bytes_per_parameter=number_bytes,
             cache_bytes_per_token=shape.cache_token_bytes(number_bytes),
             bandwidth=self.bandwidth,
             flops=self.flops * min(1.0, shape.hidden / self.full_width),
-            overhead_seconds=self.layer_seconds * shape.layers,
+            overhead_seconds=(self.layer_seconds + sums) * shape.layers,
             sequence_seconds=self.sequence_seconds + narrow,
+            devices=layout.devices,
+            tensor_parallel=layout.tensor_parallel,
         ).costs()
-        optimiser = _OPTIMISER_BYTES * shape.parameters / self.bandwidth
-        return replace(costs, hand_over_seconds=0.0, update_seconds=optimiser)
+        bandwidth = _HOST_BANDWIDTH if layout.offload else layout.devices * self.bandwidth
+        return replace(
+            costs,
+            hand_over_seconds=0.0 if layout.devices == 1 else costs.hand_over_seconds,
+            update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
+        )
+
+    def pass_seconds(self, shape: Shape, *, number_bytes: int, layout: Layout) -> float:
+        """Of one pass of an update: bringing weights together and spreading gradients out."""
+        if layout.devices == 1:
+            return 0.0
+        moved = (2 * number_bytes + _GRADIENT_BYTES) * shape.parameters
+        # Each device has its share at the host, and all fetch theirs at the same time.
+        fetched = moved / layout.devices / self.host_link if layout.offload else 0.0
+        return moved / self.link + fetched
 
 
 def h200() -> Card:
@@ -94,6 +126,8 @@ def a100() -> Card:
         memory_bytes=81_920 << 20,
         bandwidth=2.04e12,
         flops=200e12,
+        link=200e9,
+        host_link=25e9,
     )
 
 
@@ -105,6 +139,8 @@ def rtx_4090() -> Card:
         memory_bytes=24_564 << 20,
         bandwidth=1.0e12,
         flops=90e12,
+        link=20e9,
+        host_link=25e9,
     )
 
 
@@ -123,6 +159,8 @@ def cpu() -> Card:
         layer_seconds=0.7e-3,
         sequence_seconds=0.0,
         decode_flops=30e9,
+        link=5e9,
+        host_link=20e9,
     )
 
 

@@ -1,8 +1,12 @@
 """The memory of a run on one device, part by part.
 
-The policy and the engine share their weights. What an update needs for its passes is free while
-the engine writes, and the other way round, so of these two only the larger one counts.
-The parts add up to the total.
+On a single device the policy and the native engine share their weights. What an update needs for
+its passes is free while the engine writes, and the other way round, so of these two only the
+larger one counts. The parts add up to the total.
+
+Of several devices each holds an even share of what the trainer holds, and brings the layers of a
+pass together as they are needed. The engine's own weights and its cache stay where they are
+during an update; a run that frees them in between has room to spare.
 
 Per trained parameter: 4 bytes of gradient and 8 of moments, all fp32; if the weights have 16 bits,
 4 more for their fp32 master.
@@ -13,15 +17,14 @@ part four times its inner width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from sortedrl.config import require
 from sortedrl.models.shape import Shape
+from sortedrl.plan.demand import BLOCK_TOKENS, Demand, Precision
+from sortedrl.training.layout import Layout
 
-Precision = Literal["float32", "bfloat16", "float16"]
+__all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "memory_plan", "planned"]
 
-BLOCK_TOKENS = 32
 _FULL, _MOMENTS, _GRADIENT = 4, 8, 4
 _CHUNK_BYTES = {False: 64 << 20, True: 256 << 20}
 _ENGINE_LOGITS_BYTES = 1 << 30
@@ -29,81 +32,11 @@ _GPU_SHARE, _CPU_SHARE = 0.94, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What memory depends on."""
-
-    shape: Shape
-    slots: int
-    max_tokens: int
-    prompt_tokens: int
-    """The longest prompt."""
-    pass_tokens: int
-    precision: Precision
-    is_gpu: bool = True
-    has_reference: bool = False
-    has_critic: bool = False
-    has_engine_copy: bool = False
-    """Whether the engine has weights of its own on the same device."""
-    lora_rank: int | None = None
-    gradient_checkpointing: bool = False
-    cache_bytes: int | None = None
-    """What the cache may take; by default what all slots can fill."""
-
-    def __post_init__(self) -> None:
-        """Refuse an answer that the model has no room for."""
-        require(
-            self.prompt_tokens < self.shape.context,
-            f"the model's context of {self.shape.context:,} tokens must hold the prompt and "
-            f"an answer, got prompts of up to {self.prompt_tokens:,}; lower max_prompt_tokens",
-        )
-
-    @property
-    def number_bytes(self) -> int:
-        """Bytes of one number of the weights, the cache and the activations."""
-        return 4 if self.precision == "float32" else 2
-
-    @property
-    def sequence_tokens(self) -> int:
-        """Prompt and answer at their longest."""
-        return min(self.shape.context, self.prompt_tokens + self.max_tokens)
-
-    @property
-    def adapter_parameters(self) -> int:
-        """Numbers of the adapters."""
-        return (self.lora_rank or 0) * self.shape.linear_width
-
-    @property
-    def trained_parameters(self) -> int:
-        """Numbers of the policy that an update changes."""
-        return self.shape.parameters if self.lora_rank is None else self.adapter_parameters
-
-    @property
-    def sequence_cache_bytes(self) -> int:
-        """The cache of the longest answer, in whole blocks."""
-        blocks = -(-self.sequence_tokens // BLOCK_TOKENS)
-        return blocks * self._block_bytes
-
-    @property
-    def full_cache_bytes(self) -> int:
-        """The cache if every slot holds the longest answer; one block is nobody's."""
-        return self.slots * self.sequence_cache_bytes + self._block_bytes
-
-    @property
-    def least_cache_bytes(self) -> int:
-        """The least that works: one answer at a time at the longest."""
-        return self.sequence_cache_bytes + self._block_bytes
-
-    @property
-    def _block_bytes(self) -> int:
-        return BLOCK_TOKENS * self.shape.cache_token_bytes(self.number_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Bytes by what they are for."""
 
     weights: int
-    """The policy, as the engine and the update share it; with its adapters."""
+    """The policy, which the native engine of a single device shares; with its adapters."""
     masters: int
     """fp32 copies that the optimiser works on, of 16-bit weights."""
     moments: int
@@ -114,6 +47,10 @@ class Parts:
     """The model of the divergence; adapters need none."""
     critic: int
     """The second model of PPO, with masters, moments and gradients."""
+    engine: int
+    """The engine's own weights, if it has some."""
+    gathered: int
+    """Weights and gradients of the layers at work, of a trainer that is spread out."""
     cache: int
     """Keys and values of running answers."""
     activations: int
@@ -131,9 +68,14 @@ class Parts:
     @property
     def fixed(self) -> int:
         """All but the cache, which takes what is left."""
-        held = self.weights + self.masters + self.moments + self.gradients
-        passes = self.activations + self.logits + self.rollout
-        return held + self.reference + self.critic + passes
+        passes = self.gathered + self.activations + self.logits + self.rollout
+        return self.held + self.engine + passes
+
+    @property
+    def held(self) -> int:
+        """What the trainer keeps all the time."""
+        policy = self.weights + self.masters + self.moments + self.gradients
+        return policy + self.reference + self.critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +103,15 @@ class MemoryPlan:
         return max(0, min(self.parts.cache, self.usable(device_bytes) - self.parts.fixed))
 
     def cache_tokens(self, device_bytes: int) -> int:
-        """Tokens that this cache holds, prompts included."""
-        room = self.cache_bytes(device_bytes)
-        return room // self.demand.shape.cache_token_bytes(self.demand.number_bytes)
+        """Tokens that the caches of all engines hold, prompts included."""
+        demand = self.demand
+        return demand.layout.engines * (self.cache_bytes(device_bytes) // demand.cache_token_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the hosts of all devices hold in their place."""
+        alone = replace(self.demand, layout=Layout())
+        return planned(alone).parts.held if self.demand.layout.offload else 0
 
 
 def memory_plan(
@@ -181,6 +129,7 @@ def memory_plan(
     lora_rank: int | None = None,
     gradient_checkpointing: bool = False,
     cache_bytes: int | None = None,
+    layout: Layout | None = None,
 ) -> MemoryPlan:
     """The memory that training a model of this shape takes."""
     return planned(
@@ -198,6 +147,7 @@ def memory_plan(
             lora_rank=lora_rank,
             gradient_checkpointing=gradient_checkpointing,
             cache_bytes=cache_bytes,
+            layout=Layout() if layout is None else layout,
         )
     )
 
@@ -207,25 +157,32 @@ def planned(demand: Demand) -> MemoryPlan:
     shape, size = demand.shape, demand.number_bytes
     trained = demand.trained_parameters
     is_half, has_adapters = size < _FULL, demand.lora_rank is not None
-    copies = 2 if demand.has_engine_copy else 1
     cache = demand.full_cache_bytes
     if demand.cache_bytes is not None:
         cache = min(cache, demand.cache_bytes)
-    activations, logits = _activations(demand), _logits(demand)
+    gathered, activations, logits = _gathered(demand), _activations(demand), _logits(demand)
+
+    def share(num_bytes: int) -> int:
+        return 0 if demand.layout.offload else -(-num_bytes // demand.layout.devices)
+
     return MemoryPlan(
         demand=demand,
         parts=Parts(
             # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
-            weights=copies * shape.parameters * size + demand.adapter_parameters * _FULL,
-            masters=trained * _FULL if is_half and not has_adapters else 0,
-            moments=trained * _MOMENTS,
-            gradients=trained * _GRADIENT,
-            reference=shape.parameters * size if demand.has_reference and not has_adapters else 0,
-            critic=_critic(shape, size) if demand.has_critic else 0,
+            weights=share(shape.parameters * size + demand.adapter_parameters * _FULL),
+            masters=share(trained * _FULL if is_half and not has_adapters else 0),
+            moments=share(trained * _MOMENTS),
+            gradients=share(trained * _GRADIENT),
+            reference=share(
+                shape.parameters * size if demand.has_reference and not has_adapters else 0
+            ),
+            critic=share(_critic(shape, size) if demand.has_critic else 0),
+            engine=demand.engine_bytes,
+            gathered=gathered,
             cache=cache,
             activations=activations,
             logits=logits,
-            rollout=max(0, _rollout(demand) - activations - logits),
+            rollout=max(0, _rollout(demand) - gathered - activations - logits),
         ),
     )
 
@@ -251,6 +208,16 @@ def _activations(demand: Demand) -> int:
     return tokens * (kept + working + norm)
 
 
+def _gathered(demand: Demand) -> int:
+    """The embedding and the output layer, a layer and the next one, and a layer's gradients."""
+    if demand.layout.devices == 1:
+        return 0
+    shape, size = demand.shape, demand.number_bytes
+    ends = shape.vocabulary * shape.hidden + shape.output_parameters
+    layer = -(-(shape.parameters - ends) // shape.layers)
+    return (ends + 2 * layer) * size + layer * (_GRADIENT if demand.lora_rank is None else 0)
+
+
 def _logits(demand: Demand) -> int:
     shape = demand.shape
     chunk = max(_CHUNK_BYTES[demand.is_gpu], _FULL * shape.vocabulary)
@@ -261,6 +228,7 @@ def _logits(demand: Demand) -> int:
 def _rollout(demand: Demand) -> int:
     """The engine's largest pass: logits of the sampled rows, in the weights' precision and fp32."""
     most = _ENGINE_LOGITS_BYTES // (_FULL * demand.shape.vocabulary)
-    rows = demand.slots + (max(256, 2048 - demand.slots) if demand.is_gpu else 256)
-    sampled = max(demand.slots, min(rows, most))
+    slots = demand.engine_slots
+    rows = slots + (max(256, 2048 - slots) if demand.is_gpu else 256)
+    sampled = max(slots, min(rows, most))
     return sampled * demand.shape.vocabulary * (_FULL + demand.number_bytes)

@@ -59,6 +59,7 @@ def to_json(plan: RunPlan) -> dict[str, object]:
             "total": memory.parts.total,
             "least": memory.least,
             "cache_that_fits": memory.cache_bytes(plan.device_bytes),
+            "host": memory.host_bytes,
         },
         "fits": plan.fits,
         "advice": [{"text": change.text, "least": change.least} for change in plan.changes],
@@ -80,9 +81,10 @@ def _model_lines(plan: RunPlan) -> list[str]:
         f"{trained}",
         f"           {shape.layers} layers of width {shape.hidden}, vocabulary "
         f"{shape.vocabulary:,}, context {shape.context:,}",
-        f"device     {plan.card.text}, {size(plan.memory.usable(plan.device_bytes))} of "
-        f"{size(plan.device_bytes)} usable",
+        _device_line(plan),
     ]
+    if demand.layout.devices > 1:
+        text.append(_layout_line(plan))
     if demand.prompt_tokens + demand.max_tokens > shape.context:
         room = shape.context - demand.prompt_tokens
         text.insert(
@@ -90,6 +92,26 @@ def _model_lines(plan: RunPlan) -> list[str]:
             f"           after the longest prompt ({demand.prompt_tokens:,}) it has room for "
             f"{room:,} tokens, not for {demand.max_tokens:,}",
         )
+    return text
+
+
+def _device_line(plan: RunPlan) -> str:
+    devices = plan.memory.demand.layout.devices
+    room = f"{size(plan.memory.usable(plan.device_bytes))} of {size(plan.device_bytes)} usable"
+    if devices == 1:
+        return f"device     {plan.card.text}, {room}"
+    return (
+        f"devices    {devices} x {plan.card.text}, {room} on each; below is what one of them holds"
+    )
+
+
+def _layout_line(plan: RunPlan) -> str:
+    memory, layout = plan.memory, plan.memory.demand.layout
+    each = " each" if layout.engines > 1 else ""
+    gpus = _number(layout.tensor_parallel, "GPU")
+    text = f"layout     {_number(layout.engines, 'engine')} on {gpus}{each}, the trainer on all"
+    if layout.offload:
+        text += f"; the host holds {size(memory.host_bytes)} for it"
     return text
 
 
@@ -101,12 +123,14 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     if demand.gradient_checkpointing:
         pass_text += ", layers computed twice"
     rows = [
-        ("weights", parts.weights, "shared by rollout and update"),
+        ("weights", parts.weights, _weights_text(plan)),
         ("masters", parts.masters, "fp32 copies of the weights"),
         ("moments", parts.moments, "of AdamW, fp32"),
         ("gradients", parts.gradients, "fp32"),
         ("reference", parts.reference, "the model the run began with"),
         ("critic", parts.critic, "a second model, trained too"),
+        ("engine", parts.engine, "the engine's own weights"),
+        ("gathered", parts.gathered, "layers at work, brought together"),
         ("activations", parts.activations, pass_text),
         ("logits", parts.logits, "a chunk at a time"),
         ("rollout", parts.rollout, "an engine's pass beyond what an update takes"),
@@ -117,10 +141,16 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
 
 
+def _weights_text(plan: RunPlan) -> str:
+    if plan.memory.demand.layout.devices > 1:
+        return "one share of the trainer's, as of all it holds"
+    return "of the trainer" if plan.memory.parts.engine else "shared by rollout and update"
+
+
 def _cache_text(plan: RunPlan) -> str:
     memory, demand = plan.memory, plan.memory.demand
     fits = memory.cache_bytes(plan.device_bytes)
-    text = f"{demand.slots} slots of up to {demand.sequence_tokens:,} tokens"
+    text = f"{demand.engine_slots} slots of up to {demand.sequence_tokens:,} tokens"
     if not plan.fits:
         return f"{text}; one takes {size(demand.least_cache_bytes)}"
     if fits < memory.parts.cache:

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from sortedrl.compare import Outcome, simulate
 from sortedrl.config import EngineSettings, Schedule, require
 from sortedrl.plan.cards import Card
-from sortedrl.plan.memory import Demand, MemoryPlan
+from sortedrl.plan.demand import Demand
+from sortedrl.plan.memory import MemoryPlan
 from sortedrl.prompts import open_group
-from sortedrl.simulate.costs import CostSettings
+from sortedrl.simulate.costs import Costs, CostSettings
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Prompt
 
-_MOST_GROUPS = 4
+_MOST_GROUPS, _MOST_GROUPS_OF_SEVERAL = 4, 16
 _MOST_TRAJECTORIES = 16384
 _GUESSED_SHARE = 1097 / 8192
 _SAMPLE = 1024
@@ -67,6 +68,7 @@ class Prediction:
     hours: float
     sync_bubble: float
     """The same run with strategy sync."""
+    sync_goodput: float
     sync_hours: float
     are_lengths_guessed: bool
 
@@ -110,17 +112,20 @@ def predict(
     # A long answer is met more often in a slot than it is drawn, on average half written.
     resident = known.prompt_tokens + sum(n * n for n in drawn) / (2 * sum(drawn))
     slots = max(1, min(demand.slots, int(memory.cache_tokens(device_bytes) / resident)))
-    work = _work(demand, batch_epochs=batch_epochs, has_first_pass=has_first_pass)
-    costs = card.costs(demand.shape, number_bytes=demand.number_bytes)
-    # An update goes through the prompts as well, and the simulator counts answers only.
-    scale = work / (_FORWARD + _BACKWARD) * (1 + known.prompt_tokens / mean)
-    costs = replace(costs, update_token_seconds=costs.update_token_seconds * scale)
+    costs = _costs(
+        demand,
+        card=card,
+        work=_work(demand, batch_epochs=batch_epochs, has_first_pass=has_first_pass),
+        # An update goes through the prompts as well, and the simulator counts answers only.
+        longer=1 + known.prompt_tokens / mean,
+    )
     simulation = _simulation(
         schedule,
         prompts=num_rows * epochs,
         engine=EngineSettings(slots=slots, max_tokens=room),
         lengths=known,
         costs=CostSettings(hardware="ticks", **asdict(costs)),
+        most_groups=_MOST_GROUPS if demand.layout.devices == 1 else _MOST_GROUPS_OF_SEVERAL,
     )
     outcome = simulate(simulation)
     sync = simulate(replace(simulation, schedule=_as_sync(schedule)))
@@ -140,8 +145,27 @@ def predict(
         mean_staleness=run.mean_staleness,
         hours=_hours(outcome, course),
         sync_bubble=sync.metrics.run.bubble,
+        sync_goodput=sync.metrics.run.goodput,
         sync_hours=_hours(sync, sync_course),
         are_lengths_guessed=lengths is None,
+    )
+
+
+def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
+    """What things cost, with the work of this update; `longer` are its tokens per answer token."""
+    shape, size, layout = demand.shape, demand.number_bytes, demand.layout
+    costs = card.costs(shape, number_bytes=size, layout=layout)
+    scale = work / (_FORWARD + _BACKWARD) * longer
+    computing = costs.update_token_seconds * scale
+    if layout.devices == 1:
+        return replace(costs, update_token_seconds=computing)
+    models = 2 if demand.has_critic else 1
+    passes = models * card.pass_seconds(shape, number_bytes=size, layout=layout)
+    moving = passes * longer / (layout.devices * demand.pass_tokens)
+    return replace(
+        costs,
+        update_seconds=models * costs.update_seconds,
+        update_token_seconds=max(computing, moving),
     )
 
 
@@ -157,6 +181,7 @@ def _simulation(
     engine: EngineSettings,
     lengths: LengthSettings,
     costs: CostSettings,
+    most_groups: int,
 ) -> Simulation:
     """The first groups of a run; at least one, and no more than can be simulated in seconds.
 
@@ -164,7 +189,7 @@ def _simulation(
     as the others.
     """
     require(prompts >= 1, f"a run must have at least 1 prompt, got {prompts}")
-    groups = min(_MOST_GROUPS, max(1, _MOST_TRAJECTORIES // schedule.group_trajectories))
+    groups = min(most_groups, max(1, _MOST_TRAJECTORIES // schedule.group_trajectories))
     load = schedule.group_prompts
     if schedule.strategy == "sync":
         load = -(-schedule.update_batch // schedule.samples_per_prompt)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from sortedrl.build.evaluation import tokenizer_of
+from sortedrl.config import require
 from sortedrl.data.row import Row
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ModelError
-from sortedrl.models.shape import shape_of
+from sortedrl.models.known_shapes import KNOWN_SHAPES
+from sortedrl.models.shape import Shape, shape_of
 from sortedrl.plan.cards import CARDS, Card, card_named
-from sortedrl.plan.memory import Precision, memory_plan
+from sortedrl.plan.demand import Precision
+from sortedrl.plan.memory import MemoryPlan, memory_plan
 from sortedrl.plan.page import RunPlan
-from sortedrl.plan.prediction import guessed_lengths, predict
+from sortedrl.plan.prediction import Prediction, guessed_lengths, predict
 from sortedrl.training.settings import TrainSettings
 
 _GUESSED_PROMPT_TOKENS = 256
@@ -23,54 +29,48 @@ _PROMPTS_LOOKED_AT = 2048
 _GIB = 1 << 30
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a user knows of a run that cannot be looked up here; `None` is looked up or guessed."""
+
+    rows: int | None = None
+    prompt_tokens: int | None = None
+    mean_length: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        for name, value in (("rows", self.rows), ("prompt-tokens", self.prompt_tokens)):
+            require(value is None or value >= 1, f"--{name} must be at least 1, got {value}")
+
+
 def planned_run(
     settings: TrainSettings,
     rows: Sequence[Row],
     *,
     card_name: str | None,
-    mean_length: float | None,
+    expected: Expected,
     tell: Callable[[str], None],
 ) -> RunPlan:
-    """What the run needs and how long it takes, on a card by name or on the one that is here."""
+    """What the run needs and how long it takes, on a card by name or on the one that is here.
+
+    `rows` may be empty where `expected` has their number.
+    """
     card, device_bytes = _device(settings, card_name)
-    prompts = _prompt_lengths(settings, rows, tell=tell)
-    cache_gib, engine = settings.rollout.cache_gib, settings.engine
-    algorithm, optimisation = settings.algorithm, settings.optimiser
-    memory = memory_plan(
-        shape_of(settings.model),
-        slots=engine.slots,
-        max_tokens=engine.max_tokens,
-        prompt_tokens=max(prompts),
-        pass_tokens=settings.passes.tokens,
-        precision=_precision(settings, card),
-        is_gpu=card.is_gpu,
-        has_reference=algorithm.kl > 0,
-        has_critic=algorithm.has_critic,
-        has_engine_copy=settings.rollout.engine in ("vllm", "sglang"),
-        lora_rank=settings.lora.rank,
-        gradient_checkpointing=settings.passes.gradient_checkpointing,
-        cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+    shape, has_config = _shape(settings.model, tell=tell)
+    prompts = _prompt_lengths(
+        settings, rows, expected=expected, has_tokenizer=has_config, tell=tell
     )
+    memory = _memory(settings, shape, card=card, prompt_tokens=max(prompts))
     prediction = None
     if memory.can_run(device_bytes):
-        in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
-        mean_prompt, lengths = round(sum(prompts) / len(prompts)), None
-        if mean_length is not None:
-            lengths = guessed_lengths(
-                engine.max_tokens, mean=mean_length, prompt_tokens=mean_prompt
-            )
-        prediction = predict(
+        prediction = _prediction(
+            settings,
             memory,
-            settings.schedule,
             card=card,
             device_bytes=device_bytes,
-            num_rows=len(rows),
-            epochs=settings.epochs,
-            max_updates=settings.max_updates,
-            batch_epochs=optimisation.epochs,
-            has_first_pass=in_reward or optimisation.steps * optimisation.epochs > 1,
-            lengths=lengths,
-            prompt_tokens=mean_prompt,
+            num_rows=len(rows) if expected.rows is None else expected.rows,
+            mean_prompt=round(sum(prompts) / len(prompts)),
+            mean_length=expected.mean_length,
         )
     return RunPlan(
         card=card,
@@ -79,6 +79,76 @@ def planned_run(
         memory=memory,
         prediction=prediction,
     )
+
+
+def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens: int) -> MemoryPlan:
+    cache_gib, engine = settings.rollout.cache_gib, settings.engine
+    return memory_plan(
+        shape,
+        slots=engine.slots,
+        max_tokens=engine.max_tokens,
+        prompt_tokens=prompt_tokens,
+        pass_tokens=settings.passes.tokens,
+        precision=_precision(settings, card),
+        is_gpu=card.is_gpu,
+        has_reference=settings.algorithm.kl > 0,
+        has_critic=settings.algorithm.has_critic,
+        has_engine_copy=settings.rollout.engine in ("vllm", "sglang"),
+        lora_rank=settings.lora.rank,
+        gradient_checkpointing=settings.passes.gradient_checkpointing,
+        cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+        layout=settings.layout,
+    )
+
+
+def _prediction(
+    settings: TrainSettings,
+    memory: MemoryPlan,
+    *,
+    card: Card,
+    device_bytes: int,
+    num_rows: int,
+    mean_prompt: int,
+    mean_length: float | None,
+) -> Prediction:
+    algorithm, optimisation = settings.algorithm, settings.optimiser
+    in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+    lengths = None
+    if mean_length is not None:
+        lengths = guessed_lengths(
+            settings.engine.max_tokens, mean=mean_length, prompt_tokens=mean_prompt
+        )
+    return predict(
+        memory,
+        settings.schedule,
+        card=card,
+        device_bytes=device_bytes,
+        num_rows=num_rows,
+        epochs=settings.epochs,
+        max_updates=settings.max_updates,
+        batch_epochs=optimisation.epochs,
+        has_first_pass=in_reward or optimisation.steps * optimisation.epochs > 1,
+        lengths=lengths,
+        prompt_tokens=mean_prompt,
+    )
+
+
+def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
+    """The shape of the model, and whether it is from the model's own config.
+
+    The hub is not asked about a model that is known here: out of reach it takes a minute to say
+    so, and its answer is the same.
+    """
+    if model not in KNOWN_SHAPES or Path(model).exists():
+        return shape_of(model), True
+    config = try_to_load_from_cache(model, "config.json")
+    if isinstance(config, str):
+        return replace(shape_of(Path(config).parent), name=model), True
+    tell(
+        f"{model} is not on this machine; its sizes are taken from a list of public models, "
+        "not from its config"
+    )
+    return KNOWN_SHAPES[model], False
 
 
 def _device(settings: TrainSettings, name: str | None) -> tuple[Card, int]:
@@ -105,12 +175,27 @@ def _precision(settings: TrainSettings, card: Card) -> Precision:
 
 
 def _prompt_lengths(
-    settings: TrainSettings, rows: Sequence[Row], *, tell: Callable[[str], None]
+    settings: TrainSettings,
+    rows: Sequence[Row],
+    *,
+    expected: Expected,
+    has_tokenizer: bool,
+    tell: Callable[[str], None],
 ) -> list[int]:
+    """The lengths of some prompts: counted, as expected, or one guess."""
+    if expected.prompt_tokens is not None:
+        return [expected.prompt_tokens]
+    guess = (
+        f"prompts are taken to have {_GUESSED_PROMPT_TOKENS} tokens; give their length with "
+        "--prompt-tokens"
+    )
+    if not rows or not has_tokenizer:
+        tell(guess)
+        return [_GUESSED_PROMPT_TOKENS]
     try:
         tokenizer = tokenizer_of(settings.model)
     except ModelError as error:
-        tell(f"{error}; prompts are taken to have {_GUESSED_PROMPT_TOKENS} tokens")
+        tell(f"{error}; {guess}")
         return [_GUESSED_PROMPT_TOKENS]
     found = tokenized(
         rows[:_PROMPTS_LOOKED_AT],

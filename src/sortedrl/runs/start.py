@@ -25,6 +25,7 @@ _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 
 def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
     """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint."""
+    settings.layout.refuse_several()
     task, held_out = training_tasks(settings)
     from sortedrl.runs.opening import opened_run
 

@@ -15,6 +15,7 @@ from sortedrl.rewards.settings import RewardSettings
 from sortedrl.trackers import Tracking
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.correction import Correction
+from sortedrl.training.layout import Layout
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.rollout import Rollout
 from sortedrl.training.saving import Saving
@@ -134,6 +135,7 @@ class TrainSettings:
     optimiser: Optimisation = field(default_factory=Optimisation)
     passes: PassSettings = field(default_factory=PassSettings)
     lora: Lora = field(default_factory=Lora)
+    layout: Layout = field(default_factory=Layout)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: PeriodicEvaluation = field(default_factory=PeriodicEvaluation)
@@ -154,6 +156,7 @@ class TrainSettings:
             require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         self._check_siblings()
         self._check_engine()
+        self._check_layout()
         overlong = self.algorithm.overlong_tokens
         require(
             overlong is None or overlong <= self.engine.max_tokens,
@@ -183,6 +186,20 @@ class TrainSettings:
             "to draw with our noise and to check cached tokens against it under new weights; take "
             "engine 'native', or mode 'partial' (keeps the tokens, corrected by importance "
             "sampling) or 'on_policy' (draws anew)",
+        )
+
+    def _check_layout(self) -> None:
+        engine, layout, slots = self.rollout.engine, self.layout, self.engine.slots
+        require(
+            layout.tensor_parallel == 1 or engine in ("vllm", "sglang"),
+            f"layout.tensor_parallel {layout.tensor_parallel} needs rollout.engine 'vllm' or "
+            f"'sglang', got {engine!r}; set tensor_parallel to 1 (native engines hold a whole "
+            "model each, servers are spread out where they are started)",
+        )
+        require(
+            slots >= layout.engines,
+            f"engine.slots are those of all {layout.engines} engines together (layout.devices / "
+            f"layout.tensor_parallel), so there must be at least as many, got {slots}",
         )
 
     @property
