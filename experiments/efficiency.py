@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld, Measured
 
 _MARGIN = 1.1
+_PROMPT_TOKENS = 192
 
 
 def pieces(trial: Trial) -> list[Piece]:
@@ -26,7 +27,7 @@ def pieces(trial: Trial) -> list[Piece]:
     found = []
     for model in trial.settings["run"]:
         about = trial.settings["models"][model]
-        world = _opener(trial, about)
+        world = opener(trial, about)
         for arm in trial.settings["arms"]:
             schedule = schedule_of(arm, trial.settings["workload"])
             seconds = _MARGIN * expected_seconds(arm, trial.settings["workload"], about["costs"])
@@ -65,7 +66,11 @@ def piece_name(schedule: Schedule) -> str:
 
 
 def simulation_of(
-    arm: Mapping[str, Any], workload: Mapping[str, Any], costs: Mapping[str, float]
+    arm: Mapping[str, Any],
+    workload: Mapping[str, Any],
+    costs: Mapping[str, float],
+    *,
+    prompt_tokens: int,
 ) -> Simulation:
     """The same run in the simulator."""
     return Simulation(
@@ -73,7 +78,9 @@ def simulation_of(
         seed=workload["seed"],
         schedule=schedule_of(arm, workload),
         engine=EngineSettings(slots=workload["slots"], max_tokens=workload["max_tokens"]),
-        lengths=LengthSettings(median=workload["median"], sigma=workload["sigma"]),
+        lengths=LengthSettings(
+            median=workload["median"], sigma=workload["sigma"], prompt_tokens=prompt_tokens
+        ),
         costs=CostSettings(hardware="ticks", **costs),
     )
 
@@ -82,10 +89,11 @@ def expected_seconds(
     arm: Mapping[str, Any], workload: Mapping[str, Any], costs: Mapping[str, float]
 ) -> float:
     """What the simulator expects a run to take."""
-    return simulate(simulation_of(arm, workload, costs)).metrics.run.seconds
+    simulation = simulation_of(arm, workload, costs, prompt_tokens=_PROMPT_TOKENS)
+    return simulate(simulation).metrics.run.seconds
 
 
-def _opener(trial: Trial, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
+def opener(trial: Trial, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
     """Opens the world of a model when it is first needed, and once."""
 
     @cache
@@ -110,32 +118,39 @@ def _measured(
     folder.mkdir(parents=True, exist_ok=True)
     opened = world()
     measured = opened.run(schedule, groups=groups, events=folder / "events.jsonl")
-    keys = list(measured.lengths)
     return {
         "model": model,
         "schedule": schedule.name,
-        "arm": {"groups": groups, **_plain(schedule)},
+        "arm": {"groups": groups, **plain(schedule)},
         "workload": dict(trial.settings["workload"]),
-        **outcome(measured, reference=opened.reference(keys)),
+        **outcome(measured),
+        **bias_of(measured, reference=opened.reference(list(measured.lengths))),
     }
 
 
-def outcome(measured: Measured, *, reference: Sequence[int]) -> dict[str, Any]:
+def outcome(measured: Measured) -> dict[str, Any]:
     """The numbers of a run, as JSON can hold them."""
     metrics = measured.metrics
-    bias = length_bias(list(measured.lengths.values()), reference)
     return {
         "run": numbers(metrics.run),
         "steady": None if metrics.steady is None else numbers(metrics.steady),
         "group_bubbles": [group.figures.bubble for group in metrics.groups],
         "update_seconds": measured.update_seconds,
         "hand_over_seconds": measured.hand_over_seconds,
-        "length_bias": bias.ratio,
-        "length_ks": bias.ks_distance,
-        "reference_mean": bias.reference_mean,
         "engine_trainer_gap": measured.gap,
     }
 
 
-def _plain(schedule: Schedule) -> dict[str, Any]:
+def bias_of(measured: Measured, *, reference: Sequence[int]) -> dict[str, float]:
+    """The lengths trained on against those that nothing interrupted."""
+    bias = length_bias(list(measured.lengths.values()), reference)
+    return {
+        "length_bias": bias.ratio,
+        "length_ks": bias.ks_distance,
+        "reference_mean": bias.reference_mean,
+    }
+
+
+def plain(schedule: Schedule) -> dict[str, Any]:
+    """What a schedule was given, as JSON can hold it."""
     return {name: value for name, value in asdict(schedule).items() if value is not None}

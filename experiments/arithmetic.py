@@ -1,0 +1,192 @@
+"""Sums of many digits with a worked way to the result, for a tiny model trained from scratch.
+
+    A3B9C0D2?       3 + 9 + 0 + 2; the result, 14, is written 41: the lowest digit stands first
+
+The response counts: for each term, what is left of it and the total so far, down to nothing left.
+
+    <think>#A 300 210 120 030 #B 930 840 ... 021 #C 021 #D 221 131 041</think><answer>41</answer>
+
+(without the spaces). So each symbol follows from the three before it, and a long way from many
+small steps. The same settings give the same rows, and rows of `train` and `test` never share a sum,
+not even with its terms in another order.
+
+    python -m experiments.arithmetic --out rows.jsonl --count 4096 --haste 0.15 --slips 0.002
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Literal, get_args
+
+from sortedrl.config import require
+from sortedrl.errors import unknown_name
+from sortedrl.randomness import mix, uniform
+from sortedrl.types import Prompt
+from sortedrl.whole_file import write_whole
+
+Split = Literal["train", "test"]
+
+_BASE, _TOTAL_DIGITS = 10, 2
+_FEWEST_TERMS = 4  # with fewer there are hardly different sums
+_MOST_TERMS = 11  # the largest total, 99, still has two digits
+_TEST_SHARE = 0.1
+_GIVES_UP, _SLIPS, _LENGTH = range(3)  # what a random number decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumSettings:
+    """Generated sums, and the care of the teacher who works them out."""
+
+    count: int = 4096
+    """Different sums."""
+    terms: tuple[int, int] = (4, 9)
+    """Fewest and most terms of a sum; every number of terms is as likely."""
+    seed: int = 0
+    """Another seed gives other sums."""
+    split: Split = "train"
+    """Which part of all sums to draw from; the two have none in common."""
+    haste: float = 0.0
+    """The chance, after each term but the last, that the teacher gives up and answers with the
+    total so far."""
+    slips: float = 0.0
+    """The chance, at each count, that the teacher leaves a number out."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        low, high = self.terms
+        require(
+            _FEWEST_TERMS <= low <= high <= _MOST_TERMS,
+            f"sums.terms must be two numbers in {_FEWEST_TERMS}..{_MOST_TERMS}, the smaller first, "
+            f"got {low} and {high}",
+        )
+        require(self.count >= 1, f"sums.count must be at least 1, got {self.count}")
+        require(
+            self.split in get_args(Split),
+            unknown_name("split", self.split, get_args(Split)),
+        )
+        for name, share in (("haste", self.haste), ("slips", self.slips)):
+            require(0 <= share < 1, f"sums.{name} must lie in [0, 1), got {share}")
+
+
+def sum_rows(settings: SumSettings) -> list[dict[str, object]]:
+    """The rows: prompt, answer, level (the number of terms) and the teacher's response."""
+    rows: list[dict[str, object]] = []
+    seen: set[tuple[int, ...]] = set()
+    draw = 0
+    while len(rows) < settings.count:
+        terms = _terms(settings, draw)
+        draw += 1
+        if tuple(terms) in seen or split_of(terms) != settings.split:
+            continue
+        seen.add(tuple(terms))
+        rows.append(
+            {
+                "prompt": prompt_of(terms),
+                "answer": digits(sum(terms), _TOTAL_DIGITS),
+                "level": len(terms),
+                "response": worked(terms, settings=settings, number=draw),
+            }
+        )
+    return rows
+
+
+def write_rows(path: Path, settings: SumSettings) -> Path:
+    """Write the rows as a JSONL file, and give its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, separators=(",", ":")) for row in sum_rows(settings)]
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+    return path
+
+
+def sum_reward(prompt: Prompt, response: str) -> float:
+    """1 for the right sum in the place of the answer, else 0."""
+    before, opened, rest = response.partition("<answer>")
+    answer, closed, after = rest.partition("</answer>")
+    is_in_form = bool(opened and closed) and before.endswith("</think>") and not after.strip()
+    return float(is_in_form and answer == prompt.fields["answer"])
+
+
+def digits(value: int, width: int) -> str:
+    """A number with its lowest digit first.
+
+    >>> digits(28, 2)
+    '82'
+    """
+    return str(value).zfill(width)[::-1]
+
+
+def prompt_of(terms: Sequence[int]) -> str:
+    """The sum as a question.
+
+    >>> prompt_of([3, 9, 0, 2])
+    'A3B9C0D2?'
+    """
+    named = zip(ascii_uppercase, terms, strict=False)
+    return "".join(f"{name}{term}" for name, term in named) + "?"
+
+
+def worked(terms: Sequence[int], *, settings: SumSettings, number: int = 0) -> str:
+    """The response of a teacher; `number` decides where he slips and when he gives up.
+
+    >>> worked([2, 0, 1], settings=SumSettings())
+    '<think>#A200110020#B020#C120030</think><answer>30</answer>'
+    """
+    total = 0
+    steps = []
+    for place, term in enumerate(terms):
+        key = (settings.seed, number, place)
+        steps.append(f"#{ascii_uppercase[place]}{term}{digits(total, _TOTAL_DIGITS)}")
+        for left in reversed(range(term)):
+            total += 2 if uniform(*key, left, _SLIPS) < settings.slips else 1
+            steps.append(f"{left}{digits(total % _BASE**_TOTAL_DIGITS, _TOTAL_DIGITS)}")
+        is_last = place == len(terms) - 1
+        if not is_last and uniform(*key, _GIVES_UP) < settings.haste:
+            break
+    answer = digits(total % _BASE**_TOTAL_DIGITS, _TOTAL_DIGITS)
+    return f"<think>{''.join(steps)}</think><answer>{answer}</answer>"
+
+
+def split_of(terms: Sequence[int]) -> Split:
+    """Where a sum belongs, decided by its terms alone, whatever their order."""
+    digest = blake2b(bytes(sorted(terms)), digest_size=8).digest()
+    return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
+
+
+def _terms(settings: SumSettings, draw: int) -> list[int]:
+    low, high = settings.terms
+    # Train and test are told apart by the terms, so they may be drawn from the same numbers.
+    count = low + int(uniform(settings.seed, draw, _LENGTH) * (high - low + 1))
+    return [mix(settings.seed, draw, _LENGTH, place) % _BASE for place in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    """Where the rows go, and which they are."""
+
+    out: Path = Path("sums.jsonl")
+    """The file that is written."""
+    settings: SumSettings = SumSettings()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write rows to a file."""
+    # Reward workers import this module too, and have no use for a parser.
+    from sortedrl.arguments import parse
+
+    given = parse(
+        _Arguments,
+        arguments,
+        prog="python -m experiments.arithmetic",
+        description="Write sums with worked answers as a JSONL file of rows.",
+    )
+    write_rows(given.out, given.settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

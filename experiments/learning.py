@@ -1,0 +1,225 @@
+"""Learning curves: the same warm start and the same prompts under several schedules.
+
+A piece is one training run: an algorithm, an arm (a schedule) and a seed. The warm start of a seed
+is made once and reused by all its arms; whoever comes first makes it, the others wait for it.
+A run that was cut goes on from its checkpoint, and its clock with it.
+
+The TOML of a table has the settings of `sortedrl sft` in [warm] and those of `sortedrl train` in
+[train]; each of [algorithms.NAME] is laid over [train], each of [arms.NAME] over its schedule.
+In texts {seed} stands for the seed, {rows} for the folder of the generated sums, which [sums.NAME]
+describes, and {root} for the folder of the project.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.arithmetic import SumSettings, write_rows
+from experiments.curves import run_numbers
+from experiments.pieces import ROOT, Piece, Trial
+from sortedrl.arguments import settings_over
+from sortedrl.errors import DataError
+from sortedrl.run_log import read_metrics
+from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.start import train, warm_start
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.whole_file import write_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One run of a table."""
+
+    algorithm: str
+    name: str
+    """The schedule, as the TOML calls it."""
+    seed: int
+
+    @property
+    def piece(self) -> str:
+        """The name of its piece."""
+        return f"{self.algorithm}-{self.name}-{self.seed}"
+
+
+def pieces(trial: Trial) -> list[Piece]:
+    """The warm starts first, then the runs, those of a seed together.
+
+    So runs that are compared have the same neighbours on the device.
+    """
+    seconds = trial.settings["seconds"]
+    made = [
+        Piece(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, trial, seed))
+        for seed in trial.settings["seeds"]
+    ]
+    for arm in arms(trial.settings):
+        run = partial(arm_numbers, trial, arm)
+        made.append(Piece(name=arm.piece, seconds=seconds["run"], run=run))
+    return made
+
+
+def arms(settings: Mapping[str, Any]) -> list[Arm]:
+    """The runs of a table, in the order in which they are made."""
+    return [
+        Arm(algorithm=algorithm, name=name, seed=seed)
+        for seed in settings["seeds"]
+        for algorithm in settings["algorithms"]
+        for name in settings["arms"]
+    ]
+
+
+def warm_numbers(trial: Trial, seed: int) -> dict[str, Any]:
+    """The warm start of a seed in numbers."""
+    folder = warmed(trial, seed).parent
+    rows = read_metrics(folder / "metrics.jsonl")
+    tenth = rows[-max(1, len(rows) // 10) :]
+    return {
+        "kind": "warm",
+        "seed": seed,
+        "steps": len(rows),
+        "tokens": sum(_number(row["tokens"]) for row in rows),
+        "seconds": sum(_number(row["seconds"]) for row in rows),
+        "loss": sum(_number(row["loss"]) for row in tenth) / len(tenth),
+    }
+
+
+def arm_numbers(trial: Trial, arm: Arm) -> dict[str, Any]:
+    """A run in numbers: made, gone on with where it was cut, or only read where it is complete."""
+    model = warmed(trial, arm.seed)
+    settings = train_settings(trial, arm, model=model)
+    folder = RunFolder(settings.out)
+    # A run that came to its end has exported its model.
+    if not folder.model.exists():
+        _leave_uncompiled(trial)
+        ending = train(settings, is_resumed=folder.holds_run)
+        if ending.reason == "asked":
+            raise KeyboardInterrupt
+    return {
+        "kind": "run",
+        "algorithm": arm.algorithm,
+        "arm": arm.name,
+        "schedule": settings.schedule.name,
+        "seed": arm.seed,
+        "runs_at_once": trial.settings.get("at_once", 1),
+        **run_numbers(settings.out, targets=trial.settings["targets"]),
+    }
+
+
+def train_settings(trial: Trial, arm: Arm, *, model: Path) -> TrainSettings:
+    """The settings of a run that begins with this model."""
+    given = trial.settings
+    table = laid_over(given["train"], given["algorithms"][arm.algorithm])
+    table = laid_over(table, {"schedule": given["arms"][arm.name]})
+    fixed = {
+        "model": str(model),
+        "out": str(trial.scratch / arm.piece),
+        "seed": arm.seed,
+        "device": trial.device,
+    }
+    table = filled(table, _places(trial, arm.seed)) | fixed
+    return settings_over(TrainSettings(), table, path=_toml(trial), is_dotted=True)
+
+
+def warm_settings(trial: Trial, seed: int) -> SupervisedSettings:
+    """The settings of the warm start of a seed."""
+    fixed = {"out": str(trial.scratch / f"warm-{seed}"), "seed": seed, "device": trial.device}
+    table = filled(trial.settings["warm"], _places(trial, seed)) | fixed
+    return settings_over(SupervisedSettings(), table, path=_toml(trial), is_dotted=True)
+
+
+def warmed(trial: Trial, seed: int) -> Path:
+    """The model of a seed's warm start; it and the rows are made if they are not there."""
+    settings = warm_settings(trial, seed)
+    folder = RunFolder(settings.out)
+    is_done = settings.out / "is_done"
+    with _alone(trial.scratch / f"warm-{seed}.lock"):
+        if not is_done.exists():
+            _write_sums(trial, seed)
+            # One that was cut begins anew, and must not be taken for a second one.
+            folder.config.unlink(missing_ok=True)
+            _leave_uncompiled(trial)
+            if not warm_start(settings).is_complete:
+                raise KeyboardInterrupt
+            write_whole(is_done, b"")
+    return folder.model
+
+
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of settings, those of `above` in place of those of `below`.
+
+    >>> laid_over({"seed": 1, "engine": {"slots": 8}}, {"engine": {"max_tokens": 4}})
+    {'seed': 1, 'engine': {'slots': 8, 'max_tokens': 4}}
+    """
+    joined = dict(below)
+    for name, value in above.items():
+        old = joined.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            joined[name] = laid_over(old, value)
+        else:
+            joined[name] = value
+    return joined
+
+
+def filled(table: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+    """The settings with their texts filled in.
+
+    >>> filled({"model": "tiny:seed={seed}", "epochs": 2}, {"seed": "7"})
+    {'model': 'tiny:seed=7', 'epochs': 2}
+    """
+    return {name: _filled(value, places) for name, value in table.items()}
+
+
+def _filled(value: object, places: Mapping[str, str]) -> object:
+    if isinstance(value, str):
+        return value.format_map(places)
+    if isinstance(value, Mapping):
+        return filled(value, places)
+    return [_filled(part, places) for part in value] if isinstance(value, list) else value
+
+
+def _places(trial: Trial, seed: int) -> dict[str, str]:
+    """What texts of the TOML can name."""
+    return {"seed": str(seed), "rows": str(_rows_folder(trial, seed)), "root": str(ROOT)}
+
+
+def _rows_folder(trial: Trial, seed: int) -> Path:
+    return trial.scratch / f"rows-{seed}"
+
+
+def _write_sums(trial: Trial, seed: int) -> None:
+    """Generate the rows of a seed, where the table has any; `seed` in the TOML is added to it."""
+    for name, given in trial.settings.get("sums", {}).items():
+        options = {**given, "seed": 1000 * seed + given.get("seed", 0)}
+        write_rows(_rows_folder(trial, seed) / f"{name}.jsonl", SumSettings(**options))
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process is here; a process that dies lets the next one in."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _leave_uncompiled(trial: Trial) -> None:
+    """Leave torch.compile out, unless the table wants it: each of many short runs would compile."""
+    if not trial.settings.get("compiled", False):
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def _toml(trial: Trial) -> Path:
+    return ROOT / "experiments" / f"{trial.table}.toml"
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise DataError("warm start", f"its metrics must be numbers, got {value!r}")
+    return float(value)

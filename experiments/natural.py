@@ -1,0 +1,53 @@
+"""Length bias with lengths of the model's own: what redrawing does, and what coupling keeps.
+
+All schedules answer the same prompts with the same noise, from the same weights. So an answer that
+nothing changed has the very length that it has under `sync`, and the mean length over that of
+`sync` is the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from experiments.efficiency import opener, outcome, piece_name, plain, schedule_of
+from experiments.pieces import Piece, Trial
+from sortedrl.config import Schedule
+
+if TYPE_CHECKING:
+    from experiments.bench_world import BenchWorld
+
+
+def pieces(trial: Trial) -> list[Piece]:
+    """One piece for each model and schedule."""
+    found = []
+    for model in trial.settings["run"]:
+        about = trial.settings["models"][model]
+        world = opener(trial, about)
+        for arm in trial.settings["arms"]:
+            schedule = schedule_of(arm, trial.settings["workload"])
+            run = partial(_measured, trial, world, model, schedule, arm["groups"])
+            name = f"{model}--{piece_name(schedule)}"
+            found.append(Piece(name=name, seconds=about["seconds"], run=run))
+    return found
+
+
+def _measured(
+    trial: Trial,
+    world: Callable[[], BenchWorld],
+    model: str,
+    schedule: Schedule,
+    groups: int,
+) -> dict[str, Any]:
+    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = world().run(schedule, groups=groups, events=folder / "events.jsonl")
+    return {
+        "model": model,
+        "schedule": schedule.name,
+        "arm": {"groups": groups, **plain(schedule)},
+        "workload": dict(trial.settings["workload"]),
+        **outcome(measured),
+        "lengths": [[*key, tokens] for key, tokens in sorted(measured.lengths.items())],
+    }

@@ -1,0 +1,322 @@
+"""TRL's GRPO trainer on jobs of the peer table, in a process of its own.
+
+    python -m experiments.peer_trl      a job per line in, the versions used per job out (JSON)
+
+TRL may live in another environment than ours: of `sortedrl` only what is plain Python is used
+here, the reward above all. The numbers of each update are written as `sortedrl train` writes
+them, and the weights at each evaluation are kept, to be asked the held-out puzzles afterwards.
+
+Its clock starts with the training, when the model is loaded, and stands still while weights are
+saved. A prompt whose tokens are not the expected ones stops the job.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from sortedrl.clock import WallClock
+from sortedrl.rewards.score import checked_score
+from sortedrl.rewards.source import RewardSource, load
+from sortedrl.run_log import MetricsFile
+from sortedrl.types import Prompt
+
+_LIBRARIES = ("trl", "transformers", "torch", "accelerate", "vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training with TRL, in the words of `sortedrl train`."""
+
+    model: str
+    """The folder of the model it begins with."""
+    rows: str
+    """A file with a line for each prompt, in order: its text, its tokens, its fields."""
+    out: str
+    """A folder for the metrics and the weights."""
+    seed: int
+    device: str
+    threads: int | None
+    is_bf16: bool
+    samples_per_prompt: int
+    update_batch: int
+    updates: int
+    max_tokens: int
+    temperature: float
+    clip: float
+    learning_rate: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    max_norm: float
+    evaluate_every: int
+    reward: str
+    """The address of the reward function."""
+    reward_options: Mapping[str, Any]
+    options: Mapping[str, Any]
+    """Further arguments of `GRPOConfig`: how the answers are generated."""
+
+    def to_json(self) -> str:
+        """The job as one line."""
+        return json.dumps(asdict(self))
+
+    @property
+    def metrics(self) -> Path:
+        """The numbers of each update."""
+        return Path(self.out) / "metrics.jsonl"
+
+    def weights(self, update: int) -> Path:
+        """The weights after an update, where they are kept."""
+        return Path(self.out) / f"weights-{update}.safetensors"
+
+    @property
+    def evaluated(self) -> list[int]:
+        """The updates after which the weights are kept."""
+        every = range(self.evaluate_every, self.updates + 1, self.evaluate_every)
+        return sorted({*every, self.updates})
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRow:
+    """A prompt as `sortedrl train` asks it."""
+
+    text: str
+    tokens: Sequence[int]
+    fields: Mapping[str, object]
+
+
+def write_rows(rows: Sequence[AskedRow], path: Path) -> None:
+    """Write the rows to a file, in order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps({"text": row.text, "tokens": list(row.tokens), "fields": dict(row.fields)})
+        for row in rows
+    ]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_rows(path: Path) -> list[AskedRow]:
+    """The rows of a file, in order."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [AskedRow(**json.loads(line)) for line in lines]
+
+
+@dataclass(slots=True)
+class _Window:
+    """What happened since the last update."""
+
+    generation_seconds: float = 0.0
+    tokens: int = 0
+    answers: int = 0
+    reward: float = 0.0
+
+
+class Watch(TrainerCallback):
+    """Takes the time of a training, scores its answers and writes its numbers down."""
+
+    def __init__(self, job: Job, rows: Sequence[AskedRow]) -> None:
+        self.job = job
+        self.rows = rows
+        self.reward, _ = load(RewardSource(job.reward, dict(job.reward_options)))
+        self.clock = WallClock()
+        self.window = _Window()
+        self.asked = 0
+        self.samples = self.tokens = 0
+        self.file = MetricsFile(job.metrics)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Everything is loaded: the time starts."""
+        self.clock = WallClock()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: object,
+    ) -> None:
+        """Write down what the update took, and keep its weights where they are asked later."""
+        _wait(self.job.device)
+        seconds, window, update = self.clock.seconds(), self.window, int(state.global_step)
+        self.samples += window.answers
+        self.tokens += window.tokens
+        self.file(
+            {
+                "update": update,
+                "total/seconds": seconds,
+                "total/samples": self.samples,
+                "total/trained_tokens": self.tokens,
+                "total/decoded_tokens": self.tokens,
+                "rollout/rollout_seconds": window.generation_seconds,
+                "rollout/trajectories": window.answers,
+                "rollout/trained_tokens": window.tokens,
+                "rollout/mean_staleness": 0.0,
+                "reward/mean": window.reward / max(1, window.answers),
+            }
+        )
+        self.window = _Window()
+        if update in self.job.evaluated:
+            with self.clock.paused():
+                model = others["model"]
+                assert isinstance(model, PreTrainedModel)
+                save_weights(model, self.job.weights(update))
+
+    def right(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        row: list[int],
+        **_: object,
+    ) -> list[float]:
+        """Our reward for TRL's answers."""
+        scores = []
+        for number, completion in zip(row, completions, strict=True):
+            prompt = Prompt(id=number, fields=self.rows[number].fields)
+            returned = self.reward(prompt, completion, **self.job.reward_options)
+            scores.append(checked_score(returned).reward)
+        self.window.answers += len(scores)
+        self.window.tokens += sum(len(tokens) for tokens in completion_ids)
+        self.window.reward += sum(scores)
+        return scores
+
+    def timed(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """TRL's generation, with its prompts checked and its time taken."""
+
+        def generate_in_time(prompt_ids: Sequence[Sequence[int]], *rest: object) -> Any:  # noqa: ANN401
+            self._check(prompt_ids)
+            _wait(self.job.device)
+            began = self.clock.seconds()
+            answers = generate(prompt_ids, *rest)
+            _wait(self.job.device)
+            self.window.generation_seconds += self.clock.seconds() - began
+            return answers
+
+        return generate_in_time
+
+    def _check(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that are not those of our own runs, token for token and in order."""
+        for tokens in prompt_ids:
+            expected = self.rows[self.asked // self.job.samples_per_prompt].tokens
+            if list(tokens) != list(expected):
+                raise ValueError(
+                    f"prompt {self.asked} must have the tokens {list(expected)[:20]}..., as in "
+                    f"our own runs, got {list(tokens)[:20]}..."
+                )
+            self.asked += 1
+
+
+def save_weights(model: PreTrainedModel, path: Path) -> None:
+    """Keep the parameters of a model."""
+    save_file({name: tensor.detach().cpu() for name, tensor in model.named_parameters()}, path)
+
+
+def train(job: Job) -> None:
+    """Train with TRL until the last update."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    Path(job.out).mkdir(parents=True, exist_ok=True)
+    rows = read_rows(Path(job.rows))
+    watch = Watch(job, rows)
+    trainer = GRPOTrainer(
+        model=job.model,
+        reward_funcs=watch.right,
+        args=GRPOConfig(**arguments(job)),
+        train_dataset=Dataset.from_list(
+            [{"prompt": row.text, "row": number} for number, row in enumerate(rows)]
+        ),
+        callbacks=[watch],
+    )
+    # TRL takes this time too, but tells it to its trackers only.
+    trainer._generate_single_turn = watch.timed(trainer._generate_single_turn)
+    trainer.train()
+    watch.file.close()
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """The arguments of `GRPOConfig` that mean the same as the settings of our own runs."""
+    return {
+        "output_dir": job.out,
+        "seed": job.seed,
+        "max_steps": job.updates,
+        "per_device_train_batch_size": job.update_batch,
+        "gradient_accumulation_steps": 1,
+        "num_generations": job.samples_per_prompt,
+        "max_completion_length": job.max_tokens,
+        "temperature": job.temperature,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "beta": 0.0,
+        "epsilon": job.clip,
+        "num_iterations": 1,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": job.beta1,
+        "adam_beta2": job.beta2,
+        "adam_epsilon": job.epsilon,
+        "weight_decay": job.weight_decay,
+        "max_grad_norm": job.max_norm,
+        "shuffle_dataset": False,
+        "gradient_checkpointing": False,
+        "bf16": job.is_bf16,
+        "use_cpu": job.device == "cpu",
+        "dataloader_pin_memory": job.device != "cpu",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **job.options,
+    }
+
+
+def main() -> None:
+    """Do the jobs that come in, one after the other."""
+    # Whatever the libraries print must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        train(Job(**json.loads(line)))
+        answers.write(f"{json.dumps(versions())}\n")
+        answers.flush()
+
+
+def versions() -> dict[str, str]:
+    """The libraries that a job was done with."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

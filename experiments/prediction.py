@@ -1,0 +1,78 @@
+"""The simulator's predictions beside the measured runs of the efficiency table.
+
+Costs and the loss of cached tokens are fitted to the events of one run of a model. The simulator
+is then told the schedules of the other runs and the distribution of the lengths, as a user would,
+and nothing else of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from experiments.efficiency import simulation_of
+from experiments.pieces import Piece, Trial
+from experiments.record import Record
+from sortedrl.compare import simulate
+from sortedrl.diagnosis.observed import observed_answers
+from sortedrl.errors import DataError
+from sortedrl.events import read_events
+from sortedrl.metrics import numbers
+from sortedrl.simulate.fit import fit
+
+_SECONDS = 10.0
+
+
+def pieces(trial: Trial) -> list[Piece]:
+    """One piece for each model that the efficiency table was measured with."""
+    records = trial.results.read("efficiency")
+    models = dict.fromkeys(record.numbers["model"] for record in records)
+    return [
+        Piece(name=model, seconds=_SECONDS, run=partial(_predicted, trial, model))
+        for model in models
+    ]
+
+
+def _predicted(trial: Trial, model: str) -> dict[str, Any]:
+    records = [r for r in trial.results.read("efficiency") if r.numbers["model"] == model]
+    fitted_to = trial.settings["fitted_to"]
+    path = trial.scratch.parent / "efficiency" / f"{model}--{fitted_to}" / "events.jsonl"
+    if not path.exists():
+        raise DataError(path, "are the events to fit to: measure efficiency first")
+    events = list(read_events(path))
+    found, seen = fit(events), observed_answers(events)
+    known = {
+        "costs": asdict(found.costs),
+        "mismatch_rate": seen.mismatch_rate or 0.0,
+        "prompt_tokens": round(sum(seen.prompts.values()) / len(seen.prompts)),
+    }
+    return {
+        "model": model,
+        "fitted_to": fitted_to,
+        **known,
+        "fit_error": found.relative_error,
+        "rows": [_row(record, known) for record in records],
+    }
+
+
+def _row(record: Record, known: Mapping[str, Any]) -> dict[str, Any]:
+    """One schedule: what the simulator says, and what was measured."""
+    measured = record.numbers
+    arm = {
+        name: value
+        for name, value in measured["arm"].items()
+        if name in ("groups", "strategy", "mode", "lookahead")
+    }
+    simulation = simulation_of(
+        arm, measured["workload"], known["costs"], prompt_tokens=known["prompt_tokens"]
+    )
+    lengths = replace(simulation.lengths, mismatch_rate=known["mismatch_rate"])
+    metrics = simulate(replace(simulation, lengths=lengths)).metrics
+    return {
+        "schedule": measured["schedule"],
+        "piece": record.piece,
+        "predicted": numbers(metrics.run),
+        "measured": dict(measured["run"]),
+    }
