@@ -93,6 +93,7 @@ def _measure(table: str, given: Arguments) -> int:
         settings=_settings(table, given),
         results=Results(given.results),
         scratch=given.scratch / table,
+        changes=given.set,
     )
     pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(trial), given.only)
     done = [piece.name for piece in pieces if trial.results.has(table, piece.name)]
@@ -180,8 +181,10 @@ def merged(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(whole)
     for name, value in part.items():
         old = result.get(name)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        result[name] = merged(old, value) if both else value
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            result[name] = merged(old, value)
+        else:
+            result[name] = value
     return result
 
 

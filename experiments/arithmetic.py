@@ -1,14 +1,17 @@
-"""Sums of many digits with a worked way to the result, for a tiny model trained from scratch.
+"""Sums of dice with a worked way to the result, for a tiny model trained from scratch.
 
-    A3B9C0D2?       3 + 9 + 0 + 2; the result, 14, is written 41: the lowest digit stands first
+    CLMX?       3 + 6 + 1 + 6: A to F are 1 to 6 on the first die, G to L on the second, and so on
 
-The response counts: for each term, what is left of it and the total so far, down to nothing left.
+One letter tells both the die and its number, so that a model of a few layers finds a term with one
+look. The response takes one die after the other and counts: what is left of it, and the total so
+far, whose lowest digit stands first.
 
-    <think>#A 300 210 120 030 #B 930 840 ... 021 #C 021 #D 221 131 041</think><answer>41</answer>
+    <think>#C 300 210 120 030 #L 630 540 ... 090 #M 190 001 #X 601 511 ... 061</think>
+    <answer>61</answer>
 
-(without the spaces). So each symbol follows from the three before it, and a long way from many
-small steps. The same settings give the same rows, and rows of `train` and `test` never share a sum,
-not even with its terms in another order.
+(without the spaces and the new line). So each symbol is looked up in the prompt or follows from
+the three before it. The same settings give the same rows, and rows of `train` and `test` never
+share a sum, not even with its terms in another order.
 
     python -m experiments.arithmetic --out rows.jsonl --count 4096 --haste 0.15 --slips 0.002
 """
@@ -21,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from string import ascii_uppercase
+from string import ascii_letters
 from typing import Literal, get_args
 
 from sortedrl.config import require
@@ -32,10 +35,12 @@ from sortedrl.whole_file import write_whole
 
 Split = Literal["train", "test"]
 
-_BASE, _TOTAL_DIGITS = 10, 2
+_SIDES = 6
+_TOTAL_DIGITS = 2
 _FEWEST_TERMS = 4  # with fewer there are hardly different sums
-_MOST_TERMS = 11  # the largest total, 99, still has two digits
+_MOST_TERMS = len(ascii_letters) // _SIDES
 _TEST_SHARE = 0.1
+_MOST_DRAWS = 200  # for each row, before it is believed that there are no more
 _GIVES_UP, _SLIPS, _LENGTH = range(3)  # what a random number decides
 
 
@@ -44,9 +49,10 @@ class SumSettings:
     """Generated sums, and the care of the teacher who works them out."""
 
     count: int = 4096
-    """Different sums."""
-    terms: tuple[int, int] = (4, 9)
-    """Fewest and most terms of a sum; every number of terms is as likely."""
+    """Different rows."""
+    terms: tuple[int, int] = (4, 8)
+    """Fewest and most dice of a sum; every number of dice is as likely, as long as there are
+    different sums of so many."""
     seed: int = 0
     """Another seed gives other sums."""
     split: Split = "train"
@@ -75,11 +81,19 @@ class SumSettings:
 
 
 def sum_rows(settings: SumSettings) -> list[dict[str, object]]:
-    """The rows: prompt, answer, level (the number of terms) and the teacher's response."""
+    """The rows: prompt, answer, level (the number of dice) and the teacher's response.
+
+    A `ConfigError` if there are not so many different ones.
+    """
     rows: list[dict[str, object]] = []
     seen: set[tuple[int, ...]] = set()
     draw = 0
     while len(rows) < settings.count:
+        require(
+            draw < _MOST_DRAWS * settings.count,
+            f"sums.count must not be above the number of different sums, got {settings.count:,}, "
+            f"but only {len(rows):,} were found; lower count or widen terms",
+        )
         terms = _terms(settings, draw)
         draw += 1
         if tuple(terms) in seen or split_of(terms) != settings.split:
@@ -124,31 +138,30 @@ def digits(value: int, width: int) -> str:
 def prompt_of(terms: Sequence[int]) -> str:
     """The sum as a question.
 
-    >>> prompt_of([3, 9, 0, 2])
-    'A3B9C0D2?'
+    >>> prompt_of([3, 6, 1, 6])
+    'CLMX?'
     """
-    named = zip(ascii_uppercase, terms, strict=False)
-    return "".join(f"{name}{term}" for name, term in named) + "?"
+    return "".join(_letter(place, term) for place, term in enumerate(terms)) + "?"
 
 
 def worked(terms: Sequence[int], *, settings: SumSettings, number: int = 0) -> str:
     """The response of a teacher; `number` decides where he slips and when he gives up.
 
-    >>> worked([2, 0, 1], settings=SumSettings())
-    '<think>#A200110020#B020#C120030</think><answer>30</answer>'
+    >>> worked([2, 1], settings=SumSettings())
+    '<think>#B200110020#G120030</think><answer>30</answer>'
     """
     total = 0
     steps = []
     for place, term in enumerate(terms):
         key = (settings.seed, number, place)
-        steps.append(f"#{ascii_uppercase[place]}{term}{digits(total, _TOTAL_DIGITS)}")
+        steps.append(f"#{_letter(place, term)}{term}{digits(total, _TOTAL_DIGITS)}")
         for left in reversed(range(term)):
             total += 2 if uniform(*key, left, _SLIPS) < settings.slips else 1
-            steps.append(f"{left}{digits(total % _BASE**_TOTAL_DIGITS, _TOTAL_DIGITS)}")
+            steps.append(f"{left}{digits(total, _TOTAL_DIGITS)}")
         is_last = place == len(terms) - 1
         if not is_last and uniform(*key, _GIVES_UP) < settings.haste:
             break
-    answer = digits(total % _BASE**_TOTAL_DIGITS, _TOTAL_DIGITS)
+    answer = digits(total, _TOTAL_DIGITS)
     return f"<think>{''.join(steps)}</think><answer>{answer}</answer>"
 
 
@@ -158,11 +171,15 @@ def split_of(terms: Sequence[int]) -> Split:
     return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
 
 
+def _letter(place: int, term: int) -> str:
+    return ascii_letters.swapcase()[_SIDES * place + term - 1]
+
+
 def _terms(settings: SumSettings, draw: int) -> list[int]:
     low, high = settings.terms
     # Train and test are told apart by the terms, so they may be drawn from the same numbers.
     count = low + int(uniform(settings.seed, draw, _LENGTH) * (high - low + 1))
-    return [mix(settings.seed, draw, _LENGTH, place) % _BASE for place in range(count)]
+    return [1 + mix(settings.seed, draw, _LENGTH, place) % _SIDES for place in range(count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

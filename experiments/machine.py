@@ -27,7 +27,9 @@ def machine(device: str) -> dict[str, str]:
 
 
 def commit(root: Path) -> str:
-    """The commit of the tree; `SORTEDRL_COMMIT` says it for a copy without its history."""
+    """The commit of the tree; `SORTEDRL_COMMIT` says it for a copy that has another history."""
+    if told := os.environ.get("SORTEDRL_COMMIT"):
+        return told
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],
@@ -37,7 +39,7 @@ def commit(root: Path) -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SORTEDRL_COMMIT", "unknown")
+        return "unknown"
     return found.stdout.strip()
 
 

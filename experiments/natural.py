@@ -7,13 +7,16 @@ nothing changed has the very length that it has under `sync`, and the mean lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from experiments.efficiency import opener, outcome, piece_name, plain, schedule_of
+from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Trial
+from experiments.record import Record
 from sortedrl.config import Schedule
+from sortedrl.metrics import length_bias
 
 if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld
@@ -51,3 +54,39 @@ def _measured(
         **outcome(measured),
         "lengths": [[*key, tokens] for key, tokens in sorted(measured.lengths.items())],
     }
+
+
+def section(records: Sequence[Record]) -> str:
+    """One table: lengths against those of `sync`."""
+    sync = next(r.numbers for r in records if r.numbers["arm"]["strategy"] == "sync")
+    before = _lengths(sync)
+    rows = []
+    for record in records:
+        own = _lengths(record.numbers)
+        bias = length_bias(list(own.values()), list(before.values()))
+        same = sum(own[key] == before.get(key) for key in own) / len(own)
+        rows.append(
+            [
+                record.numbers["schedule"],
+                f"{bias.trained_mean:.0f}",
+                f"{bias.ratio:.3f}",
+                f"{bias.ks_distance:.3f}",
+                percent(same),
+                f"{record.numbers['run']['discarded_tokens']:,}",
+                percent(record.numbers["run"]["bubble"]),
+            ]
+        )
+    head = (
+        "schedule",
+        "mean length trained on",
+        "length bias",
+        "KS distance",
+        "as long as with sync, %",
+        "discarded",
+        "bubble, %",
+    )
+    return f"{caption(records)}\n\n{table(head, rows)}"
+
+
+def _lengths(numbers: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+    return {(prompt, sample): tokens for prompt, sample, tokens in numbers["lengths"]}

@@ -7,17 +7,21 @@ here, the reward above all. The numbers of each update are written as `sortedrl 
 them, and the weights at each evaluation are kept, to be asked the held-out puzzles afterwards.
 
 Its clock starts with the training, when the model is loaded, and stands still while weights are
-saved. A prompt whose tokens are not the expected ones stops the job.
+saved. A prompt whose tokens are not the expected ones stops the job. The process ends at once when
+nobody holds the other end of its input any more, whatever it is doing.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import os
+import select
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from experiments.peer_job import AskedRow, Job, read_rows
 from sortedrl.clock import WallClock
 from sortedrl.rewards.score import checked_score
 from sortedrl.rewards.source import RewardSource, load
@@ -38,84 +43,6 @@ from sortedrl.run_log import MetricsFile
 from sortedrl.types import Prompt
 
 _LIBRARIES = ("trl", "transformers", "torch", "accelerate", "vllm")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A training with TRL, in the words of `sortedrl train`."""
-
-    model: str
-    """The folder of the model it begins with."""
-    rows: str
-    """A file with a line for each prompt, in order: its text, its tokens, its fields."""
-    out: str
-    """A folder for the metrics and the weights."""
-    seed: int
-    device: str
-    threads: int | None
-    is_bf16: bool
-    samples_per_prompt: int
-    update_batch: int
-    updates: int
-    max_tokens: int
-    temperature: float
-    clip: float
-    learning_rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    max_norm: float
-    evaluate_every: int
-    reward: str
-    """The address of the reward function."""
-    reward_options: Mapping[str, Any]
-    options: Mapping[str, Any]
-    """Further arguments of `GRPOConfig`: how the answers are generated."""
-
-    def to_json(self) -> str:
-        """The job as one line."""
-        return json.dumps(asdict(self))
-
-    @property
-    def metrics(self) -> Path:
-        """The numbers of each update."""
-        return Path(self.out) / "metrics.jsonl"
-
-    def weights(self, update: int) -> Path:
-        """The weights after an update, where they are kept."""
-        return Path(self.out) / f"weights-{update}.safetensors"
-
-    @property
-    def evaluated(self) -> list[int]:
-        """The updates after which the weights are kept."""
-        every = range(self.evaluate_every, self.updates + 1, self.evaluate_every)
-        return sorted({*every, self.updates})
-
-
-@dataclass(frozen=True, slots=True)
-class AskedRow:
-    """A prompt as `sortedrl train` asks it."""
-
-    text: str
-    tokens: Sequence[int]
-    fields: Mapping[str, object]
-
-
-def write_rows(rows: Sequence[AskedRow], path: Path) -> None:
-    """Write the rows to a file, in order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps({"text": row.text, "tokens": list(row.tokens), "fields": dict(row.fields)})
-        for row in rows
-    ]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def read_rows(path: Path) -> list[AskedRow]:
-    """The rows of a file, in order."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [AskedRow(**json.loads(line)) for line in lines]
 
 
 @dataclass(slots=True)
@@ -145,6 +72,7 @@ class Watch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Everything is loaded: the time starts."""
+        say(f"the training of {self.job.updates} updates begins: {self.job.out}")
         self.clock = WallClock()
 
     def on_step_end(
@@ -172,6 +100,10 @@ class Watch(TrainerCallback):
                 "rollout/mean_staleness": 0.0,
                 "reward/mean": window.reward / max(1, window.answers),
             }
+        )
+        say(
+            f"update {update} of {self.job.updates} after {seconds:.1f} s: {self.samples} samples, "
+            f"{self.tokens} tokens, {window.generation_seconds:.1f} s of this update in generation"
         )
         self.window = _Window()
         if update in self.job.evaluated:
@@ -208,7 +140,9 @@ class Watch(TrainerCallback):
             began = self.clock.seconds()
             answers = generate(prompt_ids, *rest)
             _wait(self.job.device)
-            self.window.generation_seconds += self.clock.seconds() - began
+            seconds = self.clock.seconds() - began
+            self.window.generation_seconds += seconds
+            say(f"generated {len(prompt_ids)} answers in {seconds:.1f} s")
             return answers
 
         return generate_in_time
@@ -293,6 +227,8 @@ def arguments(job: Job) -> dict[str, Any]:
 
 def main() -> None:
     """Do the jobs that come in, one after the other."""
+    end_with_input(0)
+    say("TRL's process has started")
     # Whatever the libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -300,6 +236,26 @@ def main() -> None:
         train(Job(**json.loads(line)))
         answers.write(f"{json.dumps(versions())}\n")
         answers.flush()
+
+
+def end_with_input(descriptor: int) -> None:
+    """End this process as soon as nobody can write to its input any more."""
+    # Asked for nothing, poll still tells of a hang-up, and leaves what is in the pipe to others.
+    poll = select.poll()
+    poll.register(descriptor, 0)
+
+    def watch() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def say(text: str) -> None:
+    """Leave a line in the log, with the time of day."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
+    sys.stderr.write(f"{now} {text}\n")
+    sys.stderr.flush()
 
 
 def versions() -> dict[str, str]:

@@ -46,6 +46,8 @@ class Trial:
     results: Results
     scratch: Path
     """For logs and runs that the result does not hold."""
+    changes: tuple[str, ...] = ()
+    """What `--set` has replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,10 @@ def _record(trial: Trial, piece: str, *, numbers: Mapping[str, Any], seconds: fl
 def _command(trial: Trial) -> str:
     """What a reader types to measure the same."""
     words = ["python", "-m", "experiments", trial.table, "--device", trial.device]
-    return shlex.join([*words, *(["--small"] if trial.is_small else [])])
+    words += ["--small"] if trial.is_small else []
+    # Where a file lies says nothing to a reader.
+    changes = [change for change in trial.changes if "/" not in change]
+    return shlex.join([*words, *(["--set", *changes] if changes else [])])
 
 
 def this_command(*words: str) -> list[str]:

@@ -7,12 +7,13 @@ and nothing else of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from experiments.efficiency import simulation_of
+from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Trial
 from experiments.record import Record
 from sortedrl.compare import simulate
@@ -23,6 +24,8 @@ from sortedrl.metrics import numbers
 from sortedrl.simulate.fit import fit
 
 _SECONDS = 10.0
+_POINTS = 2.0
+_APART = 10.0
 
 
 def pieces(trial: Trial) -> list[Piece]:
@@ -76,3 +79,47 @@ def _row(record: Record, known: Mapping[str, Any]) -> dict[str, Any]:
         "predicted": numbers(metrics.run),
         "measured": dict(measured["run"]),
     }
+
+
+def section(records: Sequence[Record]) -> str:
+    """One table for each model: what was predicted beside what was measured."""
+    return "\n\n".join(_model_section(record) for record in records)
+
+
+def _model_section(record: Record) -> str:
+    found = record.numbers
+    about = (
+        f"{caption([record])}\n{found['model']}: costs and the loss of cached tokens are fitted "
+        f"to the events of one measured run (`{found['fitted_to']}`; the fit explains an "
+        f"interval to {100 * found['fit_error']:.1f} %). Of the other runs the simulator was "
+        "told the schedule and the distribution of the lengths."
+    )
+    head = (
+        "schedule",
+        "bubble predicted, %",
+        "bubble measured, %",
+        "points apart",
+        "goodput predicted",
+        "goodput measured",
+        "apart, %",
+        "within 2 points and 10 %",
+    )
+    return f"{about}\n\n{table(head, [_shown(row, found['fitted_to']) for row in found['rows']])}"
+
+
+def _shown(row: Mapping[str, Any], fitted_to: str) -> list[str]:
+    predicted, measured = row["predicted"], row["measured"]
+    points = 100 * (predicted["bubble"] - measured["bubble"])
+    apart = 100 * (predicted["goodput"] / measured["goodput"] - 1)
+    is_own = row["piece"].endswith(f"--{fitted_to}")
+    is_met = "yes" if abs(points) <= _POINTS and abs(apart) <= _APART else "no"
+    return [
+        row["schedule"] + (" (fitted)" if is_own else ""),
+        percent(predicted["bubble"]),
+        percent(measured["bubble"]),
+        f"{points:+.1f}",
+        f"{predicted['goodput']:,.0f}",
+        f"{measured['goodput']:,.0f}",
+        f"{apart:+.1f}",
+        is_met,
+    ]

@@ -1,0 +1,273 @@
+"""Ablations: one setting changed at a time, simulated and measured.
+
+A simulated piece holds one base, one setting and all its values; a measured one holds one training
+run. The two halves have tables of their own: no table holds a simulated and a measured number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+from experiments import learning
+from experiments.ablations_page import section
+from experiments.efficiency import simulation_of
+from experiments.learning import Arm, laid_over
+from experiments.pieces import ROOT, Piece, Trial
+from experiments.record import Record, Results
+from sortedrl.compare import Outcome, row, simulate
+from sortedrl.errors import DataError
+from sortedrl.report.record import number
+from sortedrl.run_log import Value, read_metrics
+from sortedrl.simulate.settings import Simulation
+from sortedrl.toml_file import read_toml
+
+__all__ = [
+    "Run",
+    "fitted",
+    "learning_trial",
+    "pieces",
+    "runs",
+    "section",
+    "simulation",
+    "synchronous",
+]
+
+NO_VALUE = "none"
+"""How the TOML writes a setting that is left out."""
+_OF_WORKLOAD = {"group_prompts": "group", "update_batch": "batch", "slots": "slots"}
+_OF_LENGTHS = ("mismatch_rate", "prompt_share")
+_KEPT = (
+    "bubble",
+    "steady_bubble",
+    "goodput",
+    "goodput_vs_sync",
+    "mean_staleness",
+    "max_staleness",
+    "length_bias",
+    "updates",
+    "trajectories",
+    "decoded_tokens",
+    "trained_tokens",
+    "discarded_tokens",
+    "cached_tokens",
+    "prefilled_again_tokens",
+    "rollout_seconds",
+    "seconds",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A measured run: a base, and at most one setting that differs from it."""
+
+    base: str
+    setting: str | None = None
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """Its name, without the seed.
+
+        >>> Run(base="partial", setting="schedule.lookahead", value=2).name
+        'partial-lookahead-2'
+        """
+        if self.setting is None:
+            return self.base
+        section, _, setting = self.setting.partition(".")
+        word = section if setting in ("kind", "name") else setting
+        return f"{self.base}-{word}-{self.value}"
+
+    @property
+    def change(self) -> dict[str, Any]:
+        """What is laid over the settings of the base.
+
+        >>> Run(base="partial", setting="schedule.lookahead", value=2).change
+        {'schedule': {'lookahead': 2}}
+        """
+        if self.setting is None:
+            return {}
+        section, _, setting = self.setting.partition(".")
+        return {section: {setting: self.value}}
+
+
+def pieces(trial: Trial) -> list[Piece]:
+    """The simulated pieces, then the warm starts, then the measured runs."""
+    return [*_simulated_pieces(trial), *_measured_pieces(trial)]
+
+
+def _simulated_pieces(trial: Trial) -> Iterator[Piece]:
+    given = trial.settings["simulated"]
+    asked = [(base, change) for change in given["changes"] for base in change["bases"]]
+    for place, (base, change) in enumerate(asked):
+        run = partial(_simulated, trial, base, change, place=place)
+        name = f"simulated-{base}-{change['setting']}"
+        yield Piece(name=name, seconds=given["seconds"], run=run)
+
+
+def _measured_pieces(trial: Trial) -> Iterator[Piece]:
+    measured = trial.settings["measured"]
+    seconds = measured["seconds"]
+    for seed in measured["seeds"]:
+        warm = partial(learning.warm_numbers, learning_trial(trial), seed)
+        yield Piece(name=f"measured-warm-{seed}", seconds=seconds["warm"], run=warm)
+        for place, run in enumerate(runs(measured)):
+            measure = partial(_measured, trial, run, seed, place=place)
+            yield Piece(name=f"measured-{run.name}-{seed}", seconds=seconds["run"], run=measure)
+
+
+# Simulated
+
+
+def simulation(
+    trial: Trial, base: str, *, known: Mapping[str, Any], setting: str, value: Any, seed: int
+) -> Simulation:
+    """A base with one setting replaced, on the workload of the efficiency table."""
+    given = trial.settings["simulated"]
+    table = {**given["bases"][base], setting: value}
+    table = {name: kept for name, kept in table.items() if kept != NO_VALUE}
+    workload = dict(read_toml(ROOT / "experiments" / "efficiency.toml")["workload"])
+    workload |= {new: table.pop(old) for old, new in _OF_WORKLOAD.items() if old in table}
+    lengths = {"mismatch_rate": known["mismatch_rate"]}
+    lengths |= {name: table.pop(name) for name in _OF_LENGTHS if name in table}
+    made = simulation_of(
+        {"groups": given["groups"], **table},
+        {**workload, "seed": seed},
+        known["costs"],
+        prompt_tokens=known["prompt_tokens"],
+    )
+    return replace(made, lengths=replace(made.lengths, **lengths))
+
+
+def synchronous(simulation: Simulation) -> Simulation:
+    """The synchronous baseline with the same groups, batches, answers and slots."""
+    schedule = replace(
+        simulation.schedule,
+        strategy="sync",
+        mode="on_policy",
+        lookahead=0,
+        tolerance=None,
+        harvest_unit="trajectory",
+        max_restarts=None,
+    )
+    return replace(simulation, schedule=schedule)
+
+
+def fitted(trial: Trial) -> Record:
+    """The fitted costs of the table prediction: of this folder of results, or the kept ones."""
+    model = trial.settings["simulated"]["costs_of"]
+    for results in (trial.results, Results(ROOT / "experiments" / "results")):
+        for record in results.read("prediction"):
+            if record.piece == model:
+                return record
+    path = trial.results.path("prediction", model)
+    raise DataError(path, "holds the fitted costs: measure the table prediction first")
+
+
+def _simulated(trial: Trial, base: str, change: Mapping[str, Any], *, place: int) -> dict[str, Any]:
+    given, source = trial.settings["simulated"], fitted(trial)
+    known = {name: source.numbers[name] for name in ("costs", "mismatch_rate", "prompt_tokens")}
+    setting, rows = change["setting"], []
+    own = given["bases"][base].get(setting, _default(trial, base, known, setting))
+    for value in change["values"]:
+        outcomes = []
+        for seed in given["seeds"]:
+            made = simulation(trial, base, known=known, setting=setting, value=value, seed=seed)
+            outcomes.append(row(simulate(made), sync=_sync_outcome(synchronous(made))))
+        columns = {name: [outcome[name] for outcome in outcomes] for name in _KEPT}
+        rows.append({"value": value, "is_base": value == own, **columns})
+    return {
+        "kind": "simulated",
+        "place": place,
+        "base": base,
+        "base_settings": given["bases"][base],
+        "setting": setting,
+        "seeds": given["seeds"],
+        "groups": given["groups"],
+        "model": source.piece,
+        "fitted_to": source.numbers["fitted_to"],
+        **known,
+        "rows": rows,
+    }
+
+
+@cache
+def _sync_outcome(simulation: Simulation) -> Outcome:
+    return simulate(simulation)
+
+
+def _default(trial: Trial, base: str, known: Mapping[str, Any], setting: str) -> Any:
+    """What a base that does not name a setting has there."""
+    made = simulation(trial, base, known=known, setting="lookahead", value=0, seed=0)
+    values = {
+        "slots": made.engine.slots,
+        "mismatch_rate": made.lengths.mismatch_rate,
+        "group_prompts": made.schedule.group_prompts,
+        "update_batch": made.schedule.update_batch,
+        "harvest_unit": made.schedule.harvest_unit,
+        "lookahead": 0,
+        "max_restarts": NO_VALUE,
+    }
+    return values[setting]
+
+
+# Measured
+
+
+def runs(measured: Mapping[str, Any]) -> Iterator[Run]:
+    """The measured runs: each base, followed by its changes."""
+    for base in measured["bases"]:
+        yield Run(base=base)
+        for change in measured["changes"]:
+            if change["base"] == base:
+                for value in change["values"]:
+                    yield Run(base=base, setting=change["setting"], value=value)
+
+
+def learning_trial(trial: Trial, run: Run | None = None) -> Trial:
+    """The trial of a measured run in the words of the learning tables."""
+    measured = trial.settings["measured"]
+    if run is None:
+        return replace(trial, settings=measured)
+    table = laid_over(measured["train"], measured["bases"][run.base])
+    table = laid_over(table, run.change)
+    every = measured["evaluated_answers"] // table["schedule"]["update_batch"]
+    table = laid_over(table, {"evaluation": {"every": every}})
+    words = {"train": table, "algorithms": {"ablated": {}}, "arms": {run.name: {}}}
+    return replace(trial, settings={**measured, **words})
+
+
+def _measured(trial: Trial, run: Run, seed: int, *, place: int) -> dict[str, Any]:
+    arm = Arm(algorithm="ablated", name=run.name, seed=seed)
+    own = learning_trial(trial, run)
+    numbers = learning.arm_numbers(own, arm)
+    settings = learning.train_settings(own, arm, model=learning.warmed(own, seed))
+    return {
+        **numbers,
+        **_correction(read_metrics(settings.out / "metrics.jsonl")),
+        "kind": "measured",
+        "place": place,
+        "algorithm": settings.algorithm.name,
+        "learning_rate": settings.optimiser.learning_rate,
+        "base": run.base,
+        "setting": run.setting,
+        # JSON knows no infinite number.
+        "value": str(run.value) if run.value == math.inf else run.value,
+        "puzzles": settings.evaluation.limit,
+    }
+
+
+def _correction(rows: Sequence[Mapping[str, Value]]) -> dict[str, float | None]:
+    """The effective share of the tokens, mean and least over the updates.
+
+    1 where the weights that train are those that wrote.
+    """
+    shares = [number(row, "correction/ess") for row in rows]
+    known = [share for share in shares if share is not None]
+    return {
+        "effective_share": sum(known) / len(known) if known else None,
+        "least_effective_share": min(known, default=None),
+    }

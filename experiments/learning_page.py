@@ -1,0 +1,97 @@
+"""The learning tables as the results page shows them, with their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.learning_rows import (
+    LearningRow,
+    arm_rows,
+    figures,
+    length_table,
+    score_table,
+    target_table,
+)
+from experiments.markdown import caption
+from experiments.pieces import ROOT
+from experiments.record import Record
+from sortedrl.toml_file import read_toml
+
+_SHOWN = ("score-samples", "score-seconds", "length")
+
+
+def logic(records: Sequence[Record], faster: Sequence[Record]) -> str:
+    """Knights and Knaves; `faster` are the runs with twice the learning rate."""
+    parts = [_tables(records, "learning_logic")]
+    if faster:
+        rows = arm_rows(faster, _settings("learning_logic"))
+        parts += [
+            f"### Twice the learning rate\n\n{caption(faster)}\nAll else is as above.",
+            "\n".join(score_table(rows)),
+        ]
+    return "\n\n".join(parts)
+
+
+def maths(records: Sequence[Record]) -> str:
+    """Sums, with PPO and with GRPO."""
+    return _tables(records, "learning_maths")
+
+
+def drawn(records: Sequence[Record], name: str, *, folder: Path) -> list[Path]:
+    """Draw the pictures that the tables show; all others are removed again."""
+    paths = figures(records, _settings(name), folder=folder, name=name)
+    for path in paths:
+        if not path.stem.endswith(_SHOWN):
+            path.unlink()
+    return [path for path in paths if path.exists()]
+
+
+def _tables(records: Sequence[Record], name: str) -> str:
+    settings = _settings(name)
+    rows = arm_rows(records, settings)
+    runs = [record.numbers for record in records if record.numbers["kind"] == "run"]
+    seeds = sorted({run["seed"] for run in runs})
+    at_once = max(run["runs_at_once"] for run in runs)
+    load = f"{at_once} runs at a time share it" if at_once > 1 else "one run at a time"
+    parts = [
+        f"{caption(records)}\nSeeds {', '.join(map(str, seeds))}: a cell is the mean over them, "
+        f"with the least and the most; {load}, so seconds compare the arms with each other only.",
+        *(
+            _picture(name, algorithm, ending)
+            for algorithm in _algorithms(rows)
+            for ending in _SHOWN[:2]
+        ),
+        "\n".join(score_table(rows)),
+        *_targets(rows, settings),
+        "Lengths, in tokens. *Written* are held-out answers, which nobody interrupts, over the "
+        "course of the run; length bias is what was trained on over what is written:",
+        "\n".join(length_table(rows)),
+        *(_picture(name, algorithm, _SHOWN[2]) for algorithm in _algorithms(rows)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _targets(rows: Sequence[LearningRow], settings: Mapping[str, Any]) -> list[str]:
+    """What it took to come to each score that more than one arm came to."""
+    parts = []
+    for target in settings["targets"]:
+        lines = target_table(rows, target)
+        if sum("not reached" not in line for line in lines[2:]) > 1:
+            parts.append(f"What it took to come to {100 * target:.0f} % right answers:")
+            parts.append("\n".join(lines))
+    return parts
+
+
+def _algorithms(rows: Sequence[LearningRow]) -> list[str]:
+    return list(dict.fromkeys(row.algorithm for row in rows))
+
+
+def _picture(name: str, algorithm: str, ending: str) -> str:
+    words = f"{name.partition('_')[2]}, {algorithm}: {ending.replace('-', ' against ')}"
+    return f"![{words}](img/{name}-{algorithm}-{ending}.svg)"
+
+
+def _settings(name: str) -> Mapping[str, Any]:
+    return read_toml(ROOT / "experiments" / f"{name}.toml")

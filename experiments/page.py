@@ -1,0 +1,133 @@
+"""docs/results.md, built from the result files: nothing on it is typed by hand but the readings.
+
+Each section is a table module's `section` over its records, followed by what its Markdown file
+says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments import (
+    ablations,
+    efficiency_page,
+    learning_page,
+    natural,
+    paper_page,
+    peer,
+    prediction,
+)
+from experiments.pieces import ROOT
+from experiments.record import Record, Results
+from sortedrl.arguments import parse
+from sortedrl.terminal import tell, write_text
+
+HELP = """Write docs/results.md from the results.
+
+With --results and --out, the same page of your own measurements.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page, and the folders of results that it tells of."""
+
+    title: str
+    folders: tuple[str, ...]
+    text: Callable[..., str]
+    """Makes the tables from the records, one argument for each folder."""
+    readings: str
+    """The Markdown file with what they teach."""
+
+
+SECTIONS = (
+    Section(
+        title="Efficiency",
+        folders=("efficiency",),
+        text=efficiency_page.section,
+        readings="efficiency",
+    ),
+    Section(
+        title="The simulator's predictions",
+        folders=("prediction",),
+        text=prediction.section,
+        readings="prediction",
+    ),
+    Section(
+        title="Lengths of the model's own",
+        folders=("natural",),
+        text=natural.section,
+        readings="natural",
+    ),
+    Section(
+        title="Learning: logic",
+        folders=("learning_logic", "learning_logic_2e-4"),
+        text=learning_page.logic,
+        readings="learning_logic",
+    ),
+    Section(
+        title="Learning: arithmetic",
+        folders=("learning_maths",),
+        text=learning_page.maths,
+        readings="learning_maths",
+    ),
+    Section(
+        title="Ablations", folders=("ablations",), text=ablations.section, readings="ablations"
+    ),
+    Section(title="Against TRL", folders=("peer", "peer_cpu"), text=peer.section, readings="peer"),
+    Section(
+        title="The paper's own set-ups (predicted)",
+        folders=("paper",),
+        text=paper_page.section,
+        readings="paper",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Where from, and where to."""
+
+    results: Path = ROOT / "experiments" / "results"
+    """Folder of the results."""
+    out: Path = ROOT / "docs" / "results.md"
+    """The page; pictures go to the folder img beside it."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="python -m experiments page", description=HELP)
+    results = Results(given.results)
+    write_text(given.out, page(results))
+    for path in pictures(results, given.out.parent / "img"):
+        tell(f"wrote {path}")
+    tell(f"wrote {given.out}")
+    return 0
+
+
+def page(results: Results) -> str:
+    """The page of all sections that have results."""
+    parts = [(ROOT / "experiments" / "page.md").read_text(encoding="utf-8")]
+    for section in SECTIONS:
+        records = [results.read(folder) for folder in section.folders]
+        if any(records):
+            parts.append(f"## {section.title}\n\n{section.text(*records)}\n")
+            parts += _readings(section)
+    return "\n".join(parts)
+
+
+def pictures(results: Results, folder: Path) -> list[Path]:
+    """Draw the learning curves."""
+    drawn: list[Path] = []
+    for name in ("learning_logic", "learning_maths"):
+        records: Sequence[Record] = results.read(name)
+        if records:
+            drawn += learning_page.drawn(records, name, folder=folder)
+    return drawn
+
+
+def _readings(section: Section) -> list[str]:
+    path = ROOT / "experiments" / f"{section.readings}.md"
+    return [path.read_text(encoding="utf-8")] if path.exists() else []

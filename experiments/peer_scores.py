@@ -1,0 +1,94 @@
+"""The held-out scores of weights that TRL kept, asked as `sortedrl train` asks them.
+
+The evaluator, the puzzles and the noise are those of our own runs, so that equal weights have
+equal scores on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.peer_job import Job
+from experiments.peer_numbers import number
+from sortedrl.config import require
+from sortedrl.run_log import MetricsFile, read_metrics
+
+if TYPE_CHECKING:
+    from sortedrl.runs.evaluating import Scores
+    from sortedrl.training.settings import TrainSettings
+
+_GIB = 1 << 30
+
+
+def with_scores(job: Job, settings: TrainSettings) -> None:
+    """Put the held-out scores of the kept weights among the numbers of TRL's updates."""
+    updates = {int(number(row, "update")): row for row in read_metrics(job.metrics)}
+    require(
+        sorted(updates) == list(range(1, job.updates + 1)),
+        f"{job.metrics} must have the numbers of {job.updates} updates, got {len(updates)}",
+    )
+    scores = scored(settings, {update: job.weights(update) for update in job.evaluated})
+    file = MetricsFile(job.metrics)
+    for update in range(job.updates + 1):
+        if update in updates:
+            file(updates[update])
+        if update in scores:
+            file({"update": update, **scores[update].row()})
+    file.close()
+
+
+def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Scores]:
+    """The held-out scores of the model a run begins with (update 0), and of other weights."""
+    import torch
+
+    from sortedrl.build.evaluation import tokenizer_of
+    from sortedrl.build.training import trained_model
+    from sortedrl.data.stream import tokenized
+    from sortedrl.engines.native import NativeEngine
+    from sortedrl.engines.native.weights import read_safetensors
+    from sortedrl.evaluation.runner import Question
+    from sortedrl.rewards.pool import RewardPool
+    from sortedrl.runs.evaluating import Evaluator
+    from sortedrl.runs.tasks import training_tasks
+    from sortedrl.types import Weights
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    asked, cache_gib = settings.evaluation, settings.rollout.cache_gib
+    _, held_out = training_tasks(settings)
+    tokenizer = tokenizer_of(settings.model)
+    engine = NativeEngine(
+        trained_model(settings),
+        slots=settings.engine.slots,
+        max_tokens=settings.engine.max_tokens,
+        tokenizer=tokenizer,
+        cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
+        is_compiled=False,
+    )
+    with ExitStack() as stack:
+        questions = []
+        for task in held_out:
+            pool = RewardPool(task.reward, settings.rewards, folder=settings.out)
+            rows = tokenized(task.rows, tokenizer, chat=settings.data.chat).rows
+            questions.append(Question(task, rows, stack.enter_context(pool)))
+        evaluator = Evaluator(
+            questions,
+            engine,
+            text=engine.text,
+            temperature=0.0 if asked.temperature is None else asked.temperature,
+            max_tokens=settings.engine.max_tokens,
+            samples=asked.samples,
+            seed=settings.seed,
+        )
+        found = {0: evaluator.scores(Weights(0), advance=_say_nothing)}
+        for update, path in weights.items():
+            kept = Weights(update, read_safetensors(path))
+            found[update] = evaluator.scores(kept, advance=_say_nothing)
+    return found
+
+
+def _say_nothing(_: str) -> None:
+    """Nobody watches."""
