@@ -39,7 +39,6 @@ __all__ = [
 NO_VALUE = "none"
 """How the TOML writes a setting that is left out."""
 _OF_WORKLOAD = {"group_prompts": "group", "update_batch": "batch", "slots": "slots"}
-_OF_LENGTHS = ("mismatch_rate", "prompt_share")
 _KEPT = (
     "bubble",
     "steady_bubble",
@@ -123,23 +122,22 @@ def _measured_pieces(trial: Trial) -> Iterator[Piece]:
 
 
 def simulation(
-    trial: Trial, base: str, *, known: Mapping[str, Any], setting: str, value: Any, seed: int
+    trial: Trial, base: str, *, change: Mapping[str, Any], known: Mapping[str, Any], seed: int
 ) -> Simulation:
-    """A base with one setting replaced, on the workload of the efficiency table."""
+    """A base with a change, on the workload of the efficiency table and the fitted costs."""
     given = trial.settings["simulated"]
-    table = {**given["bases"][base], setting: value}
-    table = {name: kept for name, kept in table.items() if kept != NO_VALUE}
+    table = {**given["bases"][base], **change}
+    table = {name: value for name, value in table.items() if value != NO_VALUE}
     workload = dict(read_toml(ROOT / "experiments" / "efficiency.toml")["workload"])
     workload |= {new: table.pop(old) for old, new in _OF_WORKLOAD.items() if old in table}
-    lengths = {"mismatch_rate": known["mismatch_rate"]}
-    lengths |= {name: table.pop(name) for name in _OF_LENGTHS if name in table}
+    lost = table.pop("mismatch_rate", known["mismatch_rate"])
     made = simulation_of(
         {"groups": given["groups"], **table},
         {**workload, "seed": seed},
         known["costs"],
         prompt_tokens=known["prompt_tokens"],
     )
-    return replace(made, lengths=replace(made.lengths, **lengths))
+    return replace(made, lengths=replace(made.lengths, mismatch_rate=lost))
 
 
 def synchronous(simulation: Simulation) -> Simulation:
@@ -170,21 +168,20 @@ def fitted(trial: Trial) -> Record:
 def _simulated(trial: Trial, base: str, change: Mapping[str, Any], *, place: int) -> dict[str, Any]:
     given, source = trial.settings["simulated"], fitted(trial)
     known = {name: source.numbers[name] for name in ("costs", "mismatch_rate", "prompt_tokens")}
-    setting, rows = change["setting"], []
-    own = given["bases"][base].get(setting, _default(trial, base, known, setting))
+    made = partial(simulation, trial, base, known=known)
+    rows = []
     for value in change["values"]:
-        outcomes = []
-        for seed in given["seeds"]:
-            made = simulation(trial, base, known=known, setting=setting, value=value, seed=seed)
-            outcomes.append(row(simulate(made), sync=_sync_outcome(synchronous(made))))
+        changed = {change["setting"]: value}
+        outcomes = [_compared(made(change=changed, seed=seed)) for seed in given["seeds"]]
         columns = {name: [outcome[name] for outcome in outcomes] for name in _KEPT}
-        rows.append({"value": value, "is_base": value == own, **columns})
+        is_base = made(change=changed, seed=0) == made(change={}, seed=0)
+        rows.append({"value": value, "is_base": is_base, **columns})
     return {
         "kind": "simulated",
         "place": place,
         "base": base,
         "base_settings": given["bases"][base],
-        "setting": setting,
+        "setting": change["setting"],
         "seeds": given["seeds"],
         "groups": given["groups"],
         "model": source.piece,
@@ -194,24 +191,13 @@ def _simulated(trial: Trial, base: str, change: Mapping[str, Any], *, place: int
     }
 
 
+def _compared(simulation: Simulation) -> dict[str, object]:
+    return row(simulate(simulation), sync=_sync_outcome(synchronous(simulation)))
+
+
 @cache
 def _sync_outcome(simulation: Simulation) -> Outcome:
     return simulate(simulation)
-
-
-def _default(trial: Trial, base: str, known: Mapping[str, Any], setting: str) -> Any:
-    """What a base that does not name a setting has there."""
-    made = simulation(trial, base, known=known, setting="lookahead", value=0, seed=0)
-    values = {
-        "slots": made.engine.slots,
-        "mismatch_rate": made.lengths.mismatch_rate,
-        "group_prompts": made.schedule.group_prompts,
-        "update_batch": made.schedule.update_batch,
-        "harvest_unit": made.schedule.harvest_unit,
-        "lookahead": 0,
-        "max_restarts": NO_VALUE,
-    }
-    return values[setting]
 
 
 # Measured
