@@ -6,6 +6,7 @@ through: it ends as soon as nobody holds the other end, in whatever way its pare
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -60,6 +61,9 @@ class TrlProcess:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
             with self._log.open("ab") as log:
+                now = datetime.datetime.now(datetime.UTC).strftime("%H:%M:%S")
+                log.write(f"{now} {self._python} starts\n".encode())
+                log.flush()
                 self._process = subprocess.Popen(
                     [self._python, "-m", "experiments.peer_trl"],
                     cwd=ROOT,

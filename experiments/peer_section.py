@@ -52,9 +52,9 @@ def machine_table(records: Sequence[Record]) -> str:
     """One row for each arm that was measured on a machine."""
     rows = table(records)
     targets = _told_targets(records)
-    head = ["arm", "samples", "updates", "seconds", "samples/s", f"of {_name(AGAINST)}'s"]
+    head = ["arm", "samples", "updates", "seconds", "samples/s", f"times {_name(AGAINST)}"]
     head += ["tokens/s", "samples/s, later", "in generation, %", "first score, %", "last score, %"]
-    head += [f"samples to {float(target):.0%}, in seconds" for target in targets]
+    head += [f"samples and seconds to {100 * float(target):g} %" for target in targets]
     lines = [_line(head), "|---" * len(head) + "|"]
     lines += [_line(_cells(row, targets)) for row in rows]
     return "\n".join(lines)
@@ -85,7 +85,7 @@ def caption(records: Sequence[Record]) -> str:
     loads = [run.numbers["load"] for run in runs if "load" in run.numbers]
     if loads:
         facts.append(
-            "Processes that wanted a core, mean of the last minute of each run: "
+            "Load of the machine in the last minute of each run, where 1 is one busy core: "
             f"{min(loads):.1f} to {max(loads):.1f}."
         )
     if not trl:
@@ -102,7 +102,7 @@ def _cells(row: PeerRow, targets: Sequence[str]) -> list[str]:
         cells["updates"].text(".0f"),
         cells["seconds"].text(".1f"),
         cells["samples_per_second"].text(".1f"),
-        "not measured" if ratio.mean is None else f"{ratio.text('.2f')} x",
+        "not measured" if ratio.mean is None else ratio.text(".2f"),
         cells["tokens_per_second"].text(",.0f"),
         cells["later_samples_per_second"].text(".1f"),
     ]

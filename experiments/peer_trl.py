@@ -228,7 +228,7 @@ def arguments(job: Job) -> dict[str, Any]:
 def main() -> None:
     """Do the jobs that come in, one after the other."""
     end_with_input(0)
-    say("TRL's process has started")
+    say("torch and transformers are imported")
     # Whatever the libraries print must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

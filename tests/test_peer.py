@@ -392,7 +392,7 @@ def test_two_machines_never_share_a_table():
     text = section(gpu, cpu)
     above, below = text.split("**On the CPU, small.**")
     assert ("| 400.0 | not measured |" in above, "| 400.0 |" in below) == (True, False)
-    assert ("| 8.0 | 4.00 x |" in above, "| 8.0 | 4.00 x |" in below) == (False, True)
+    assert ("| 8.0 | 4.00 |" in above, "| 8.0 | 4.00 |" in below) == (False, True)
     assert "There is no result of TRL on this machine." in above
     assert "There is no result of TRL" not in below
     assert "Command: `measure on A CPU`.\nCommit: abc (2026-01-02).\nMachine: A CPU" in below
@@ -402,13 +402,13 @@ def test_two_machines_never_share_a_table():
 
 def test_how_busy_the_machine_was_is_told():
     runs = [record("sync", seed, pace=8.0, seconds_to=3.0) for seed in (0, 1)]
-    assert "each run: 1.0 to 2.0." in section([], runs)
+    assert "busy core: 1.0 to 2.0." in section([], runs)
 
 
 def test_a_score_that_all_had_from_the_start_has_no_column():
     text = section([], [record("sync", 0, pace=8.0, seconds_to=30.0)])
-    assert "samples to 50%" in text
-    assert "samples to 20%" not in text
+    assert "samples and seconds to 50 %" in text
+    assert "seconds to 20 %" not in text
     assert "| 10, 30.00 s |" in text
     assert "On the GPU" not in text
 

@@ -121,7 +121,10 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(nursery):
             id="ppo",
         ),
         pytest.param(
-            ["--algorithm.kl", "0.1", "--schedule.lookahead", "1", "--precision", "bfloat16"],
+            [
+                *("--algorithm.kl", "0.1", "--algorithm.whiten", "group"),
+                *("--schedule.lookahead", "1", "--precision", "bfloat16"),
+            ],
             id="bfloat16",
         ),
     ],

@@ -1,6 +1,8 @@
 """Advantages: every formula against loops over floats, and the cases where nothing can be told."""
 
+import json
 import math
+import statistics
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -10,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
+from sortedrl.errors import ConfigError
 from sortedrl.training.advantages import estimate, informative, overlong_shaped
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.answers import Answers
+from sortedrl.training.moments import RunningMoments
 
 NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
 GROUP_NAMES = ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo")
@@ -284,3 +288,72 @@ def test_sums_reach_to_the_end_of_long_answers_among_short_ones():
         torch.testing.assert_close(
             found(batch, algorithm).advantages_T, theirs, rtol=1e-6, atol=1e-8
         )
+
+
+def by_token(batch):
+    """The reward of each token's answer."""
+    pairs = zip(batch.rewards, batch.lengths, strict=True)
+    return [reward for reward, length in pairs for _ in range(length)]
+
+
+def whitened_over(batches, *, window):
+    """The advantages of several updates in turn, whitened over the last of them."""
+    moments = RunningMoments(window)
+    return [
+        estimate(
+            batch.answers, Algorithm(whiten="group"), max_tokens=LIMIT, moments=moments
+        ).advantages_T
+        for batch in batches
+    ]
+
+
+@few
+@given(batches=st.lists(batches(), min_size=1, max_size=5), window=st.integers(1, 5))
+def test_over_a_group_advantages_are_whitened_by_all_tokens_of_its_updates(batches, window):
+    for place, advantages_T in enumerate(whitened_over(batches, window=window)):
+        last = batches[max(0, place - window + 1) : place + 1]
+        tokens = [
+            r for b in last for r, n in zip(b.rewards, b.lengths, strict=True) for _ in range(n)
+        ]
+        if len(tokens) < 2:
+            continue
+        mean, spread = statistics.fmean(tokens), statistics.stdev(tokens)
+        own = [(reward - mean) / (spread + 1e-6) for reward in by_token(batches[place])]
+        assert advantages_T.tolist() == pytest.approx(own, abs=1e-4)
+
+
+def test_a_window_of_one_update_is_the_batch_itself():
+    batch = small([1.0, 0.0, 0.5], lengths=[2, 5, 1])
+    (over_group,) = whitened_over([batch], window=1)
+    assert over_group.tolist() == pytest.approx(found(batch, Algorithm()).advantages_T.tolist())
+
+
+def test_over_a_group_short_wrong_answers_are_worse_than_long_right_ones():
+    short, long = small([0.0, 0.0], lengths=[2, 2]), small([1.0, 1.0], lengths=[9, 9])
+    assert found(short, Algorithm()).advantages_T.tolist() == [0.0] * 4
+    first, second, third = whitened_over([short, long, short], window=2)
+    assert first.tolist() == [0.0] * 4
+    assert min(second.tolist()) > 0 > max(third.tolist())
+
+
+@given(reward=st.floats(-3, 3), counts=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_equal_rewards_over_a_group_give_exactly_0(reward, counts):
+    for advantages_T in whitened_over([small([reward] * n) for n in counts], window=3):
+        assert not advantages_T.any()
+
+
+def test_running_moments_go_on_from_a_checkpoint_to_the_last_bit():
+    values = [torch.tensor([0.1, 0.7, 0.3 * n], dtype=torch.float64) for n in range(6)]
+    whole, cut = RunningMoments(3), RunningMoments(3)
+    for value in values[:4]:
+        whole.whitened(value, floor=1e-6)
+        cut.whitened(value, floor=1e-6)
+    resumed = RunningMoments(3)
+    resumed.load_state(json.loads(json.dumps(cut.state())))
+    for value in values[4:]:
+        assert torch.equal(whole.whitened(value, floor=1e-6), resumed.whitened(value, floor=1e-6))
+
+
+def test_whitening_over_a_group_is_refused_where_siblings_or_a_critic_are_the_measure():
+    with pytest.raises(ConfigError, match="reinforce_pp"):
+        Algorithm(name="grpo", whiten="group")

@@ -139,6 +139,11 @@ class Schedule:
         return self.group_prompts * self.samples_per_prompt
 
     @property
+    def updates_per_group(self) -> int:
+        """Update batches that a group is large enough for; at least one."""
+        return max(1, self.group_trajectories // self.update_batch)
+
+    @property
     def unit_size(self) -> int:
         """Trajectories that become trainable together."""
         return self.samples_per_prompt if self.harvest_unit == "prompt" else 1

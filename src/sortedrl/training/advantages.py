@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.answers import Answers
+from sortedrl.training.moments import RunningMoments
 
 SPREAD_FLOOR = 1e-6
 """Added to a standard deviation that something is divided by."""
@@ -38,11 +39,13 @@ def estimate(
     max_tokens: int,
     kl_T: Tensor | None = None,
     values_T: Tensor | None = None,
+    moments: RunningMoments | None = None,
 ) -> Advantages:
     """The advantages of an update's answers, all of which must be there at once.
 
     `kl_T` estimates the divergence from the reference and is used where it belongs to the reward;
-    `values_T` is the critic's value of the state before each token, for ppo.
+    `values_T` is the critic's value of the state before each token, for ppo; `moments` are those
+    of the updates before, where rewards are whitened over a group.
     """
     rewards_N = answers.rewards_N.double()
     if algorithm.overlong_tokens is not None:
@@ -61,7 +64,10 @@ def estimate(
         advantages_T = _among_siblings(answers, algorithm, rewards_T=rewards_T)
     else:
         returns_T = _sums_to_the_end(rewards_T, answers, discount=1.0)
-        advantages_T = _whitened(returns_T)
+        if moments is None:
+            advantages_T = _whitened(returns_T)
+        else:
+            advantages_T = moments.whitened(returns_T, floor=SPREAD_FLOOR)
     return Advantages(advantages_T.float(), None)
 
 

@@ -20,6 +20,7 @@ AlgorithmName = Literal[
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
+Whitening = Literal["batch", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,10 @@ class Algorithm:
     """k1: log ratio. k2: half its square. k3: ratio - 1 - log ratio, never negative."""
     kl_place: KlPlace | None = None
     """Where the divergence enters: into the reward of every token, or into the loss."""
+    whiten: Whitening = "batch"
+    """reinforce_pp: whose rewards an answer is measured by. batch: those of its update. group:
+    those of as many updates as a group has; update batches are sorted by length, so one batch
+    alone does not show whether long answers do better than short ones."""
     entropy: float = 0.0
     """Weight of the policy's entropy in the loss; positive keeps it curious."""
     discount: float = 1.0
@@ -97,6 +102,7 @@ class Algorithm:
             (self.aggregation, "aggregation", get_args(Aggregation)),
             (self.kl_estimator, "kl estimator", get_args(KlEstimator)),
             (self.kl_place, "kl place", get_args(KlPlace)),
+            (self.whiten, "whitening", get_args(Whitening)),
         ):
             require(name is None or name in names, unknown_name(kind, str(name), names))
         self._check_loss()
@@ -125,6 +131,11 @@ class Algorithm:
     def _check_rewards(self) -> None:
         for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
+        require(
+            self.whiten == "batch" or self.name == "reinforce_pp",
+            f"algorithm.whiten {self.whiten!r} belongs to 'reinforce_pp', got it with "
+            f"{self.name!r}; leave it out",
+        )
         require(
             not self.drop_equal or self.needs_siblings,
             f"algorithm.drop_equal compares the answers to a prompt, got it with {self.name!r}; "

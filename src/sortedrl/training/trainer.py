@@ -33,6 +33,7 @@ from sortedrl.training.losses import (
     kl_estimates,
     loss,
 )
+from sortedrl.training.moments import RunningMoments
 from sortedrl.training.optimiser import Optimiser, StepOutcome
 from sortedrl.training.packing import TokenSequence
 from sortedrl.training.passes import mini_batches, of_all, passes_over
@@ -100,6 +101,9 @@ class PolicyTrainer:
         self.last: Mapping[str, float] = {}
         self.optimiser = optimiser
         self.critic = critic
+        self.moments: RunningMoments | None = None
+        if settings.algorithm.whiten == "group":
+            self.moments = RunningMoments(settings.schedule.updates_per_group)
         self._policy = policy
         self._settings = settings
         self._reference = reference
@@ -197,6 +201,7 @@ class PolicyTrainer:
             max_tokens=self._settings.engine.max_tokens,
             kl_T=kl_T,
             values_T=None if values_T is None else values_T.cpu(),
+            moments=self.moments,
         )
         return _Prepared(
             answers=answers,

@@ -18,7 +18,13 @@ def write_trainer(trainer: PolicyTrainer, folder: Path) -> dict[str, Any]:
     """Write everything but the model; gives the counters."""
     tensors, values = trainer.optimiser.state()
     write_tensors(folder, "optimiser", tensors=tensors)
-    counters = {"version": trainer.version, "num_bad": trainer.num_bad, "optimiser": values}
+    counters: dict[str, Any] = {
+        "version": trainer.version,
+        "num_bad": trainer.num_bad,
+        "optimiser": values,
+    }
+    if trainer.moments is not None:
+        counters["moments"] = trainer.moments.state()
     if trainer.critic is not None:
         write_tensors(folder, "critic", tensors=trainer.critic.critic.tensors())
         tensors, values = trainer.critic.optimiser.state()
@@ -42,6 +48,8 @@ def read_trainer(trainer: PolicyTrainer, folder: Path, counters: Mapping[str, An
     trainer.version = counters["version"]
     trainer.num_bad = counters["num_bad"]
     trainer.optimiser.load_state(read_tensors(folder, "optimiser"), counters["optimiser"])
+    if trainer.moments is not None:
+        trainer.moments.load_state(counters["moments"])
     if trainer.critic is not None:
         trainer.critic.critic.load(read_tensors(folder, "critic"))
         trainer.critic.optimiser.load_state(
