@@ -18,7 +18,8 @@ _SIMULATED_HEAD = (
     "steady bubble, %",
     "goodput, tokens/s",
     "x sync",
-    "mean staleness",
+    "trained tokens/s of all",
+    "staleness, mean",
     "most",
     "length bias",
     "updates",
@@ -31,7 +32,7 @@ _MEASURED_HEAD = (
     "mean over the run, %",
     "updates",
     "staleness, mean and most",
-    "effective share",
+    "effective share, mean and least",
     "mean length trained on",
     "length bias",
     "bubble, %",
@@ -49,14 +50,17 @@ def section(records: Sequence[Record]) -> str:
 
 
 def _simulated_part(records: Sequence[Record]) -> str:
+    records = _ordered(records)
     found = records[0].numbers
     bases = {record.numbers["base"]: record.numbers["base_settings"] for record in records}
     told = "; ".join(f"{base}: {_words(settings)}" for base, settings in bases.items())
     about = (
         f"### SIMULATED: efficiency\n\n{caption(records)}\n"
         f"No GPU was used: the simulator ran with the costs of {found['model']} fitted to its "
-        f"measured run `{found['fitted_to']}`, which lost {found['mismatch_rate']:g} of its "
-        "cached tokens. "
+        f"run `{found['fitted_to']}` of the efficiency table, which lost "
+        f"{found['mismatch_rate']:g} of its cached tokens. "
+        "Its lengths do not depend on the weights, so neither partial nor coupled mode can have "
+        "a length bias here. "
         f"Workload of the efficiency table, {found['groups']} groups, seeds "
         f"{', '.join(str(seed) for seed in found['seeds'])}: mean, with the least and the most. "
         "The ratio is to `sync` with the same seed, group, batch, answers and slots. "
@@ -66,9 +70,7 @@ def _simulated_part(records: Sequence[Record]) -> str:
         f"slots: {told}."
     )
     rows = [
-        _simulated_row(record.numbers, row)
-        for record in _ordered(records)
-        for row in record.numbers["rows"]
+        _simulated_row(record.numbers, row) for record in records for row in record.numbers["rows"]
     ]
     return f"{about}\n\n{table(_SIMULATED_HEAD, rows)}"
 
@@ -85,11 +87,18 @@ def _simulated_row(numbers: Mapping[str, Any], row: Mapping[str, Any]) -> list[s
         _cell(row["steady_bubble"], form=".1f", scale=100) if has_steady else "",
         _cell(row["goodput"], form=",.0f"),
         _cell(row["goodput_vs_sync"], form=".2f"),
+        _cell(_overall(row), form=",.0f"),
         _cell(row["mean_staleness"], form=".2f"),
         _cell(row["max_staleness"], form=".0f"),
         _cell(row["length_bias"], form=".3f"),
         _cell(row["updates"], form=".0f"),
     ]
+
+
+def _overall(row: Mapping[str, Any]) -> list[float]:
+    """Trained tokens per second of the whole run, updates and hand-overs included."""
+    pairs = zip(row["trained_tokens"], row["seconds"], strict=True)
+    return [tokens / seconds for tokens, seconds in pairs]
 
 
 def _measured_part(records: Sequence[Record]) -> str:
@@ -104,8 +113,10 @@ def _measured_part(records: Sequence[Record]) -> str:
         f"seed {', '.join(str(seed) for seed in seeds)}, one run each. "
         f"A score is the share of right answers to {every[0]['puzzles']} held-out puzzles: its "
         f"standard error is {100 * error:.0f} points, so this table supports no ranking by score. "
-        "Other work ran on the same machine, so seconds are not compared. "
-        "The effective share of the tokens is that of the importance weights, mean over updates."
+        "Other work ran on the same machine, so no seconds are shown. "
+        "The effective share is that of the tokens under their importance weights, over the "
+        "updates. The base whole_prompts is the base siblings (four answers to a prompt) with "
+        "harvest_unit = prompt."
     )
     rows = [_measured_row(n) for n in every]
     return f"{about}\n\n{table(_MEASURED_HEAD, rows)}"
@@ -121,7 +132,7 @@ def _measured_row(numbers: Mapping[str, Any]) -> list[str]:
         percent(numbers["mean_score"]),
         str(numbers["updates"]),
         f"{numbers['mean_staleness']:.2f}, {numbers['max_staleness']}",
-        f"{numbers['effective_share']:.3f}",
+        f"{numbers['effective_share']:.4f}, {numbers['least_effective_share']:.4f}",
         f"{numbers['mean_length']:.0f}",
         f"{numbers['length_bias']:.3f}",
         percent(numbers["bubble"]),

@@ -163,6 +163,8 @@ def figures(
     for algorithm in settings["algorithms"]:
         for ending, title, x_label, y_label, drawn in pictures:
             groups, lines = _lines(records, settings, algorithm=algorithm, drawn=drawn)
+            if not lines:
+                continue
             picture = curves_svg(
                 seed_series(groups, lines),
                 x_label=x_label,
