@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.machine import commit
 from experiments.pieces import (
     ROOT,
     Deadline,
@@ -20,6 +20,7 @@ from experiments.pieces import (
     this_command,
 )
 from experiments.record import Results
+from experiments.settings import assigned, merged
 from experiments.tables import TABLES
 from sortedrl.arguments import parse
 from sortedrl.config import require
@@ -94,6 +95,7 @@ def _measure(table: str, given: Arguments) -> int:
         results=Results(given.results),
         scratch=given.scratch / table,
         changes=given.set,
+        commit=commit(ROOT),
     )
     pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(trial), given.only)
     done = [piece.name for piece in pieces if trial.results.has(table, piece.name)]
@@ -152,40 +154,6 @@ def chosen(pieces: Sequence[Piece], words: Sequence[str]) -> list[Piece]:
     found = [p for p in pieces if not words or p.name in exact or any(w in p.name for w in parts)]
     require(bool(found), f"no piece is called like {' or '.join(words)}; see --list")
     return found
-
-
-def assigned(assignment: str) -> dict[str, Any]:
-    """A dotted assignment as tables.
-
-    >>> assigned("workload.seed=1")
-    {'workload': {'seed': 1}}
-    """
-    name, equals, value = assignment.partition("=")
-    require(bool(equals and name), f"--set takes name=value, got {assignment!r}")
-    try:
-        read: Any = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        read = value
-    for key in reversed(name.split(".")):
-        read = {key: read}
-    table: dict[str, Any] = read
-    return table
-
-
-def merged(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables laid over tables: what `part` has takes the place of what `whole` has.
-
-    >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
-    {'a': {'b': 3, 'c': 2}}
-    """
-    result = dict(whole)
-    for name, value in part.items():
-        old = result.get(name)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            result[name] = merged(old, value)
-        else:
-            result[name] = value
-    return result
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from typing import Any
 from experiments import learning
 from experiments.ablations_page import section
 from experiments.efficiency import simulation_of
-from experiments.learning import Arm, laid_over
+from experiments.learning import Arm
 from experiments.pieces import ROOT, Piece, Trial
 from experiments.record import Record, Results
+from experiments.settings import merged
 from sortedrl.compare import Outcome, row, simulate
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
@@ -218,10 +219,10 @@ def learning_trial(trial: Trial, run: Run | None = None) -> Trial:
     measured = trial.settings["measured"]
     if run is None:
         return replace(trial, settings=measured)
-    table = laid_over(measured["train"], measured["bases"][run.base])
-    table = laid_over(table, run.change)
+    table = merged(measured["train"], measured["bases"][run.base])
+    table = merged(table, run.change)
     every = measured["evaluated_answers"] // table["schedule"]["update_batch"]
-    table = laid_over(table, {"evaluation": {"every": every}})
+    table = merged(table, {"evaluation": {"every": every}})
     words = {"train": table, "algorithms": {"ablated": {}}, "arms": {run.name: {}}}
     return replace(trial, settings={**measured, **words})
 

@@ -35,7 +35,6 @@ _MEASURED_HEAD = (
     "effective share, mean and least",
     "mean length trained on",
     "length bias",
-    "bubble, %",
     "discarded, % of decoded",
 )
 
@@ -113,7 +112,7 @@ def _measured_part(records: Sequence[Record]) -> str:
         f"seed {', '.join(str(seed) for seed in seeds)}, one run each. "
         f"A score is the share of right answers to {every[0]['puzzles']} held-out puzzles: its "
         f"standard error is {100 * error:.0f} points, so this table supports no ranking by score. "
-        "Other work ran on the same machine, so no seconds are shown. "
+        "Other work ran on the same machine, so nothing that depends on the clock is shown. "
         "The effective share is that of the tokens under their importance weights, over the "
         "updates. The base whole_prompts is the base siblings (four answers to a prompt) with "
         "harvest_unit = prompt."
@@ -126,7 +125,7 @@ def _measured_row(numbers: Mapping[str, Any]) -> list[str]:
     setting, value = numbers["setting"], numbers["value"]
     return [
         numbers["base"],
-        "**base**" if setting is None else f"{setting.partition('.')[2]} = {value}",
+        "**base**" if setting is None else f"{setting} = {value}",
         percent(numbers["first_score"]),
         percent(numbers["last_score"]),
         percent(numbers["mean_score"]),
@@ -135,7 +134,6 @@ def _measured_row(numbers: Mapping[str, Any]) -> list[str]:
         f"{numbers['effective_share']:.4f}, {numbers['least_effective_share']:.4f}",
         f"{numbers['mean_length']:.0f}",
         f"{numbers['length_bias']:.3f}",
-        percent(numbers["bubble"]),
         percent(numbers["discarded_tokens"] / numbers["decoded_tokens"]),
     ]
 

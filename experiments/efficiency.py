@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def pieces(trial: Trial) -> list[Piece]:
                 Piece(
                     name=f"{model}--{piece_name(schedule)}",
                     seconds=seconds,
-                    run=partial(_measured, trial, world, model, schedule, arm["groups"]),
+                    run=partial(_with_bias, trial, world, model, schedule, arm["groups"]),
                 )
             )
     return found
@@ -107,24 +107,42 @@ def opener(trial: Trial, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
     return opened
 
 
-def _measured(
+def measured_arm(
+    trial: Trial,
+    world: BenchWorld,
+    model: str,
+    *,
+    schedule: Schedule,
+    groups: int,
+) -> tuple[Measured, dict[str, Any]]:
+    """One schedule run on a model, and its numbers; the events stay in the scratch folder."""
+    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = world.run(schedule, groups=groups, events=folder / "events.jsonl")
+    given = {name: value for name, value in asdict(schedule).items() if value is not None}
+    return measured, {
+        "model": model,
+        "schedule": schedule.name,
+        "arm": {"groups": groups, **given},
+        "workload": dict(trial.settings["workload"]),
+        **outcome(measured),
+    }
+
+
+def _with_bias(
     trial: Trial,
     world: Callable[[], BenchWorld],
     model: str,
     schedule: Schedule,
     groups: int,
 ) -> dict[str, Any]:
-    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
-    folder.mkdir(parents=True, exist_ok=True)
     opened = world()
-    measured = opened.run(schedule, groups=groups, events=folder / "events.jsonl")
-    return {
-        "model": model,
-        "schedule": schedule.name,
-        "arm": {"groups": groups, **plain(schedule)},
-        "workload": dict(trial.settings["workload"]),
-        **outcome(measured),
-        **bias_of(measured, reference=opened.reference(list(measured.lengths))),
+    measured, found = measured_arm(trial, opened, model, schedule=schedule, groups=groups)
+    bias = length_bias(list(measured.lengths.values()), opened.reference(list(measured.lengths)))
+    return found | {
+        "length_bias": bias.ratio,
+        "length_ks": bias.ks_distance,
+        "reference_mean": bias.reference_mean,
     }
 
 
@@ -139,18 +157,3 @@ def outcome(measured: Measured) -> dict[str, Any]:
         "hand_over_seconds": measured.hand_over_seconds,
         "engine_trainer_gap": measured.gap,
     }
-
-
-def bias_of(measured: Measured, *, reference: Sequence[int]) -> dict[str, float]:
-    """The lengths trained on against those that nothing interrupted."""
-    bias = length_bias(list(measured.lengths.values()), reference)
-    return {
-        "length_bias": bias.ratio,
-        "length_ks": bias.ks_distance,
-        "reference_mean": bias.reference_mean,
-    }
-
-
-def plain(schedule: Schedule) -> dict[str, Any]:
-    """What a schedule was given, as JSON can hold it."""
-    return {name: value for name, value in asdict(schedule).items() if value is not None}

@@ -24,6 +24,7 @@ from typing import Any
 from experiments.arithmetic import SumSettings, write_rows
 from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Trial
+from experiments.settings import merged
 from sortedrl.arguments import settings_over
 from sortedrl.errors import DataError
 from sortedrl.run_log import read_metrics
@@ -115,8 +116,8 @@ def arm_numbers(trial: Trial, arm: Arm) -> dict[str, Any]:
 def train_settings(trial: Trial, arm: Arm, *, model: Path) -> TrainSettings:
     """The settings of a run that begins with this model."""
     given = trial.settings
-    table = laid_over(given["train"], given["algorithms"][arm.algorithm])
-    table = laid_over(table, {"schedule": given["arms"][arm.name]})
+    table = merged(given["train"], given["algorithms"][arm.algorithm])
+    table = merged(table, {"schedule": given["arms"][arm.name]})
     fixed = {
         "model": str(model),
         "out": str(trial.scratch / arm.piece),
@@ -149,22 +150,6 @@ def warmed(trial: Trial, seed: int) -> Path:
                 raise KeyboardInterrupt
             write_whole(is_done, b"")
     return folder.model
-
-
-def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of settings, those of `above` in place of those of `below`.
-
-    >>> laid_over({"seed": 1, "engine": {"slots": 8}}, {"engine": {"max_tokens": 4}})
-    {'seed': 1, 'engine': {'slots': 8, 'max_tokens': 4}}
-    """
-    joined = dict(below)
-    for name, value in above.items():
-        old = joined.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            joined[name] = laid_over(old, value)
-        else:
-            joined[name] = value
-    return joined
 
 
 def filled(table: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.efficiency import opener, outcome, piece_name, plain, schedule_of
+from experiments.efficiency import measured_arm, opener, piece_name, schedule_of
 from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Trial
 from experiments.record import Record
@@ -30,30 +30,22 @@ def pieces(trial: Trial) -> list[Piece]:
         world = opener(trial, about)
         for arm in trial.settings["arms"]:
             schedule = schedule_of(arm, trial.settings["workload"])
-            run = partial(_measured, trial, world, model, schedule, arm["groups"])
+            run = partial(_with_lengths, trial, world, model, schedule, arm["groups"])
             name = f"{model}--{piece_name(schedule)}"
             found.append(Piece(name=name, seconds=about["seconds"], run=run))
     return found
 
 
-def _measured(
+def _with_lengths(
     trial: Trial,
     world: Callable[[], BenchWorld],
     model: str,
     schedule: Schedule,
     groups: int,
 ) -> dict[str, Any]:
-    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    measured = world().run(schedule, groups=groups, events=folder / "events.jsonl")
-    return {
-        "model": model,
-        "schedule": schedule.name,
-        "arm": {"groups": groups, **plain(schedule)},
-        "workload": dict(trial.settings["workload"]),
-        **outcome(measured),
-        "lengths": [[*key, tokens] for key, tokens in sorted(measured.lengths.items())],
-    }
+    measured, found = measured_arm(trial, world(), model, schedule=schedule, groups=groups)
+    lengths = [[*key, tokens] for key, tokens in sorted(measured.lengths.items())]
+    return found | {"lengths": lengths}
 
 
 def section(records: Sequence[Record]) -> str:

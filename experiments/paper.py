@@ -33,12 +33,6 @@ def pieces(trial: Trial) -> list[Piece]:
     ]
 
 
-def predicted_rows() -> list[dict[str, Any]]:
-    """The prediction of every config, by name."""
-    table = read_toml(ROOT / "experiments" / "paper.toml")
-    return [_row(name, table) for name in table["setups"]]
-
-
 def settings_of(path: Path) -> TrainSettings:
     """The settings of a config."""
     return settings_over(TrainSettings(), read_toml(path), path=path, is_dotted=True)

@@ -35,6 +35,8 @@ DIFFERENCES = (
 )
 """What is not the same on both sides, as neither can be told otherwise."""
 
+_TRL_LIBRARIES = ("python", "trl", "torch", "transformers", "accelerate", "vllm")
+
 
 def section(gpu: Sequence[Record], cpu: Sequence[Record]) -> str:
     """The table of each machine with how it was measured, then what differs, as Markdown."""
@@ -69,9 +71,7 @@ def caption(records: Sequence[Record]) -> str:
         [f"sortedrl with {_versions(own, ('torch', 'transformers', 'triton'))}"] if own else []
     )
     if trl:
-        versions.append(
-            f"TRL with {_versions(trl, ('trl', 'torch', 'transformers', 'accelerate'))}"
-        )
+        versions.append(f"TRL with {_versions(trl, _TRL_LIBRARIES)}")
     facts = [
         f"Command: {_distinct(f'`{run.command}`' for run in runs)}.",
         f"Commit: {_distinct(run.commit for run in runs)} ({_distinct(run.date for run in runs)}).",
@@ -99,7 +99,7 @@ def _cells(row: PeerRow, targets: Sequence[str]) -> list[str]:
     texts = [
         _name(row.arm),
         cells["samples"].text(",.0f"),
-        cells["updates"].text(".0f"),
+        cells["updates"].text(".3g"),
         cells["seconds"].text(".1f"),
         cells["samples_per_second"].text(".1f"),
         "not measured" if ratio.mean is None else ratio.text(".2f"),

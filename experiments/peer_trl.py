@@ -17,6 +17,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import platform
 import select
 import sys
 import threading
@@ -259,8 +260,8 @@ def say(text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The libraries that a job was done with."""
-    found = {}
+    """The interpreter and the libraries that a job was done with."""
+    found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)

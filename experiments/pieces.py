@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.machine import commit, machine
+from experiments.machine import machine
 from experiments.record import Record, Results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,8 @@ class Trial:
     """For logs and runs that the result does not hold."""
     changes: tuple[str, ...] = ()
     """What `--set` has replaced."""
+    commit: str = "unknown"
+    """Of the tree as it was at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _record(trial: Trial, piece: str, *, numbers: Mapping[str, Any], seconds: fl
         table=trial.table,
         piece=piece,
         command=_command(trial),
-        commit=commit(ROOT),
+        commit=trial.commit,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         machine=machine(trial.device),
         seconds=round(seconds, 2),

@@ -3,6 +3,8 @@
 import json
 import re
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,7 @@ SIMULATED = [
     for value in change["values"]
 ]
 MEASURED = list(runs(SETTINGS["measured"]))
+NOWHERE = Path("nowhere")
 KEPT = Results(ROOT / "experiments" / "results").read("ablations")
 
 
@@ -56,14 +59,15 @@ def differing(one, other):
     return {name for name in left | right if left.get(name) != right.get(name)}
 
 
-def made_simulation(folder, base, change, *, seed=0):
-    return simulation(trial_of(folder), base, change=change, known=KNOWN, seed=seed)
+def made_simulation(base, change, *, seed=0):
+    return simulation(trial_of(NOWHERE), base, change=change, known=KNOWN, seed=seed)
 
 
-def trained(folder, run):
-    trial = learning_trial(trial_of(folder), run)
+@cache
+def trained(run):
+    trial = learning_trial(trial_of(NOWHERE), run)
     arm = Arm(algorithm="ablated", name=run.name, seed=0)
-    return train_settings(trial, arm, model=folder / "model")
+    return train_settings(trial, arm, model=NOWHERE / "model")
 
 
 def kept_prediction(folder, *, piece="smollm2-135m"):
@@ -78,32 +82,32 @@ def kept_prediction(folder, *, piece="smollm2-135m"):
 
 
 @pytest.mark.parametrize(("base", "setting", "value"), SIMULATED)
-def test_a_simulation_differs_from_its_base_in_one_setting(base, setting, value, tmp_path):
-    whole = made_simulation(tmp_path, base, {})
-    found = differing(made_simulation(tmp_path, base, {setting: value}), whole)
+def test_a_simulation_differs_from_its_base_in_one_setting(base, setting, value):
+    whole = made_simulation(base, {})
+    found = differing(made_simulation(base, {setting: value}), whole)
     # As many groups need more prompts where a group has more of them.
     follows = {"prompts"} if setting == "group_prompts" else set()
     assert {name.rpartition(".")[2] for name in found - follows} <= {setting}
 
 
 @pytest.mark.parametrize("change", SETTINGS["simulated"]["changes"], ids=lambda c: c["setting"])
-def test_the_base_is_one_of_the_values_and_all_values_differ(change, tmp_path):
+def test_the_base_is_one_of_the_values_and_all_values_differ(change):
     for base in change["bases"]:
-        made = [made_simulation(tmp_path, base, {change["setting"]: v}) for v in change["values"]]
-        assert made.count(made_simulation(tmp_path, base, {})) == 1
+        made = [made_simulation(base, {change["setting"]: v}) for v in change["values"]]
+        assert made.count(made_simulation(base, {})) == 1
         assert len(set(made)) == len(change["values"])
 
 
 @pytest.mark.parametrize("run", MEASURED, ids=lambda run: run.name)
-def test_a_measured_run_differs_from_its_base_in_one_setting(run, tmp_path):
-    found = differing(trained(tmp_path, run), trained(tmp_path, Run(base=run.base)))
+def test_a_measured_run_differs_from_its_base_in_one_setting(run):
+    found = differing(trained(run), trained(Run(base=run.base)))
     # When it is evaluated, in updates, follows from the update batch; in answers it stays the same.
     follows = {"out", "evaluation.every"}
     assert found - follows == (set() if run.setting is None else {run.setting})
 
 
 def test_measured_runs_share_all_that_makes_them_comparable(tmp_path):
-    every = [trained(tmp_path, run) for run in MEASURED]
+    every = [trained(run) for run in MEASURED]
     trial = learning_trial(trial_of(tmp_path))
     assert warm_settings(trial, 0).out == tmp_path / "scratch" / "warm-0"
     for settings in every:
@@ -115,8 +119,8 @@ def test_measured_runs_share_all_that_makes_them_comparable(tmp_path):
         assert prompts * schedule.samples_per_prompt == 768
 
 
-def test_the_bases_of_several_answers_differ_in_the_harvest_unit_alone(tmp_path):
-    one, other = (trained(tmp_path, Run(base=base)) for base in ("siblings", "whole_prompts"))
+def test_the_bases_of_several_answers_differ_in_the_harvest_unit_alone():
+    one, other = (trained(Run(base=base)) for base in ("siblings", "whole_prompts"))
     assert differing(one, other) == {"out", "schedule.harvest_unit"}
 
 
@@ -136,10 +140,8 @@ def test_the_small_sizes_can_be_planned(tmp_path):
 
 
 @pytest.mark.parametrize(("base", "setting", "value"), SIMULATED)
-def test_every_simulation_balances_its_ledger_and_trains_on_every_answer(
-    base, setting, value, tmp_path
-):
-    found = made_simulation(tmp_path, base, {setting: value})
+def test_every_simulation_balances_its_ledger_and_trains_on_every_answer(base, setting, value):
+    found = made_simulation(base, {setting: value})
     # The law holds for any sizes; short answers and one group are quick.
     small = replace(
         found,
@@ -153,8 +155,8 @@ def test_every_simulation_balances_its_ledger_and_trains_on_every_answer(
 
 
 @pytest.mark.parametrize(("base", "setting", "value"), SIMULATED)
-def test_the_baseline_differs_in_nothing_but_the_rules(base, setting, value, tmp_path):
-    found = made_simulation(tmp_path, base, {setting: value}, seed=2)
+def test_the_baseline_differs_in_nothing_but_the_rules(base, setting, value):
+    found = made_simulation(base, {setting: value}, seed=2)
     rules = {"strategy", "mode", "lookahead", "tolerance", "harvest_unit", "max_restarts"}
     assert differing(found, synchronous(found)) <= {f"schedule.{name}" for name in rules}
     assert synchronous(found).schedule.never_interrupts

@@ -110,7 +110,9 @@ def test_every_link_inside_the_project_leads_somewhere():
 
 def test_every_path_and_test_named_in_the_paper_to_code_table_exists():
     text = (ROOT / "docs" / "from-paper-to-code.md").read_text()
-    named = set(re.findall(r"`((?:src|tests|docs|benchmarks|experiments)/[\w/.-]+?)(?:::(\w+))?`", text))
+    named = set(
+        re.findall(r"`((?:src|tests|docs|benchmarks|experiments)/[\w/.-]+?)(?:::(\w+))?`", text)
+    )
     assert len(named) > 10
     for path, function in named:
         assert (ROOT / path).exists(), path

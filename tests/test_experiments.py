@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments.__main__ import assigned, chosen, main, merged
+from experiments.__main__ import chosen, main
 from experiments.efficiency import pieces as efficiency_pieces
+from experiments.machine import commit
 from experiments.page import page
 from experiments.pieces import Deadline, Piece, Trial, run_at_once, run_in_turn
 from experiments.record import Results
+from experiments.settings import assigned, merged
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.toml_file import read_toml
 
@@ -74,22 +76,23 @@ def test_a_piece_that_would_not_end_in_time_is_left_out_and_a_shorter_one_is_mea
 
 
 def test_a_result_tells_how_to_measure_it_again(tmp_path):
-    where = trial(tmp_path, changes=("workload.seed=1", "models.m.source=/some/where"))
+    changes = ("workload.seed=1", "models.m.source=/some/where")
+    where = trial(tmp_path, changes=changes, commit="abc1234")
     run_in_turn([piece("one")], where, deadline=Deadline.after(None), tell=silent)
     (record,) = where.results.read("table")
     assert (
         record.command == "python -m experiments table --device cpu --small --set workload.seed=1"
     )
-    assert record.commit
+    assert record.commit == "abc1234"
     assert record.numbers == {"value": 1}
     assert record.machine["cores"]
 
 
-def test_a_copy_with_another_history_is_told_its_commit(tmp_path, monkeypatch):
+def test_a_copy_with_another_history_is_told_its_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("SORTEDRL_COMMIT", "abc1234")
-    where = trial(tmp_path)
-    run_in_turn([piece("one")], where, deadline=Deadline.after(None), tell=silent)
-    assert where.results.read("table")[0].commit == "abc1234"
+    assert commit(ROOT) == "abc1234"
+    monkeypatch.delenv("SORTEDRL_COMMIT")
+    assert commit(tmp_path) == "unknown"
 
 
 def test_pieces_at_once_each_have_a_process_and_a_failed_one_is_named_at_the_end(tmp_path):
