@@ -19,7 +19,7 @@ from experiments.pieces import ROOT
 from experiments.record import Record
 from sortedrl.toml_file import read_toml
 
-_SHOWN = ("score-samples", "score-seconds", "length")
+_SAMPLES, _SECONDS, _LENGTH = "score-samples", "score-seconds", "length"
 
 
 def logic(records: Sequence[Record], faster: Sequence[Record]) -> str:
@@ -43,7 +43,7 @@ def drawn(records: Sequence[Record], name: str, *, folder: Path) -> list[Path]:
     """Draw the pictures that the tables show; all others are removed again."""
     paths = figures(records, _settings(name), folder=folder, name=name)
     for path in paths:
-        if not path.stem.endswith(_SHOWN):
+        if not path.stem.endswith((*_curves(records), _LENGTH)):
             path.unlink()
     return [path for path in paths if path.exists()]
 
@@ -54,21 +54,25 @@ def _tables(records: Sequence[Record], name: str) -> str:
     runs = [record.numbers for record in records if record.numbers["kind"] == "run"]
     seeds = sorted({run["seed"] for run in runs})
     at_once = max(run["runs_at_once"] for run in runs)
-    load = f"{at_once} runs at a time share it" if at_once > 1 else "one run at a time"
+    load = "one run at a time"
+    if at_once > 1:
+        load = (
+            f"{at_once} runs at a time share it, so seconds compare the arms with each other only"
+        )
     parts = [
         f"{caption(records)}\nSeeds {', '.join(map(str, seeds))}: a cell is the mean over them, "
-        f"with the least and the most; {load}, so seconds compare the arms with each other only.",
+        f"with the least and the most; {load}.",
         *(
             _picture(name, algorithm, ending)
             for algorithm in _algorithms(rows)
-            for ending in _SHOWN[:2]
+            for ending in _curves(records)
         ),
         "\n".join(score_table(rows)),
         *_targets(rows, settings),
         "Lengths, in tokens. *Written* are held-out answers, which nobody interrupts, over the "
         "course of the run; length bias is what was trained on over what is written:",
         "\n".join(length_table(rows)),
-        *(_picture(name, algorithm, _SHOWN[2]) for algorithm in _algorithms(rows)),
+        *(_picture(name, algorithm, _LENGTH) for algorithm in _algorithms(rows)),
     ]
     return "\n\n".join(parts)
 
@@ -82,6 +86,12 @@ def _targets(rows: Sequence[LearningRow], settings: Mapping[str, Any]) -> list[s
             parts.append(f"What it took to come to {100 * target:.0f} % right answers:")
             parts.append("\n".join(lines))
     return parts
+
+
+def _curves(records: Sequence[Record]) -> tuple[str, ...]:
+    """Scores over samples; over seconds only on a GPU, which nobody else uses meanwhile."""
+    is_gpu = all("NVIDIA" in record.machine["device"] for record in records)
+    return (_SAMPLES, _SECONDS) if is_gpu else (_SAMPLES,)
 
 
 def _algorithms(rows: Sequence[LearningRow]) -> list[str]:

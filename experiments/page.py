@@ -100,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command."""
     given = parse(Arguments, arguments, prog="python -m experiments page", description=HELP)
     results = Results(given.results)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(given.out, page(results))
     for path in pictures(results, given.out.parent / "img"):
         tell(f"wrote {path}")
