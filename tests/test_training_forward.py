@@ -4,6 +4,7 @@ Axes: T answer tokens of all sequences, B sequences, L positions of a padded tex
 """
 
 from dataclasses import fields
+from functools import partial
 from random import Random
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import (
 from native_worlds import CONTEXT, VOCABULARY, fresh_all, roll_out, shared_model, tiny_model
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.errors import ModelError, RequestError
-from sortedrl.training import packed_attention
+from sortedrl.training import layers, packed_attention
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence, packs
 
@@ -339,3 +340,22 @@ def test_a_row_is_made_of_tensors_alone_as_layers_would_be_compiled_for_every_ot
     row = packed_attention.Row.of([4, 1, 9], device=torch.device("cpu"))
     assert [type(getattr(row, field.name)) for field in fields(row)] == [torch.Tensor] * 2
     assert row.lengths == [4, 1, 9]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
+def test_compiled_layers_are_the_same_when_the_backward_pass_repeats_them(monkeypatch):
+    compile_with = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(layers.torch, "compile", compile_with)
+    model = tiny_model("llama").train()
+    plain = gradients_of(PackedModel(model))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    repeated = gradients_of(PackedModel(model, is_compiled=True))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(repeated[name], gradient)
+
+
+def gradients_of(packed):
+    packed.model.zero_grad()
+    scored = packed.logprobs([TokenSequence([1, 2], [3, 4]), TokenSequence([5], [6])])
+    scored.logprobs_T.sum().backward()
+    return {name: weight.grad.clone() for name, weight in packed.model.named_parameters()}

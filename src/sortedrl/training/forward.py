@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.models.attention import refuse_foreign_attention
-from sortedrl.training.layers import compiled_layers, replaced_forwards
+from sortedrl.training.layers import compiled_layers
 from sortedrl.training.logprobs import token_logprobs
 from sortedrl.training.packed_attention import INSTEAD, Row, packed_attention
 from sortedrl.training.packing import TokenSequence
@@ -93,7 +93,7 @@ class PackedModel:
         device = self.model.device
         row = Row.of([sequence.num_rows for sequence in sequences], device=device)
         positions_R = torch.cat([torch.arange(length) for length in row.lengths])
-        with packed_attention(self.model), replaced_forwards(self._compiled):
+        with packed_attention(self.model, self._compiled):
             output: Any = self.model.base_model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=positions_R[None].to(device),

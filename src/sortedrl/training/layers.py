@@ -41,6 +41,7 @@ def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
 @contextmanager
 def replaced_forwards(forwards: Forwards) -> Iterator[None]:
     """The modules with these forwards; as they were, afterwards."""
+    before = {m: m.__dict__["forward"] for m in forwards if "forward" in m.__dict__}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:
@@ -48,3 +49,5 @@ def replaced_forwards(forwards: Forwards) -> Iterator[None]:
     finally:
         for module in forwards:
             module.__dict__.pop("forward", None)
+        for module, forward in before.items():
+            module.__dict__["forward"] = forward

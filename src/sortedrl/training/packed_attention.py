@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sortedrl.models.attention import checked_scale
+from sortedrl.training.layers import Forwards, replaced_forwards
 
 INSTEAD = "train another model"
 """What to do with a model whose sequences cannot be packed."""
@@ -62,8 +63,8 @@ class Row:
 
 
 @contextmanager
-def packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model with packed attention and without dropout; as it was, afterwards."""
+def packed_attention(model: PreTrainedModel, forwards: Forwards) -> Iterator[None]:
+    """The model with packed attention, these layers and no dropout; as it was, afterwards."""
     config = model.config.get_text_config()
     dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
     layers: list[Any] = [m for m in model.modules() if _is_checkpointed(m)]
@@ -74,7 +75,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
 
         def checkpointed(layer: Callable[..., Any], *inputs: object) -> Any:  # noqa: ANN401
             def packed(*inputs: object) -> Any:  # noqa: ANN401
-                with _switched(config, dropouts):
+                with _switched(config, dropouts), replaced_forwards(forwards):
                     return layer(*inputs)
 
             return checkpoint(packed, *inputs)
@@ -84,7 +85,7 @@ def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         for layer, checkpoint in zip(layers, checkpoints, strict=True):
             layer._gradient_checkpointing_func = packed_again(checkpoint)
-        with _switched(config, dropouts):
+        with _switched(config, dropouts), replaced_forwards(forwards):
             yield
     finally:
         for layer, checkpoint in zip(layers, checkpoints, strict=True):
