@@ -12,7 +12,7 @@ from sortedrl.errors import SortedRLError, unknown_name
 
 COMMANDS = (
     *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
-    *("report", "watch", "trace", "plot", "engines"),
+    *("report", "watch", "trace", "plot", "engines", "cluster"),
 )
 
 HELP = """\
@@ -48,6 +48,7 @@ What it is trained and evaluated on:
 What writes the answers:
 
   sortedrl engines                      native, vLLM, SGLang: what is installed, and does it work
+  sortedrl cluster check                Ray: placement, versions, memory, all-reduce
 
 Every command explains itself: sortedrl compare --help
 """

@@ -19,7 +19,7 @@ from sortedrl.training.losses import value_losses
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.packing import TokenSequence
-from sortedrl.training.passes import mini_batches, passes_over
+from sortedrl.training.passes import ALONE, Team, mini_batches, passes_over
 
 
 class Critic(nn.Module):
@@ -36,9 +36,13 @@ class Critic(nn.Module):
 
     def values(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """`values_T`, in fp32."""
-        hidden_TD = self._packed.hidden(sequences)
-        values_T1: Tensor = self.head(hidden_TD.float())
+        values_T1: Tensor = self(sequences)
         return values_T1[:, 0]
+
+    def forward(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`values_T1`, in fp32."""
+        values_T1: Tensor = self.head(self._packed.hidden(sequences).float())
+        return values_T1
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The parameters that values depend on."""
@@ -63,13 +67,20 @@ class CriticTrainer:
     """Moves the critic towards the returns of an update's answers."""
 
     def __init__(
-        self, critic: Critic, optimiser: Optimiser, *, settings: Optimisation, budget: int
+        self,
+        critic: Critic,
+        optimiser: Optimiser,
+        *,
+        settings: Optimisation,
+        budget: int,
+        team: Team = ALONE,
     ) -> None:
-        """Passes have at most `budget` tokens."""
+        """Passes have at most `budget` tokens; the team is that of the policy's trainer."""
         self.critic = critic
         self.optimiser = optimiser
         self._settings = settings
         self._budget = budget
+        self._team = team
 
     def train(
         self,
@@ -87,9 +98,10 @@ class CriticTrainer:
         for chosen in mini_batches(len(answers), steps=steps, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
             total = torch.zeros((), device=returns_T.device)
-            for one in passes_over(chosen, answers, sequences, budget=self._budget).passes:
+            going = passes_over(chosen, answers, sequences, budget=self._budget, team=self._team)
+            for one in going.passes:
                 places = one.places.to(returns_T.device)
-                values_T = self.critic.values([sequences[answer] for answer in one.answers])
+                values_T = self.critic.values(one.read(sequences))[: len(places)]
                 losses_T = value_losses(
                     values_T, old_values_T[places], returns_T[places], clip=clip
                 )
@@ -97,5 +109,5 @@ class CriticTrainer:
                 part.backward()
                 total += part.detach()
             self.optimiser.step()
-            losses.append(float(total))
+            losses.append(float(self._team.summed(total)))
         return sum(losses) / len(losses)

@@ -9,8 +9,9 @@ Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.models.attention import refuse_foreign_attention
-from sortedrl.training.layers import compiled_layers
+from sortedrl.training.layers import compiled_layers, replaced_forwards
 from sortedrl.training.logprobs import token_logprobs
 from sortedrl.training.packed_attention import INSTEAD, Row, packed_attention
 from sortedrl.training.packing import TokenSequence
@@ -67,23 +68,36 @@ class PackedModel:
 
     def logprobs(self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False) -> Scored:
         """The log-probability of every answer token, and the entropy where it was drawn."""
+        return Scored(*self._inside(partial(self._logprobs, sequences, with_entropy)))
+
+    def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """The states from which the answer tokens are predicted, `[T, D]`."""
+        hidden_TD: Tensor = self._inside(partial(self._hidden, sequences))
+        return hidden_TD
+
+    def _inside(self, compute: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Compute as the model's forward, for only there has a sharded model its weights."""
+        with replaced_forwards({self.model: compute}):
+            return self.model()
+
+    def _logprobs(
+        self, sequences: Sequence[TokenSequence], with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         layer = self.output_layer
         targets_T = torch.tensor(
             [token for sequence in sequences for token in sequence.answer],
             device=self.model.device,
         )
-        logprobs_T, entropies_T = token_logprobs(
-            self.hidden(sequences),
+        return token_logprobs(
+            self._hidden(sequences),
             layer.weight,
             targets_T,
             bias_V=layer.bias,
             temperature=self.temperature,
             with_entropy=with_entropy,
         )
-        return Scored(logprobs_T, entropies_T)
 
-    def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """The states from which the answer tokens are predicted, `[T, D]`."""
+    def _hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
         _refuse_unreadable(sequences)
         tokens: list[int] = []
         keep: list[int] = []

@@ -13,7 +13,7 @@ Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -54,8 +54,12 @@ class Optimiser:
         settings: Optimisation,
         *,
         total_steps: int | None,
+        norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
     ) -> None:
-        """Take on the parameters that require a gradient; `total_steps` are those of the run."""
+        """Take on the parameters that require a gradient; `total_steps` are those of the run.
+
+        `norm` gives the norm of all gradients together, where this process has parts of them.
+        """
         require(
             settings.schedule == "constant" or total_steps is not None,
             f"optimiser.schedule {settings.schedule!r} needs to know the number of steps of the "
@@ -63,6 +67,7 @@ class Optimiser:
         )
         self._settings = settings
         self._total_steps = total_steps
+        self._norm = norm
         self._num_steps = 0
         self._parameters = {n: p for n, p in named_parameters.items() if p.requires_grad}
         _check_parameters(self._parameters)
@@ -87,7 +92,7 @@ class Optimiser:
         Gradients that are not finite change nothing, not even the count of steps.
         """
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
-        norm = get_total_norm(gradients)
+        norm = self._norm(gradients)
         grad_norm = norm.item()
         rate = learning_rate_at(
             self._num_steps, settings=self._settings, total_steps=self._total_steps

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,18 +27,13 @@ from sortedrl.training.advantages import estimate, informative
 from sortedrl.training.answers import Answers, trainable
 from sortedrl.training.critic import CriticTrainer
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.losses import (
-    LossInputs,
-    TokenLosses,
-    aggregation_weights,
-    kl_estimates,
-    loss,
-)
+from sortedrl.training.losses import LossInputs, aggregation_weights, kl_estimates, loss
 from sortedrl.training.moments import RunningMoments
 from sortedrl.training.optimiser import Optimiser, StepOutcome
 from sortedrl.training.packing import TokenSequence
-from sortedrl.training.passes import mini_batches, of_all, passes_over
+from sortedrl.training.passes import ALONE, Pass, Team, mini_batches, of_all, passes_over
 from sortedrl.training.ratios import correction_weights
+from sortedrl.training.seen import Seen
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.statistics import UpdateRecord, update_statistics
 from sortedrl.types import TrainBatch, Trajectory, Weights
@@ -65,17 +61,6 @@ class _Prepared:
     returns_T: Tensor | None
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What the passes leave behind for the statistics."""
-
-    current_T: Tensor
-    proximal_T: Tensor
-    entropy_T: Tensor
-    losses: list[TokenLosses]
-    fills: list[float]
-
-
 class PolicyTrainer:
     """A `Trainer` of one model.
 
@@ -93,8 +78,9 @@ class PolicyTrainer:
         critic: CriticTrainer | None = None,
         tensors: Callable[[], Mapping[str, Tensor]] | None = None,
         version: int = 0,
+        team: Team = ALONE,
     ) -> None:
-        """Train the policy's model as the settings say."""
+        """Train the policy's model as the settings say, alone or as one process of a team."""
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
         self.num_bad = 0
@@ -108,6 +94,7 @@ class PolicyTrainer:
         self._settings = settings
         self._reference = reference
         self._tensors = tensors
+        self._team = team
         self._kind = settings.correction.used_kind(is_needed=settings.needs_correction)
 
     def weights(self) -> Weights:
@@ -145,7 +132,7 @@ class PolicyTrainer:
             return
         began = time.perf_counter()
         prepared = self._prepare(trajectories)
-        seen = self._nothing_seen(prepared.answers.num_tokens)
+        seen = Seen.nothing(prepared.answers.num_tokens, device=self._policy.model.device)
         settings, seed = self._settings.optimiser, mix(self._settings.seed, self.version)
         outcomes = [
             self._step(prepared, chosen, seen)
@@ -183,18 +170,19 @@ class PolicyTrainer:
         device, budget = self._policy.model.device, self._settings.passes.tokens
         answers = Answers.of(trajectories, version=self.version)
         sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
+        over_all = partial(of_all, answers, sequences, budget=budget, team=self._team)
         in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
         reference_T = kl_T = proximal_T = values_T = None
         if in_reward or optimisation.steps * optimisation.epochs > 1:
-            proximal_T = of_all(answers, sequences, self._policy_logprobs, budget=budget)
+            proximal_T = over_all(self._policy_logprobs)
         if self._reference is not None:
-            reference_T = of_all(answers, sequences, self._reference.logprobs, budget=budget)
+            reference_T = over_all(self._reference.logprobs)
         if in_reward:
             assert proximal_T is not None
             assert reference_T is not None, "a divergence needs the reference"
             kl_T = kl_estimates(proximal_T, reference_T, algorithm.used_kl_estimator).cpu()
         if self.critic is not None:
-            values_T = of_all(answers, sequences, self.critic.critic.values, budget=budget)
+            values_T = over_all(self.critic.critic.values)
         found = estimate(
             answers,
             algorithm,
@@ -215,22 +203,31 @@ class PolicyTrainer:
         )
 
     def _step(
-        self, prepared: _Prepared, chosen: Sequence[int], seen: _Seen
+        self, prepared: _Prepared, chosen: Sequence[int], seen: Seen
     ) -> tuple[float, StepOutcome]:
         """One optimiser step over the chosen answers; gives its loss and what came of it."""
         settings, answers = self._settings, prepared.answers
         weights_T = torch.zeros_like(prepared.behaviour_T)
-        weights_T[answers.places(chosen).to(weights_T.device)] = aggregation_weights(
+        at = answers.places(chosen).to(weights_T.device)
+        weights_T[at] = aggregation_weights(
             answers.lengths_N[torch.tensor(list(chosen))],
             settings.algorithm.used_aggregation,
             max_tokens=settings.engine.max_tokens,
         ).to(weights_T.device)
-        going = passes_over(chosen, answers, prepared.sequences, budget=settings.passes.tokens)
+        going = passes_over(
+            chosen,
+            answers,
+            prepared.sequences,
+            budget=settings.passes.tokens,
+            team=self._team,
+        )
         seen.fills.append(going.fill)
+        seen.forget(at)
         total = torch.zeros((), device=weights_T.device)
         for one in going.passes:
-            total += self._pass(prepared, one.answers, one.places, weights_T, seen)
-        value = float(total)
+            total += self._pass(prepared, one, weights_T, seen)
+        seen.share(at, self._team)
+        value = float(self._team.summed(total))
         if not math.isfinite(value):
             self.optimiser.zero_grad()
             return value, StepOutcome(grad_norm=math.nan, learning_rate=0.0, is_applied=False)
@@ -239,19 +236,16 @@ class PolicyTrainer:
     def _pass(
         self,
         prepared: _Prepared,
-        members: Sequence[int],
-        places: Tensor,
+        one: Pass,
         weights_T: Tensor,
-        seen: _Seen,
+        seen: Seen,
     ) -> Tensor:
         """Forward and backward over some answers; gives their part of the step's loss."""
         correction = self._settings.correction
-        at = places.to(weights_T.device)
-        scored = self._policy.logprobs(
-            [prepared.sequences[answer] for answer in members], with_entropy=True
-        )
-        current_T, entropy_T = scored.logprobs_T, scored.entropies_T
-        assert entropy_T is not None
+        at = one.places.to(weights_T.device)
+        scored = self._policy.logprobs(one.read(prepared.sequences), with_entropy=True)
+        assert scored.entropies_T is not None
+        current_T, entropy_T = scored.logprobs_T[: len(at)], scored.entropies_T[: len(at)]
         before = prepared.proximal_T
         proximal_T = current_T.detach() if before is None else before[at]
         behaviour_T = prepared.behaviour_T[at]
@@ -262,7 +256,7 @@ class PolicyTrainer:
             corrections_T=correction_weights(
                 behaviour_T,
                 proximal_T,
-                lengths_N=prepared.answers.lengths_N[torch.tensor(list(members))],
+                lengths_N=prepared.answers.lengths_N[torch.tensor(one.answers, dtype=torch.long)],
                 correction=correction,
                 kind=self._kind,
             ),
@@ -292,7 +286,7 @@ class PolicyTrainer:
         )
         return {"value_loss": value_loss}
 
-    def _statistics(self, prepared: _Prepared, seen: _Seen) -> Mapping[str, float]:
+    def _statistics(self, prepared: _Prepared, seen: Seen) -> Mapping[str, float]:
         reference_T, kl_T = prepared.reference_T, None
         if reference_T is not None:
             kind = self._settings.algorithm.used_kl_estimator
@@ -305,7 +299,7 @@ class PolicyTrainer:
                 current_T=seen.current_T,
                 correction=self._settings.correction,
                 kind=self._kind,
-                tokens=TokenLosses.joined(seen.losses),
+                tokens=seen.token_losses(self._team),
                 kl_T=kl_T,
                 entropy_T=seen.entropy_T,
             )
@@ -313,7 +307,3 @@ class PolicyTrainer:
 
     def _policy_logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
         return self._policy.logprobs(sequences).logprobs_T
-
-    def _nothing_seen(self, num_tokens: int) -> _Seen:
-        blank = torch.zeros(num_tokens, device=self._policy.model.device)
-        return _Seen(blank, blank.clone(), blank.clone(), [], [])

@@ -45,24 +45,25 @@ class Crew:
         self._warn = warn
         self._patience = patience_seconds
         self._inbox: Inbox = SimpleQueue()
-        self._seats = [
-            Seat(
-                member,
-                number=number,
-                title=f"engine {number + 1} of {len(members)} ({name})",
-                inbox=self._inbox,
-            )
-            for number, (member, name) in enumerate(zip(members, names, strict=True))
-        ]
+        self.seats: list[Seat] = []
+        for member, name in zip(members, names, strict=True):
+            self.add(member, name=name, num_members=len(members))
         self.queue: deque[Work] = deque()
         self._finished: list[Trajectory] = []
         self._decoded = self._prefilled = 0
         self._errors: deque[BaseException] = deque()
 
+    def add(self, member: Member, *, name: str, num_members: int | None = None) -> None:
+        """Start a thread for one more member; by default it is the last of them."""
+        number = len(self.seats)
+        count = number + 1 if num_members is None else num_members
+        title = f"engine {number + 1} of {count} ({name})"
+        self.seats.append(Seat(member, number=number, title=title, inbox=self._inbox))
+
     @property
     def living(self) -> list[Seat]:
         """The seats of the members that live."""
-        return [seat for seat in self._seats if seat.is_alive]
+        return [seat for seat in self.seats if seat.is_alive]
 
     @property
     def slots(self) -> int:
@@ -89,7 +90,7 @@ class Crew:
         """Refuse to go on without a member."""
         if not self.living:
             raise EngineLost(
-                f"no engine is left, all {len(self._seats)} are lost; interrupt() gives back what "
+                f"no engine is left, all {len(self.seats)} are lost; interrupt() gives back what "
                 "they were writing"
             )
 
@@ -148,7 +149,7 @@ class Crew:
         for seat in self.living:
             seat.thread.send(Close())
         until = monotonic() + self._patience
-        for seat in self._seats:
+        for seat in self.seats:
             seconds = 0.0 if seat.is_hung else until - monotonic()
             if not seat.thread.has_ended(seconds=seconds):
                 self._warn(f"{seat.title} hangs, and is left behind without being closed")
@@ -160,7 +161,7 @@ class Crew:
         self.raise_error()
 
     def _take_in(self, report: Report) -> None:
-        seat, words = self._seats[report.seat], report.words
+        seat, words = self.seats[report.seat], report.words
         if isinstance(words, Closed):
             self._take_in_close(seat, words.error)
             return

@@ -145,6 +145,23 @@ class EnginePool:
                 )
         self.version = weights.version
 
+    def add(self, member: Member, *, name: str | None = None) -> None:
+        """Have one more member from now on; its weights must be of the present version."""
+        self._require_open()
+        name = member.name if name is None else name
+        require(
+            all(seat.member is not member for seat in self._crew.seats),
+            f"each engine must be in a pool once, got {name} again; make a new one",
+        )
+        require(member.slots >= 1, f"{name} must have at least 1 slot, got {member.slots}")
+        require(
+            member.version == self.version,
+            f"{name} must have the weights of version {self.version}, as the pool, got version "
+            f"{member.version}; load them first",
+        )
+        self._crew.add(member, name=name)
+        self.name = f"{self.name}, {name}"
+
     def close(self) -> None:
         """Close all members and end their threads; what they were writing is given up."""
         if not self._is_closed:

@@ -1,0 +1,241 @@
+"""The load of one controller: trajectory events per second, and memory.
+
+    python benchmarks/controller_load.py                      two workers, a minute
+    python benchmarks/controller_load.py --workers 8 --slots 256 --answers 100000
+    python benchmarks/controller_load.py --alone              the same loop without Ray
+    python benchmarks/controller_load.py --held 1000000       memory of so many trajectories
+
+Loop, buffer, controller, pool and Ray actors are the real ones. Engines inside the actors are
+simulated and take no time, so the controller is what limits; with --pause they finish one answer
+in so many seconds each, and the controller hears of them one by one. A trajectory event is a
+start, a finish or an interruption. Seconds of the CPU are those of the controller's process, with
+the threads of Ray in it: on a busy machine they say more than the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sortedrl.buffer import Buffer
+from sortedrl.clock import WallClock
+from sortedrl.cluster.connection import connected
+from sortedrl.cluster.placement import Placement, blueprint
+from sortedrl.cluster.recipe import SimulatedRecipe
+from sortedrl.cluster.settings import Cluster
+from sortedrl.config import Schedule
+from sortedrl.controller import Controller
+from sortedrl.engines.simulated import SimulatedPrompts, SimulatedScorer
+from sortedrl.events import Event
+from sortedrl.journal import Journal
+from sortedrl.loop import Loop
+from sortedrl.prompts import open_group
+from sortedrl.protocols import Engine
+from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.types import TrainBatch, Weights
+
+_EVENTS = ("start", "finish", "interrupt")
+_MAX_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one run asked of the controller."""
+
+    workers: int
+    slots: int
+    answers: int
+    events: int
+    updates: int
+    wall_seconds: float
+    controller_cpu_seconds: float
+    resident_mib: float
+
+    @property
+    def events_per_second(self) -> float:
+        """Trajectory events per second on the wall."""
+        return self.events / self.wall_seconds
+
+    @property
+    def events_per_cpu_second(self) -> float:
+        """Trajectory events per second of the controller's CPU."""
+        return self.events / self.controller_cpu_seconds
+
+
+class CountingTrainer:
+    """Only counts versions: the update itself is not what is measured."""
+
+    def __init__(self) -> None:
+        """At version 0."""
+        self.version = 0
+
+    def update(self, batch: TrainBatch) -> None:
+        """One version more."""
+        self.version += 1
+
+    def weights(self) -> Weights:
+        """Nothing but a version."""
+        return Weights(self.version)
+
+
+def run(engine: Engine, given: argparse.Namespace) -> Load:
+    """Train on all answers once, and count."""
+    kinds: Counter[str] = Counter()
+
+    def record(event: Event) -> None:
+        kinds[event.kind] += 1
+
+    schedule = Schedule(group_prompts=given.group, update_batch=given.batch)
+    loop = Loop(
+        prompts=SimulatedPrompts(given.answers, prompt_tokens=256),
+        buffer=Buffer(unit_size=schedule.unit_size),
+        controller=Controller(schedule),
+        engine=engine,
+        scorer=SimulatedScorer(),
+        trainer=CountingTrainer(),
+        journal=Journal(record, clock=WallClock()),
+        seed=0,
+        queue=given.spare * given.workers,
+    )
+    wall, processor = time.perf_counter(), time.process_time()
+    trained = sum(len(batch.trajectories) for batch in loop.run())
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    assert trained == given.answers
+    return Load(
+        workers=given.workers,
+        slots=given.slots,
+        answers=given.answers,
+        events=sum(kinds[kind] for kind in _EVENTS),
+        updates=kinds["update"],
+        wall_seconds=wall,
+        controller_cpu_seconds=processor,
+        resident_mib=resident_bytes() / (1 << 20),
+    )
+
+
+@contextlib.contextmanager
+def opened(given: argparse.Namespace) -> Iterator[Engine]:
+    """The workers behind one engine, or one engine in this process."""
+    recipe = SimulatedRecipe(
+        slots=given.slots,
+        max_tokens=_MAX_TOKENS,
+        lengths=LengthSettings(median=given.median, sigma=1.0),
+        pause_seconds=given.pause,
+    )
+    if given.alone:
+        yield recipe.engine()
+        return
+    cluster = Cluster(
+        rollout_workers=given.workers, trainer_ranks=0, dashboard=False, object_store_gib=0.2
+    )
+    from sortedrl.cluster.fleet import Fleet
+
+    with connected(cluster, tell=tell):
+        placement = Placement(blueprint(cluster), seconds=120)
+        fleet = Fleet(
+            cluster,
+            recipe,
+            placement=placement,
+            warn=tell,
+            report=lambda _: None,
+            spare=given.spare,
+        )
+        try:
+            yield fleet.pool
+        finally:
+            fleet.close()
+
+
+def hold(count: int, *, samples_per_prompt: int) -> dict[str, float]:
+    """Memory and seconds of a buffer with so many trajectories that wait."""
+    buffer, before, start = Buffer(unit_size=1), resident_bytes(), time.perf_counter()
+    prompts = SimulatedPrompts(count // samples_per_prompt, prompt_tokens=256)
+    while not prompts.is_exhausted:
+        buffer.load(
+            open_group(
+                prompts.take(4096),
+                group=buffer.next_group,
+                samples_per_prompt=samples_per_prompt,
+                seed=0,
+            )
+        )
+    seconds, grown = time.perf_counter() - start, resident_bytes() - before
+    return {
+        "trajectories": buffer.num_waiting,
+        "mib": grown / (1 << 20),
+        "bytes_each": grown / buffer.num_waiting,
+        "seconds": seconds,
+    }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def tell(words: str) -> None:
+    """To the person who waits."""
+    print(words, file=sys.stderr, flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=256, help="of each worker")
+    parser.add_argument("--answers", type=int, default=20_000)
+    parser.add_argument("--group", type=int, default=4096, help="prompts of a group")
+    parser.add_argument("--batch", type=int, default=1024, help="answers of an update")
+    parser.add_argument("--median", type=float, default=1000.0, help="tokens of an answer")
+    parser.add_argument("--spare", type=int, default=0, help="answers that wait inside a worker")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of an engine's step")
+    parser.add_argument("--alone", action="store_true", help="one engine in this process, no Ray")
+    parser.add_argument("--held", type=int, default=0, help="trajectories in a buffer, no loop")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    given = parsed()
+    about = {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }
+    rows: list[dict[str, object]] = []
+    if given.held:
+        rows.append({**hold(given.held, samples_per_prompt=8)})
+        print(rows[-1])
+    else:
+        with opened(given) as engine:
+            for _ in range(given.repeats):
+                engine.load_weights(Weights(0))
+                load = run(engine, given)
+                rows.append(asdict(load))
+                print(
+                    f"{load.events:,} events in {load.wall_seconds:.1f} s: "
+                    f"{load.events_per_second:,.0f}/s on the wall, "
+                    f"{load.events_per_cpu_second:,.0f} per CPU second of the controller; "
+                    f"{load.resident_mib:,.0f} MiB"
+                )
+    if given.json is not None:
+        given.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

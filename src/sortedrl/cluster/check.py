@@ -1,0 +1,216 @@
+"""Is the cluster what a run needs? Placement, versions, free memory, and an all-reduce.
+
+Everything a run would place is placed, tried, and given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from sortedrl.cluster.nodes import Node, living_nodes
+from sortedrl.cluster.placement import Claim, Placement, blueprint, words
+from sortedrl.cluster.probe import Backend, Machine, Meeting, Probe, machine
+from sortedrl.cluster.settings import Cluster
+from sortedrl.engines.installed import Device
+from sortedrl.errors import EngineError
+
+_GIB = 1 << 30
+_LEAST_FREE_BYTES = _GIB
+_ASK_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    is_fine: bool
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """One node, and what it says of itself."""
+
+    address: str
+    resources: str
+    machine: Machine | None
+    """`None` if it did not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleReport:
+    """One place of a run."""
+
+    holder: str
+    host: str
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All that was found."""
+
+    nodes: tuple[NodeReport, ...]
+    bundles: tuple[BundleReport, ...] = ()
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether a run can begin."""
+        return all(finding.is_fine for finding in self.findings)
+
+
+def check(cluster: Cluster, *, seconds: float) -> Report:
+    """Look at the Ray that this process is connected to; placing may take so long."""
+    nodes = tuple(_node(node) for node in living_nodes())
+    findings = [_versions(nodes), _memory(nodes)]
+    bundles: tuple[BundleReport, ...] = ()
+    try:
+        placement = Placement(blueprint(cluster), seconds=seconds)
+    except EngineError as error:
+        findings.insert(0, Finding(name="placement", is_fine=False, words=str(error)))
+        return Report(nodes=nodes, findings=tuple(findings))
+    try:
+        bundles, found = _tried(cluster, placement)
+    finally:
+        placement.remove()
+    return Report(nodes=nodes, bundles=bundles, findings=(found[0], *findings, *found[1:]))
+
+
+def _node(node: Node) -> NodeReport:
+    strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+    remote: Any = ray.remote
+    task = remote(num_cpus=0, max_retries=0)(machine).options(scheduling_strategy=strategy)
+    try:
+        answer: Machine | None = ray.get(task.remote(), timeout=_ASK_SECONDS)
+    except RayError:
+        answer = None
+    return NodeReport(address=node.address, resources=words(node.resources), machine=answer)
+
+
+def _versions(nodes: Sequence[NodeReport]) -> Finding:
+    """All nodes must have what the controller has."""
+    here = machine().versions
+    others = [
+        f"{node.address} has {name} {version or 'missing'}, the controller {here[name] or 'none'}"
+        for node in nodes
+        for name, version in _said(node).items()
+        if version != here[name]
+    ]
+    silent = [f"{node.address} does not answer" for node in nodes if node.machine is None]
+    same = ", ".join(f"{name} {version}" for name, version in here.items() if version)
+    wrong = "; ".join((*silent, *others))
+    return Finding(name="versions", is_fine=not wrong, words=wrong or f"{same} on every node")
+
+
+def _said(node: NodeReport) -> Mapping[str, str | None]:
+    return {} if node.machine is None else node.machine.versions
+
+
+def _memory(nodes: Sequence[NodeReport]) -> Finding:
+    free = {
+        node.address: node.machine.free_bytes
+        for node in nodes
+        if node.machine is not None and node.machine.free_bytes is not None
+    }
+    least = min(free.values(), default=None)
+    listed = ", ".join(f"{size / _GIB:.1f} GiB free on {name}" for name, size in free.items())
+    return Finding(
+        name="memory",
+        is_fine=least is None or least >= _LEAST_FREE_BYTES,
+        words=listed or "no node says how much is free",
+    )
+
+
+def _tried(
+    cluster: Cluster, placement: Placement
+) -> tuple[tuple[BundleReport, ...], list[Finding]]:
+    """The bundles with a probe in each, and what those found."""
+    plan = placement.blueprint
+    workers = [_probe(claim, placement) for claim in plan.workers]
+    ranks = [_probe(claim, placement) for claim in plan.ranks]
+    holders = [f"rollout worker {number}" for number in range(len(workers))]
+    holders += [f"trainer rank {number}" for number in range(len(ranks))]
+    probes = [*workers, *ranks]
+    try:
+        hosts = ray.get([probe.host.remote() for probe in probes], timeout=_ASK_SECONDS)
+        found = ray.get([probe.devices.remote() for probe in probes], timeout=_ASK_SECONDS)
+        bundles = tuple(
+            BundleReport(holder=holder, host=host, devices=tuple(own))
+            for holder, host, own in zip(holders, hosts, found, strict=True)
+        )
+        placed = Finding(
+            name="placement",
+            is_fine=True,
+            words=f"{cluster.kind}: {words(plan.total)} in {len(plan.bundles)} bundles placed",
+        )
+        return bundles, [placed, _lacking(cluster, bundles), _met(ranks or workers, found)]
+    except RayError as error:
+        reason = str(error).partition("\n")[0]
+        return (), [Finding(name="placement", is_fine=False, words=f"a probe failed: {reason}")]
+    finally:
+        for probe in probes:
+            ray.kill(probe)
+
+
+def _probe(claim: Claim, placement: Placement) -> Any:  # noqa: ANN401  an actor's handle
+    remote: Any = ray.remote
+    return (
+        remote(Probe)
+        .options(
+            num_cpus=claim.cpus,
+            num_gpus=claim.gpus,
+            scheduling_strategy=placement.strategy(claim),
+        )
+        .remote()
+    )
+
+
+def _lacking(cluster: Cluster, bundles: Sequence[BundleReport]) -> Finding:
+    """Where GPUs were promised, torch must see them."""
+    blind = [
+        bundle.holder
+        for bundle in bundles
+        if cluster.gpus_per_worker and not any(device.card for device in bundle.devices)
+    ]
+    is_cpu = not cluster.gpus_per_worker
+    fine = "none asked for, the run is on CPUs" if is_cpu else "each place sees its own"
+    return Finding(
+        name="GPUs",
+        is_fine=not blind,
+        words=f"torch sees no GPU in the place of {', '.join(blind)}" if blind else fine,
+    )
+
+
+def _met(probes: Sequence[Any], found: Sequence[Sequence[Device]]) -> Finding:
+    """An all-reduce over the ranks of the trainer, or over the workers if there are none."""
+    name = "all-reduce"
+    if machine().versions["torch"] is None:
+        return Finding(name=name, is_fine=True, words="not tried: torch is not installed here")
+    if len(probes) < 2:
+        return Finding(name=name, is_fine=True, words="not tried: it takes two processes")
+    has_gpus = all(any(device.card for device in own) for own in found)
+    backend: Backend = "nccl" if has_gpus else "gloo"
+    try:
+        address, port = ray.get(probes[0].place.remote(), timeout=_ASK_SECONDS)
+        meeting = Meeting(address=address, port=port, size=len(probes), backend=backend)
+        seconds = ray.get(
+            [probe.meet.remote(rank, meeting) for rank, probe in enumerate(probes)],
+            timeout=2 * _ASK_SECONDS,
+        )
+    except RayError as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        return Finding(name=name, is_fine=False, words=f"{backend} failed: {reason}")
+    slowest = 1e3 * max(seconds)
+    return Finding(
+        name=name,
+        is_fine=True,
+        words=f"{backend} over {len(probes)} processes: 4 MiB in {slowest:.1f} ms",
+    )

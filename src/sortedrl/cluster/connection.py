@@ -1,0 +1,132 @@
+"""A Ray to run on: one of our own on this machine, or one that runs already.
+
+One of our own ends with the run; one that runs already is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from sortedrl.cluster.nodes import living_nodes
+from sortedrl.cluster.placement import blueprint
+from sortedrl.cluster.settings import Cluster
+from sortedrl.errors import EngineError
+
+_GIB = 1 << 30
+_NAMESPACE = "sortedrl"
+_REACH_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """The Ray that this process is connected to."""
+
+    address: str
+    is_own: bool
+    """Whether it was started here, and ends with the run."""
+    dashboard_url: str | None
+    """`None` where it has no dashboard."""
+    num_nodes: int
+
+    @property
+    def words(self) -> str:
+        """What to tell the person who waits."""
+        whose = "a Ray of our own" if self.is_own else "the Ray that runs"
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        board = f"; dashboard: {self.dashboard_url}" if self.dashboard_url else ""
+        return f"{whose} at {self.address}, {nodes}{board}"
+
+
+def require_ray() -> None:
+    """Refuse a Python without Ray; nothing is imported."""
+    if find_spec("ray") is None:
+        raise EngineError(
+            "a cluster needs the package ray, which is not installed; install it with: "
+            "pip install 'sortedrl[cluster]'"
+        )
+
+
+@contextmanager
+def connected(cluster: Cluster, *, tell: Callable[[str], None]) -> Iterator[Connection]:
+    """Start a Ray or connect to one, and let go of it at the end."""
+    require_ray()
+    import ray
+
+    if ray.is_initialized():
+        raise EngineError(
+            "this process is connected to a Ray already; end it with ray.shutdown() first"
+        )
+    # Ray asks to be told who uses it; a run tells nobody.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    context = _own(cluster) if cluster.address is None else _running(cluster.address)
+    try:
+        connection = Connection(
+            address=context.address_info["address"] if cluster.address is None else cluster.address,
+            is_own=cluster.address is None,
+            dashboard_url=_link(context.dashboard_url),
+            num_nodes=len(living_nodes()),
+        )
+        tell(connection.words)
+        yield connection
+    finally:
+        ray.shutdown()
+
+
+def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public type
+    """A new Ray; CPUs are only counted, so it has as many as the run asks for."""
+    import ray
+
+    asked = int(blueprint(cluster).total.get("CPU", 0))
+    store = cluster.object_store_gib
+    return ray.init(
+        address="local",
+        namespace=_NAMESPACE,
+        num_cpus=max(os.cpu_count() or 1, asked),
+        include_dashboard=None if cluster.dashboard else False,
+        object_store_memory=None if store is None else int(store * _GIB),
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+
+
+def _running(address: str) -> Any:  # noqa: ANN401
+    import ray
+
+    _refuse_silent(address)
+    try:
+        return ray.init(
+            address=address, namespace=_NAMESPACE, logging_level=logging.ERROR, log_to_driver=False
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _no_ray(address, error) from error
+
+
+def _refuse_silent(address: str) -> None:
+    """Refuse an address where nobody listens; Ray itself would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
+        except OSError as error:
+            raise _no_ray(address, error) from error
+
+
+def _no_ray(address: str, error: Exception) -> EngineError:
+    reason = str(error).partition("\n")[0]
+    return EngineError(
+        f"cluster.address must be that of a Ray that runs, got {address!r}: {reason}; start one "
+        "with: ray start --head; or leave the address out for one of our own"
+    )
+
+
+def _link(dashboard: str | None) -> str | None:
+    if not dashboard:
+        return None
+    return dashboard if dashboard.startswith("http") else f"http://{dashboard}"

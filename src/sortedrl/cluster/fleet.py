@@ -1,0 +1,207 @@
+"""All rollout workers of a run: started together, behind one engine; new ones may join.
+
+The engine of the run is `Fleet.pool`. A worker that dies is left out by the pool; `refill` starts
+another in its bundle, which Ray moves if the node is gone. A new worker has the present weights
+before it joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from sortedrl.cluster.hand_over import HandOver, HandOvers
+from sortedrl.cluster.placement import Claim, Placement, joining
+from sortedrl.cluster.recipe import Recipe
+from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, Twins
+from sortedrl.cluster.settings import Cluster
+from sortedrl.cluster.worker import Facts, RolloutWorker
+from sortedrl.cluster.worker_log import LogFolder
+from sortedrl.engines.pool import EnginePool
+from sortedrl.errors import EngineError
+from sortedrl.types import Weights
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+# A worker that is silent says so itself, before the pool does.
+_POOL_PATIENCE = 1.25
+# A run waits meanwhile.
+_JOIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """The bundle of a worker."""
+
+    claim: Claim
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """A worker on its way."""
+
+    number: int
+    actor: Actor
+    facts: ObjectRef[Facts]
+
+
+class Fleet:
+    """The rollout workers, and the engine that they are together."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        recipe: Recipe,
+        *,
+        placement: Placement,
+        warn: Callable[[str], None],
+        report: Callable[[HandOver], None],
+        folder: Path | None = None,
+        spare: int = 0,
+    ) -> None:
+        """Start the workers in their bundles, and wait until each has its engine.
+
+        Their logs go to `folder`. `report` hears of each hand-over, in a thread of a worker.
+        `spare` is that of the pool.
+        """
+        self._cluster = cluster
+        self._recipe = recipe
+        self._logs = None if folder is None else LogFolder.opened(folder)
+        self._report = report
+        self._hand_overs = HandOvers(report)
+        self._twins = Twins()
+        self._places: list[_Place] = []
+        """By the number of a worker."""
+        self._vacated: set[int] = set()
+        """Workers that were lost, and replaced."""
+        self._own_placements: list[Placement] = []
+        with ExitStack() as opened:
+            started = []
+            for claim in placement.blueprint.workers:
+                started.append(self._start(_Place(claim=claim, placement=placement)))
+                opened.callback(ray.kill, started[-1].actor)
+            self.workers = [self._engine(worker, self._hand_overs) for worker in started]
+            opened.pop_all()
+        self.pool = EnginePool(
+            self.workers,
+            warn=warn,
+            names=[_name(worker.number) for worker in self.workers],
+            spare=spare,
+            patience_seconds=_POOL_PATIENCE * cluster.patience_seconds,
+        )
+
+    @property
+    def lost(self) -> list[RemoteEngine]:
+        """Workers that stopped answering and were not replaced yet."""
+        return [w for w in self.workers if w.is_lost and w.number not in self._vacated]
+
+    def add(self, weights: Weights) -> RemoteEngine:
+        """Start one more worker, in a bundle of its own, and have it join the others.
+
+        Only while no other call to the pool is under way. The pool has more slots afterwards.
+        """
+        placement = Placement(joining(self._cluster), seconds=_JOIN_SECONDS)
+        self._own_placements.append(placement)
+        place = _Place(claim=placement.blueprint.workers[0], placement=placement)
+        return self._joined(place, weights)
+
+    def refill(self, weights: Callable[[], Weights]) -> Sequence[RemoteEngine]:
+        """Replace the workers that were lost; as `add`, but in the bundles that they leave.
+
+        Raises `EngineError` while such a bundle has no node; it can be tried again later.
+        """
+        lost = self.lost
+        present = weights() if lost else None
+        joined = []
+        for worker in lost:
+            if present is not None:
+                joined.append(self._joined(self._places[worker.number], present))
+                self._vacated.add(worker.number)
+        return joined
+
+    def close(self) -> None:
+        """End all workers; the placement that was given stays."""
+        try:
+            self.pool.close()
+        finally:
+            while self._own_placements:
+                self._own_placements.pop().remove()
+
+    def _joined(self, place: _Place, weights: Weights) -> RemoteEngine:
+        started = self._start(place)
+        with ExitStack() as opened:
+            opened.callback(ray.kill, started.actor)
+            self._require_placed(started)
+            # The others do not take these weights again.
+            worker = self._engine(started, HandOvers(self._report))
+            if worker.version != weights.version:
+                worker.load_weights(weights)
+            worker.share(self._hand_overs)
+            self.pool.add(worker, name=_name(worker.number))
+            opened.pop_all()
+        self.workers.append(worker)
+        return worker
+
+    def _require_placed(self, started: _Started) -> None:
+        """Refuse to wait for a bundle that has no node any more."""
+        try:
+            ray.get(started.actor.__ray_ready__.remote(), timeout=_JOIN_SECONDS)
+        except RayError as error:
+            reason = str(error).strip().rpartition("\n")[2]
+            raise EngineError(
+                f"rollout worker {started.number} must be placed within {_JOIN_SECONDS:g} s, but "
+                f"the cluster has no room for it now ({reason}); the run can go on without it"
+            ) from error
+
+    def _start(self, place: _Place) -> _Started:
+        number = len(self._places)
+        self._places.append(place)
+        # Ray's types know the bare decorator only.
+        remote: Any = ray.remote
+        actor: Actor = (
+            remote(concurrency_groups={BESIDE: 1})(RolloutWorker)
+            .options(
+                num_cpus=place.claim.cpus,
+                num_gpus=place.claim.gpus,
+                max_restarts=0,
+                scheduling_strategy=place.placement.strategy(place.claim),
+            )
+            .remote(_name(number), beat_seconds=self._cluster.beat_seconds, logs=self._logs)
+        )
+        return _Started(number=number, actor=actor, facts=actor.open.remote(self._recipe))
+
+    def _engine(self, started: _Started, hand_overs: HandOvers) -> RemoteEngine:
+        try:
+            facts = ray.get(started.facts, timeout=self._cluster.start_seconds)
+        except RayTaskError as error:
+            raise EngineError(
+                f"rollout worker {started.number} could not make its engine: {error.cause}"
+            ) from error
+        except RayError as error:
+            raise EngineError(
+                f"rollout worker {started.number} did not start: {error}; see sortedrl cluster "
+                "check"
+            ) from error
+        return RemoteEngine(
+            started.actor,
+            facts,
+            number=started.number,
+            twins=self._twins,
+            hand_overs=hand_overs,
+            has_weights=self._recipe.has_weights,
+            patience_seconds=self._cluster.patience_seconds,
+            logs=self._logs,
+        )
+
+
+def _name(number: int) -> str:
+    """What a worker is called in messages, and its log."""
+    return f"rollout-{number}"

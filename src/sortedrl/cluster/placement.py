@@ -1,0 +1,165 @@
+"""Which resources each rollout worker and each rank of the trainer gets: a Ray placement group.
+
+All bundles of a run are placed together or not at all, so no run begins with half its workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sortedrl.cluster.nodes import Resources, free_resources, living_nodes
+from sortedrl.cluster.settings import Cluster
+from sortedrl.errors import EngineError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What one actor takes of its bundle."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """The bundles of a run, and who takes what of them."""
+
+    bundles: tuple[Resources, ...]
+    workers: tuple[Claim, ...]
+    ranks: tuple[Claim, ...]
+
+    @property
+    def total(self) -> Resources:
+        """The resources of all bundles."""
+        total: Counter[str] = Counter()
+        for bundle in self.bundles:
+            total.update(bundle)
+        return dict(total)
+
+
+def blueprint(cluster: Cluster) -> Blueprint:
+    """What a run places.
+
+    >>> two = Cluster(rollout_workers=2, trainer_ranks=2, gpus_per_worker=1)
+    >>> blueprint(two).total
+    {'CPU': 4, 'GPU': 4}
+    >>> blueprint(Cluster(kind="colocated", trainer_ranks=2, gpus_per_worker=1)).total
+    {'CPU': 4, 'GPU': 2}
+    """
+    if cluster.kind == "colocated":
+        return _colocated(cluster)
+    workers = tuple(
+        Claim(bundle=number, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
+        for number in range(cluster.rollout_workers)
+    )
+    ranks = tuple(
+        Claim(bundle=len(workers) + number, cpus=1, gpus=cluster.gpus_per_rank)
+        for number in range(cluster.trainer_ranks)
+    )
+    bundles = tuple(_bundle(claim.cpus, claim.gpus) for claim in (*workers, *ranks))
+    return Blueprint(bundles=bundles, workers=workers, ranks=ranks)
+
+
+def joining(cluster: Cluster) -> Blueprint:
+    """What one more rollout worker takes, which joins during a run."""
+    claim = Claim(bundle=0, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
+    return Blueprint(bundles=(_bundle(claim.cpus, claim.gpus),), workers=(claim,), ranks=())
+
+
+def refuse_too_small(wanted: Blueprint, nodes: Sequence[Resources]) -> None:
+    """Raise what is missing if the bundles cannot be placed on these nodes, even if all is free.
+
+    >>> refuse_too_small(blueprint(Cluster(rollout_workers=4)), [{"CPU": 4.0}])
+    Traceback (most recent call last):
+        ...
+    sortedrl.errors.EngineError: the cluster must have 5 CPU for this run, it has 4 CPU on 1 \
+node: 1 CPU missing; lower cluster.rollout_workers or cluster.trainer_ranks, or add nodes
+    """
+    has: Counter[str] = Counter()
+    for node in nodes:
+        has.update(node)
+    missing = {
+        name: amount - has[name] for name, amount in wanted.total.items() if amount > has[name]
+    }
+    if missing:
+        raise EngineError(
+            f"the cluster must have {words(wanted.total)} for this run, it has {words(has)} on "
+            f"{len(nodes)} node{'' if len(nodes) == 1 else 's'}: {words(missing)} missing; lower "
+            "cluster.rollout_workers or cluster.trainer_ranks, or add nodes"
+        )
+    for bundle in wanted.bundles:
+        if not any(_fits(bundle, node) for node in nodes):
+            raise EngineError(
+                f"one node must have {words(bundle)} for a single worker, but the nodes have "
+                f"{'; '.join(map(words, nodes))}; lower cluster.cpus_per_worker or "
+                "cluster.gpus_per_worker"
+            )
+
+
+class Placement:
+    """A placement group that is there; `remove` gives its resources back."""
+
+    def __init__(self, wanted: Blueprint, *, seconds: float) -> None:
+        """Wait until all bundles are placed."""
+        from ray.util.placement_group import placement_group
+
+        refuse_too_small(wanted, [node.resources for node in living_nodes()])
+        self.blueprint = wanted
+        self.group: PlacementGroup = placement_group(
+            [dict(bundle) for bundle in wanted.bundles], strategy="PACK"
+        )
+        if not self.group.wait(timeout_seconds=seconds):
+            free = free_resources()
+            self.remove()
+            raise EngineError(
+                f"{words(wanted.total)} in {len(wanted.bundles)} bundles must be free within "
+                f"{seconds:g} s, but others have taken them: {words(free)} are free; end other "
+                "runs, or lower cluster.rollout_workers or cluster.trainer_ranks"
+            )
+
+    def strategy(self, claim: Claim) -> PlacementGroupSchedulingStrategy:
+        """How an actor is told its bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.group, placement_group_bundle_index=claim.bundle
+        )
+
+    def remove(self) -> None:
+        """Give the resources back; actors that still hold some of them end."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self.group)
+
+
+def _colocated(cluster: Cluster) -> Blueprint:
+    share = cluster.gpus_per_worker / 2
+    pairs = range(cluster.rollout_workers)
+    bundle = _bundle(cluster.cpus_per_worker + 1, cluster.gpus_per_worker)
+    return Blueprint(
+        bundles=tuple(bundle for _ in pairs),
+        workers=tuple(Claim(bundle=n, cpus=cluster.cpus_per_worker, gpus=share) for n in pairs),
+        ranks=tuple(Claim(bundle=n, cpus=1, gpus=share) for n in pairs),
+    )
+
+
+def _bundle(cpus: float, gpus: float) -> Resources:
+    return {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+
+
+def _fits(bundle: Resources, node: Resources) -> bool:
+    return all(node.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def words(resources: Resources) -> str:
+    """Resources as a person reads them."""
+    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    return " and ".join(named) or "nothing"

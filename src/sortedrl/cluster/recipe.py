@@ -1,0 +1,161 @@
+"""How an engine is made inside a worker: a small frozen value that can be sent there.
+
+Two workers with the same recipe have the same engine with the same weights, so what one of them
+can write, the other can too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sortedrl.clock import VirtualClock
+from sortedrl.engines.pool import Member
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.simulate.costs import Costs, ticks
+from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.types import Step, Trajectory, Weights
+
+
+class Recipe(Protocol):
+    """Makes an engine in the process where it is called."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its engine must be given tensors; a simulated one has none."""
+
+    def engine(self) -> Member:
+        """A new engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRecipe:
+    """The native engine, with a model of its own."""
+
+    model: str
+    """A hub name, a folder or a GGUF file that every node can read."""
+    slots: int
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    cache_bytes: int | None = None
+    device: str | None = None
+    version: int = 0
+    """Of the weights that the model has."""
+
+    @property
+    def has_weights(self) -> bool:
+        """It has."""
+        return True
+
+    def engine(self) -> Member:
+        """A new engine; its model is read here."""
+        from sortedrl.engines.native import NativeEngine
+
+        engine = NativeEngine.from_pretrained(
+            self.model,
+            slots=self.slots,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            cache_bytes=self.cache_bytes,
+            device=self.device,
+        )
+        engine.version = self.version
+        return engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRecipe:
+    """The simulated engine, for trying out a cluster; it takes no time unless it is told to."""
+
+    slots: int
+    max_tokens: int
+    lengths: LengthSettings = field(default_factory=LengthSettings)
+    samples_per_prompt: int = 1
+    costs: Costs = field(default_factory=ticks)
+    seed: int = 0
+    pause_seconds: float = 0.0
+    """Real seconds of every step."""
+
+    @property
+    def has_weights(self) -> bool:
+        """It writes with a number."""
+        return False
+
+    def engine(self) -> Member:
+        """A new engine with a clock of its own."""
+        lengths = Lengths(
+            self.lengths,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            samples_per_prompt=self.samples_per_prompt,
+        )
+        engine = SimulatedEngine(
+            slots=self.slots, lengths=lengths, costs=self.costs, clock=VirtualClock()
+        )
+        return SimulatedMember(engine, pause_seconds=self.pause_seconds)
+
+
+class SimulatedMember:
+    """A simulated engine that can be in a pool."""
+
+    name = "simulated engine"
+
+    def __init__(self, engine: SimulatedEngine, *, pause_seconds: float) -> None:
+        """Each step takes so long."""
+        self._engine = engine
+        self._pause = pause_seconds
+
+    @property
+    def slots(self) -> int:
+        """Answers written at the same time."""
+        return self._engine.slots
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it would write with."""
+        return self._engine.version
+
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        max_tokens: int | None,
+    ) -> None:
+        """It can write everything."""
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work, in order of priority."""
+        self._engine.submit(trajectories, tolerance=tolerance)
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """The same: lengths are drawn whatever the sampling is."""
+        self._engine.submit(trajectories, tolerance=tolerance)
+
+    def step(self) -> Step:
+        """Work until the next answer is complete."""
+        if self._pause:
+            time.sleep(self._pause)
+        return self._engine.step()
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back everything that is not complete."""
+        return self._engine.interrupt()
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take over the version."""
+        self._engine.load_weights(weights)
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,222 @@
+"""The controller's side of one rollout worker: an engine, to be put into a pool.
+
+Nothing that a worker was writing is kept here: if its process dies, the pool that handed it its
+work knows that work. A worker that is lost stays lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayError,
+    RayTaskError,
+)
+
+from sortedrl.cluster.hand_over import HandOvers
+from sortedrl.cluster.worker import Facts
+from sortedrl.cluster.worker_log import LogFolder
+from sortedrl.engines.pool.member import Terms
+from sortedrl.engines.sampling import Sampling
+from sortedrl.errors import EngineError, EngineLost, RequestError
+from sortedrl.types import Step, Trajectory, Weights
+
+Actor = Any
+"""A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
+BESIDE = "beside"
+"""The thread of a worker that answers while another call is under way."""
+_CLOSE_SECONDS = 20.0
+
+
+class Twins:
+    """Workers with the same recipe: what one of them was asked need not be asked again.
+
+    A pool asks every member whether it can write a batch, one after the other.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was asked yet."""
+        self._asked: tuple[Sequence[Trajectory], Terms] | None = None
+        self._answer: RequestError | None = None
+
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        terms: Terms,
+        *,
+        ask: Callable[[Sequence[Trajectory], Terms], None],
+    ) -> None:
+        """Raise the `RequestError` for this batch, by asking unless it was the last one asked."""
+        if self._asked is None or self._asked[0] is not trajectories or self._asked[1] != terms:
+            self._answer = None
+            try:
+                ask(trajectories, terms)
+            except RequestError as error:
+                self._answer = error
+            self._asked = (trajectories, terms)
+        if self._answer is not None:
+            # Whoever holds the batch may change it and ask anew.
+            self._asked = None
+            raise self._answer
+
+
+class RemoteEngine:
+    """An `Engine` in an actor."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        facts: Facts,
+        *,
+        number: int,
+        twins: Twins,
+        hand_overs: HandOvers,
+        has_weights: bool,
+        patience_seconds: float,
+        logs: LogFolder | None,
+    ) -> None:
+        """An engine over a worker that is open; `number` is its name among the workers."""
+        self.name = f"rollout worker {number}, {facts.engine} at {facts.host}"
+        self.slots = facts.slots
+        self.version = facts.version
+        self.facts = facts
+        self.number = number
+        self.is_closed = False
+        self._actor = actor
+        self._twins = twins
+        self._hand_overs = hand_overs
+        self._has_weights = has_weights
+        self._patience = patience_seconds
+        self._logs = logs
+        self._lost: EngineLost | None = None
+        hand_overs.join(number)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it stopped answering."""
+        return self._lost is not None
+
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        max_tokens: int | None,
+    ) -> None:
+        """Raise the `RequestError` that submitting these would raise; nothing is taken on."""
+        terms = Terms(tolerance=tolerance, sampling=sampling, max_tokens=max_tokens)
+        self._twins.check(trajectories, terms, ask=self._ask)
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work in order of priority; all of it or, if one is impossible, none."""
+        self._submit(trajectories, Terms(tolerance=tolerance))
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """The same with other sampling and another limit."""
+        terms = Terms(tolerance=tolerance, sampling=sampling, max_tokens=max_tokens)
+        self._submit(trajectories, terms)
+
+    def step(self) -> Step:
+        """What the worker did since the last step; waits for a complete answer or a beat."""
+        step: Step = self._result(lambda: self._actor.step.remote())
+        return step
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory.
+
+        An answer that was completed since the last step comes back as unfinished too. A worker
+        whose engine is lost gives back what that was writing; one that is lost itself cannot.
+        """
+        given_back: Sequence[Trajectory] = self._result(lambda: self._actor.interrupt.remote())
+        return given_back
+
+    def load_weights(self, weights: Weights) -> None:
+        """Have the worker fetch these weights and write with them from now on."""
+        if self._has_weights and weights.tensors is None:
+            raise EngineError(
+                f"{self.name} shares no memory with the trainer, so new weights must come with "
+                f"their tensors; version {weights.version} came without"
+            )
+        shipment = self._hand_overs.put(weights)
+        buckets = list(shipment.buckets) if weights.tensors is not None else None
+        loading = self._result(lambda: self._actor.load_weights.remote(weights.version, buckets))
+        self.version = loading.version
+        self._hand_overs.taken(shipment, loading, worker=self.number)
+
+    def share(self, hand_overs: HandOvers) -> None:
+        """From now on take weights together with other workers."""
+        self._hand_overs.leave(self.number)
+        self._hand_overs = hand_overs
+        hand_overs.join(self.number)
+
+    def close(self) -> None:
+        """End the worker's process; a log that is out of sight is brought here first."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._hand_overs.leave(self.number)
+        if self._lost is None:
+            # Whatever it says, its process ends.
+            with suppress(RayError):
+                self._keep_log(ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS))
+        ray.kill(self._actor)
+
+    def _submit(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
+        self._result(lambda: self._actor.submit.remote(list(trajectories), terms))
+
+    def _ask(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
+        # The worker may be waiting in `step`.
+        call = self._actor.check.options(concurrency_group=BESIDE)
+        self._result(lambda: call.remote(list(trajectories), terms))
+
+    def _result(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the method gives
+        """What a call gives or raises; no answer means that the worker is lost."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return ray.get(call(), timeout=self._patience)
+        except RayTaskError as error:
+            if isinstance(error.cause, RayError):
+                raise EngineError(f"{self.name} failed: {error}") from error
+            raise error.cause from error
+        except RayError as error:
+            self._lost = EngineLost(f"{self.name}: {_reason(error, self._patience)}{self._see}")
+            self._hand_overs.leave(self.number)
+            raise self._lost from error
+
+    def _keep_log(self, text: str | None) -> None:
+        if self._logs is not None and self.facts.log is not None and text is not None:
+            (self._logs.folder / self.facts.log.name).write_text(text)
+
+    @property
+    def _see(self) -> str:
+        log: Path | None = self.facts.log
+        return "" if log is None else f"; its log is {log} on {self.facts.host}"
+
+
+def _reason(error: RayError, patience_seconds: float) -> str:
+    match error:
+        case GetTimeoutError():
+            return f"it has not answered for {patience_seconds:g} s"
+        case ActorDiedError(preempted=True):
+            return "its node was taken away"
+        case ActorDiedError():
+            return "its process has died (killed, out of memory, or crashed)"
+        case ActorUnavailableError():
+            return "its node cannot be reached"
+    return str(error).partition("\n")[0]

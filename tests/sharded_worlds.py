@@ -1,0 +1,275 @@
+"""Small worlds for the sharded trainer: processes that wait for work, and the work they do.
+
+The processes are started once and meet over gloo; a piece of work is a function of this module,
+called with the ranks by all of them at the same time. Answers are made by each process itself.
+"""
+
+import math
+import multiprocessing
+import traceback
+from dataclasses import dataclass, replace
+
+import torch
+
+from native_worlds import tiny_model
+from sortedrl.errors import TrainingError
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.sharded.checkpoint import (
+    read_full,
+    read_sharded,
+    write_full,
+    write_sharded,
+)
+from sortedrl.training.sharded.ranks import open_ranks
+from sortedrl.training.sharded.trainer import sharded_trainer
+from sortedrl.types import Segment, TrainBatch
+from training_worlds import trainer_of, written
+
+_SECONDS = 60
+
+
+class Pair:
+    """Two processes, the ranks of one world."""
+
+    def __init__(self, folder, *, world=2):
+        context = multiprocessing.get_context("spawn")
+        self._ends, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, f"file://{folder}/meeting", rank, world), daemon=True
+            )
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def do(self, work, *arguments):
+        """What the work gives on each rank; an error on any of them is raised here."""
+        for end in self._ends:
+            end.send((work, arguments))
+        found = []
+        for rank, end in enumerate(self._ends):
+            assert end.poll(_SECONDS), f"rank {rank} did not answer: a rank waits for another"
+            is_well, result = end.recv()
+            assert is_well, f"rank {rank}: {result}"
+            found.append(result)
+        return found
+
+    def close(self):
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(_SECONDS)
+            process.kill()
+
+
+def _serve(end, meeting, rank, world):
+    ranks = open_ranks(meeting, rank=rank, world=world, timeout_seconds=_SECONDS)
+    while (asked := end.recv()) is not None:
+        work, arguments = asked
+        try:
+            end.send((True, work(ranks, *arguments)))
+        except Exception:  # noqa: BLE001 (whatever it is, the test must hear of it)
+            end.send((False, traceback.format_exc()))
+    ranks.close()
+
+
+class Silent:
+    """A tokenizer without files."""
+
+    def save_pretrained(self, folder):
+        """Nothing to save."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and the answers of each update by their lengths."""
+
+    settings: TrainSettings
+    lengths: tuple[int, ...] = (5, 9, 24, 3, 12, 7, 1, 18)
+    architecture: str = "llama"
+    dtype: torch.dtype = torch.float32
+    is_checkpointed: bool = False
+
+    def model(self):
+        """The model that every process begins with."""
+        model = tiny_model(self.architecture, std=0.3).to(self.dtype)
+        if self.is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        return model
+
+    def batch(self, update):
+        """Answers to the first model, two to a prompt: stale after the first update."""
+        model = tiny_model(self.architecture, std=0.3)
+        return TrainBatch(update, tuple(written(model, self.lengths, samples=2, seed=update)))
+
+    def sharded(self, ranks):
+        """The trainer of a rank."""
+        algorithm = self.settings.algorithm
+        return sharded_trainer(
+            self.model(),
+            ranks,
+            settings=self.settings,
+            first=tiny_model(std=0.3) if algorithm.kl > 0 else None,
+            critic=tiny_model(std=0.3) if algorithm.has_critic else None,
+        )
+
+    def alone(self):
+        """The trainer of one process, and its model."""
+        model = self.model()
+        return trainer_of(model, self.settings), model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What updates leave behind, whole."""
+
+    weights: dict
+    values: dict
+    """The critic's."""
+    version: int
+    numbers: dict
+
+
+def outcome(trainer):
+    """Of a sharded trainer."""
+    weights = {}
+    for bucket in trainer.buckets(max_bytes=20_000):
+        weights.update((name, tensor.clone()) for name, tensor in bucket)
+    critic, values = trainer.trainer.critic, {}
+    if critic is not None:
+        values = {name: part.full_tensor() for name, part in critic.critic.tensors().items()}
+    return Outcome(weights, values, trainer.version, dict(trainer.last))
+
+
+def outcome_alone(trainer, model):
+    """Of the trainer of one process."""
+    values = {} if trainer.critic is None else trainer.critic.critic.tensors()
+    return Outcome(dict(model.state_dict()), values, trainer.version, dict(trainer.last))
+
+
+def updated(ranks, case, updates=2):
+    """The outcome of so many updates."""
+    trainer = case.sharded(ranks)
+    for update in range(updates):
+        trainer.update(case.batch(update))
+    return outcome(trainer)
+
+
+def updated_alone(case, updates=2):
+    """The same in one process."""
+    trainer, model = case.alone()
+    for update in range(updates):
+        trainer.update(case.batch(update))
+    return outcome_alone(trainer, model)
+
+
+def poisoned(ranks, case):
+    """An answer whose log-probabilities are no numbers: what the update made of it, and the next.
+
+    Only the rank that goes through the answer meets them.
+    """
+    trainer = case.sharded(ranks)
+    good = case.batch(0)
+    first = good.trajectories[0]
+    (segment,) = first.segments
+    bad = replace(first, segments=(Segment(segment.tokens, [math.nan] * len(segment.tokens), 0),))
+    before = outcome(trainer)
+    trainer.update(replace(good, trajectories=(bad, *good.trajectories[1:])))
+    after = outcome(trainer)
+    trainer.update(good)
+    return before, after, outcome(trainer)
+
+
+def blown_up(ranks, case):
+    """The last rank's part of one gradient is infinite: what came of the step."""
+    trainer = case.sharded(ranks)
+    optimiser = trainer.trainer.optimiser
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if ranks.rank == ranks.world - 1:
+        next(trainer.model.parameters()).grad.to_local().fill_(math.inf)
+    return optimiser.step(), optimiser.num_steps
+
+
+def given_different_batches(ranks, case):
+    """What a rank says when it is given another batch than the others."""
+    trainer = case.sharded(ranks)
+    try:
+        trainer.update(case.batch(ranks.rank))
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+def saved(ranks, case, folder, kind):
+    """Write a checkpoint after one update, then make another; counters and outcome."""
+    trainer = case.sharded(ranks)
+    trainer.update(case.batch(0))
+    write = {"full": write_full, "sharded": write_sharded}[kind]
+    counters = write(trainer, folder, tokenizer=Silent())
+    trainer.update(case.batch(1))
+    return counters, outcome(trainer)
+
+
+def resumed(ranks, case, folder, kind, counters):
+    """Go on from a checkpoint after one update, and make another."""
+    trainer = case.sharded(ranks)
+    if kind == "full":
+        # As a run does it: the model is loaded first, and then spread.
+        model = case.model()
+        loaded = type(model).from_pretrained(folder / "model", dtype=case.dtype)
+        trainer = replace_model(case, loaded).sharded(ranks)
+    read = {"full": read_full, "sharded": read_sharded}[kind]
+    read(trainer, folder, counters=counters)
+    trainer.update(case.batch(1))
+    return outcome(trainer)
+
+
+def replace_model(case, model):
+    """The case with a model that is there already."""
+
+    class Loaded(Case):
+        def model(self):
+            return model
+
+    return Loaded(**vars(case))
+
+
+def unwritable(ranks, case, folder):
+    """Fail to write a checkpoint, then go on; what each rank said."""
+    trainer = case.sharded(ranks)
+    said = []
+    for write in (write_full, write_sharded):
+        try:
+            write(trainer, folder / "under-a-file", tokenizer=Silent())
+        except Exception as error:  # noqa: BLE001 (libraries raise kinds of their own)
+            said.append(str(error))
+    trainer.update(case.batch(0))
+    return said, trainer.version
+
+
+def held(ranks, case):
+    """After an update, how many numbers this rank holds of each model, and how many there are."""
+    trainer = sharded_trainer(
+        case.model(),
+        ranks,
+        settings=case.settings,
+        first=(first := tiny_model(std=0.3)),
+        critic=(critic := tiny_model(std=0.3)),
+    )
+    trainer.update(case.batch(0))
+    return [
+        (sum(p.to_local().numel() for p in model.parameters()), model.num_parameters())
+        for model in (trainer.model, first, critic)
+    ]
+
+
+def bucket_sizes(ranks, case, max_bytes):
+    """For each bucket, the bytes of its tensors by name."""
+    trainer = case.sharded(ranks)
+    return [
+        {name: tensor.nbytes for name, tensor in bucket}
+        for bucket in trainer.buckets(max_bytes=max_bytes)
+    ]
