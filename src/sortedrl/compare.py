@@ -8,7 +8,7 @@ from typing import get_args
 
 from sortedrl.build.simulation import simulated_lengths, simulated_loop
 from sortedrl.config import ModeName, Schedule, StrategyName
-from sortedrl.events import Event, Record
+from sortedrl.events import Event, Finish, HandOver, Interrupt, Record, Start
 from sortedrl.meter import Meter
 from sortedrl.metrics import LengthBias, Metrics, length_bias, numbers
 from sortedrl.prompts import open_group
@@ -26,11 +26,39 @@ class Outcome:
     bias: LengthBias
     early_bias: LengthBias
     """Of the first half of the answers trained on: below 1 where long answers starve."""
+    trajectory_events: int
+    """Starts, finishes and interruptions: each is asked of the controller."""
+    hand_over_seconds: float
+
+    @property
+    def events_per_second(self) -> float:
+        """What the controller has to answer in a second of the run."""
+        return self.trajectory_events / self.metrics.run.seconds
+
+    @property
+    def hand_over_share(self) -> float:
+        """Share of the run in which weights were on their way."""
+        return self.hand_over_seconds / self.metrics.run.seconds
 
     @property
     def name(self) -> str:
         """Strategy, mode and lookahead in a few letters."""
         return self.simulation.schedule.name
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the meter does not count."""
+
+    trajectory_events: int = 0
+    hand_over_seconds: float = 0.0
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, Start | Finish | Interrupt):
+            self.trajectory_events += 1
+        elif isinstance(event, HandOver):
+            self.hand_over_seconds += event.took_seconds
 
 
 def simulate(
@@ -45,14 +73,15 @@ def simulate(
     trained so far.
     """
     lengths = simulated_lengths(simulation)
-    meter = Meter()
+    meter, tally = Meter(), _Tally()
 
-    def both(event: Event) -> None:
+    def all_of_them(event: Event) -> None:
         meter(event)
+        tally(event)
         if record is not None:
             record(event)
 
-    loop = simulated_loop(simulation, lengths=lengths, record=both)
+    loop = simulated_loop(simulation, lengths=lengths, record=all_of_them)
     for _ in loop.run():
         if on_update is not None:
             on_update(loop.buffer.num_trained)
@@ -64,6 +93,8 @@ def simulate(
         metrics=metrics,
         bias=length_bias(trained, reference),
         early_bias=length_bias(trained[: len(trained) // 2], reference),
+        trajectory_events=tally.trajectory_events,
+        hand_over_seconds=tally.hand_over_seconds,
     )
 
 
@@ -109,6 +140,9 @@ def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
         "length_ks": outcome.bias.ks_distance,
         "early_length_bias": outcome.early_bias.ratio,
         "rounds": len(outcome.metrics.rounds),
+        "engines": outcome.simulation.pool.engines,
+        "events_per_second": outcome.events_per_second,
+        "hand_over_share": outcome.hand_over_share,
     }
 
 

@@ -25,6 +25,8 @@ HELP = """Simulate one strategy on a virtual clock: a line per round, then a sum
   sortedrl simulate paper --length-file my.csv     your own answer lengths
   sortedrl simulate paper --events events.jsonl    keep the record of everything that happened
   sortedrl simulate six --ticks                    small enough to follow step by step
+  sortedrl simulate paper --engines 8 --slots 1024 --group-prompts 4096 --update-batch 1024
+                                                   eight such machines: docs/scale.md
 
 The first word is a preset (sortedrl presets) or a TOML file; flags change single settings.
 """
@@ -140,3 +142,15 @@ def _print_summary(outcome: Outcome) -> None:
         f"written without interruption: bias {outcome.bias.ratio:.3f}, "
         f"KS distance {outcome.bias.ks_distance:.3f}"
     )
+    _print_pool(outcome)
+
+
+def _print_pool(outcome: Outcome) -> None:
+    engines, figures = outcome.simulation.pool.engines, outcome.metrics.run
+    if engines > 1:
+        print(
+            f"engines    {engines:,}, each {figures.goodput / engines:,.0f} trained tokens/s of "
+            f"rollout; hand-over {percent(outcome.hand_over_share)} of the time\n"
+            f"controller {outcome.events_per_second:,.0f} starts, finishes and interruptions "
+            "per simulated second"
+        )

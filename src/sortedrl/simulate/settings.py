@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from sortedrl.config import EngineSettings, Schedule, require
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.pool_settings import PoolSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Simulation:
     engine: EngineSettings = field(default_factory=EngineSettings)
     lengths: LengthSettings = field(default_factory=LengthSettings)
     costs: CostSettings = field(default_factory=CostSettings)
+    pool: PoolSettings = field(default_factory=PoolSettings)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -30,6 +32,11 @@ class Simulation:
         require(
             self.prompts is None or self.prompts >= 1,
             f"prompts must be at least 1, got {self.prompts}",
+        )
+        require(
+            self.pool.engines <= self.engine.slots,
+            f"pool.engines must be at most engine.slots ({self.engine.slots}), so that each has a "
+            f"slot, got {self.pool.engines}; lower engines or raise slots",
         )
 
     @property
