@@ -89,7 +89,8 @@ def test_a_run_trains_with_an_outside_engine_which_has_the_new_weights_in_the_en
     begun = load_model("begun", dtype=None, device="cpu")
     assert trained != [greedy(begun, prompt) for prompt in PROMPTS], "nothing was learned"
     rows = [row for row in read_metrics(settings.out / "metrics.jsonl") if "gap/max" in row]
-    assert len(rows) >= 5
+    # How many answers are complete at a harvest, and so how many updates there are, is timing.
+    assert rows[-1]["total/samples"] == len(task.rows)
     assert max(row["gap/max"] for row in rows) < 1e-3
     assert any(row["stale_1/share"] > 0 for row in rows), "no answer was gone on with"
     assert not list(settings.out.glob("engine-model-*")), "the model's folder is left behind"
