@@ -95,11 +95,11 @@ class SimulatedRecipe:
         engine = SimulatedEngine(
             slots=self.slots, lengths=lengths, costs=self.costs, clock=VirtualClock()
         )
-        return SimulatedMember(engine, pause_seconds=self.pause_seconds)
+        return PacedEngine(engine, pause_seconds=self.pause_seconds)
 
 
-class SimulatedMember:
-    """A simulated engine that can be in a pool."""
+class PacedEngine:
+    """A simulated engine whose steps take time, for a worker to hold."""
 
     name = "simulated engine"
 
