@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def pieces(trial: Trial) -> list[Piece]:
     for model in trial.settings["run"]:
         about = trial.settings["models"][model]
         world = opener(trial, about)
-        for arm in trial.settings["arms"]:
+        for arm in arms_of(trial.settings["arms"], about):
             schedule = schedule_of(arm, trial.settings["workload"])
             seconds = _MARGIN * expected_seconds(arm, trial.settings["workload"], about["costs"])
             found.append(
@@ -39,6 +39,19 @@ def pieces(trial: Trial) -> list[Piece]:
                 )
             )
     return found
+
+
+def arms_of(arms: Sequence[Mapping[str, Any]], model: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arms as one model runs them: it may have other numbers of `groups`, by their names."""
+    groups = model.get("groups", {})
+    default = {"group": 1, "batch": 1, "tolerance": 0.0}
+    names = [piece_name(schedule_of(arm, default)) for arm in arms]
+    if unknown := sorted(set(groups) - set(names)):
+        raise ValueError(f"groups of no arm: {', '.join(unknown)} (there are {', '.join(names)})")
+    return [
+        {**arm, "groups": groups.get(name, arm["groups"])}
+        for arm, name in zip(arms, names, strict=True)
+    ]
 
 
 def schedule_of(arm: Mapping[str, Any], workload: Mapping[str, Any]) -> Schedule:
