@@ -148,7 +148,9 @@ def _aim(numbers: Mapping[str, Any], aim: str, measured: str, is_met: bool) -> l
 
 
 def _has_steady(numbers: Mapping[str, Any]) -> bool:
-    return bool(numbers["arm"]["lookahead"] and numbers["steady"])
+    return bool(
+        numbers["arm"]["lookahead"] and numbers["steady"] and numbers["steady"]["decoded_tokens"]
+    )
 
 
 def _ratio(numbers: Mapping[str, Any], sync: Mapping[str, Any] | None, name: str) -> str:

@@ -22,16 +22,24 @@ from sortedrl.toml_file import read_toml
 _SAMPLES, _SECONDS, _LENGTH = "score-samples", "score-seconds", "length"
 
 
-def logic(records: Sequence[Record], faster: Sequence[Record]) -> str:
-    """Knights and Knaves; `faster` are the runs with twice the learning rate."""
+def logic(records: Sequence[Record], by_group: Sequence[Record], faster: Sequence[Record]) -> str:
+    """Knights and Knaves; then whitened over groups, and with twice the learning rate."""
     parts = [_tables(records, "learning_logic")]
+    if by_group:
+        parts += _variant("Advantages whitened over a group", by_group)
+        settings = _settings("learning_logic")
+        parts += _targets(arm_rows(by_group, settings), settings)
     if faster:
-        rows = arm_rows(faster, _settings("learning_logic"))
-        parts += [
-            f"### Twice the learning rate\n\n{caption(faster)}\nAll else is as above.",
-            "\n".join(score_table(rows)),
-        ]
+        parts += _variant("Twice the learning rate", faster)
     return "\n\n".join(parts)
+
+
+def _variant(title: str, records: Sequence[Record]) -> list[str]:
+    rows = arm_rows(records, _settings("learning_logic"))
+    return [
+        f"### {title}\n\n{caption(records)}\nAll else is as above.",
+        "\n".join(score_table(rows)),
+    ]
 
 
 def maths(records: Sequence[Record]) -> str:

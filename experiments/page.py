@@ -63,7 +63,7 @@ SECTIONS = (
     ),
     Section(
         title="Learning: logic",
-        folders=("learning_logic", "learning_logic_2e-4"),
+        folders=("learning_logic", "learning_logic_group", "learning_logic_2e-4"),
         text=learning_page.logic,
         readings="learning_logic",
     ),
