@@ -361,3 +361,11 @@ def test_length_bias_compares_what_was_trained_with_what_the_policy_writes():
     bias = length_bias([2, 4], [4, 8])
     assert (bias.trained_mean, bias.reference_mean, bias.ratio) == (3.0, 6.0, 0.5)
     assert bias.ks_distance == 0.5
+
+
+def test_a_window_in_which_nothing_was_written_is_no_steady_state():
+    second, third = one_group(1, 10, 14), one_group(2, 15, 19)
+    first = [begin(), *one_group(0, 0, 9)]
+    assert measure([*first, *second, *third]).steady is not None
+    at_once = [*second[:2], replace(third[0], seconds=11), *second[2:], *third[1:]]
+    assert measure([*first, *at_once]).steady is None

@@ -158,7 +158,7 @@ class Meter:
             rounds = [*rounds, self._figures(self._round_start, self._sums)]
         if self._first_close is not None and self._last_load is not None:
             window = self._figures(self._first_close, self._last_load)
-            steady = window if window.ledger.decoded else None
+            steady = window if window.ledger.decoded > 0 else None
         return Metrics(
             schedule=self._begin.schedule,
             slots=self._begin.slots,
