@@ -109,14 +109,16 @@ def cut_off_a_host():
     from sortedrl.cluster.connection import connected
     from sortedrl.cluster.placement import Placement, blueprint
     from sortedrl.cluster.recipe import SimulatedRecipe
-    from sortedrl.cluster.settings import Cluster
     from sortedrl.simulate.lengths import LengthSettings
+    from sortedrl.training.cluster import Cluster
     from sortedrl.types import Weights
 
     room = {"num_cpus": 1, "object_store_memory": 100 << 20}
     nodes = Nodes(initialize_head=True, head_node_args=room | {"include_dashboard": False})
     other = nodes.add_node(**room)
-    cluster = Cluster(address=nodes.address, trainer_ranks=0, patience_seconds=20)
+    cluster = Cluster(
+        address=nodes.address, rollout_workers=2, trainer_ranks=0, patience_seconds=20
+    )
     said, warnings = [], []
     with connected(cluster, tell=said.append) as connection:
         from sortedrl.cluster.fleet import Fleet

@@ -28,7 +28,6 @@ from sortedrl.cluster.placement import Placement, blueprint
 from sortedrl.cluster.probe import machine
 from sortedrl.cluster.recipe import SimulatedRecipe
 from sortedrl.cluster.remote_engine import Twins
-from sortedrl.cluster.settings import Cluster
 from sortedrl.cluster.worker_log import LogFolder
 from sortedrl.commands.cluster import _from_file as from_file
 from sortedrl.config import Schedule
@@ -43,6 +42,7 @@ from sortedrl.meter import measure
 from sortedrl.randomness import mix
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.training.cluster import Cluster
 from sortedrl.types import Weights
 from worlds import CountingScorer
 
@@ -487,8 +487,10 @@ def test_a_node_with_other_versions_or_without_memory_is_named():
 
 def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('seed = 1\n[cluster]\nkind = "colocated"\ntrainer_ranks = 2\n')
-    assert from_file(file) == Cluster(kind="colocated", trainer_ranks=2)
+    file.write_text(
+        'seed = 1\n[cluster]\nkind = "colocated"\nrollout_workers = 2\ntrainer_ranks = 2\n'
+    )
+    assert from_file(file) == Cluster(kind="colocated", rollout_workers=2, trainer_ranks=2)
     file.write_text("seed = 1\n")
     with pytest.raises(DataError, match=r"has no section \[cluster\]"):
         from_file(file)
@@ -497,7 +499,13 @@ def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_workers": 0}, "rollout_workers must be at least 1, got 0"),
+        ({"rollout_workers": -1}, "rollout_workers must be at least 0, got -1"),
+        ({"rollout_workers": 0, "trainer_ranks": 2}, "cluster.trainer_ranks need a cluster"),
+        (
+            {"overlap": True, "kind": "colocated", "trainer_ranks": 2},
+            "needs cluster.kind separated",
+        ),
+        ({"overlap": True, "trainer_ranks": 0}, "needs cluster.trainer_ranks of at least 1"),
         ({"cpus_per_worker": 0}, "must have a CPU or a GPU"),
         ({"patience_seconds": 0}, "patience_seconds must be above 0"),
         ({"kind": "colocate"}, "did you mean 'colocated'"),
@@ -509,7 +517,7 @@ def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
 )
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Cluster(**settings)
+        Cluster(**{"rollout_workers": 2} | settings)
 
 
 def test_many_workers_speak_less_often():
@@ -528,8 +536,8 @@ def test_the_settings_and_the_help_need_neither_ray_nor_torch():
 def test_an_address_where_no_ray_is_is_refused_at_once():
     code = (
         "from sortedrl.cluster.connection import connected\n"
-        "from sortedrl.cluster.settings import Cluster\n"
-        "with connected(Cluster(address='127.0.0.1:9'), tell=print): pass\n"
+        "from sortedrl.training.cluster import Cluster\n"
+        "with connected(Cluster(rollout_workers=1, address='127.0.0.1:9'), tell=print): pass\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr

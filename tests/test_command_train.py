@@ -67,10 +67,10 @@ def test_the_model_is_one_for_transformers_and_says_what_the_trainer_says(
     said(capsys, run_words(tmp_path / "run", *words, "--max-updates", "3", model=str(model)))
     (parts,) = made
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert exported.dtype == parts.model.dtype
+    assert exported.dtype == parts.trainer.model.dtype
     tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
     assert tied == is_tied
-    of_trainer, of_exported = logprobs(parts.model), logprobs(exported)
+    of_trainer, of_exported = logprobs(parts.trainer.model), logprobs(exported)
     before = logprobs(AutoModelForCausalLM.from_pretrained(model, dtype=exported.dtype))
     tolerance = 1e-5 if exported.dtype == torch.float32 else 2e-2
     assert not torch.allclose(of_trainer, before, atol=2 * tolerance), "it must have learnt"

@@ -83,7 +83,7 @@ def test_a_run_trains_with_an_outside_engine_which_has_the_new_weights_in_the_en
         frozen = Sampling(temperature=0, stop_tokens=frozenset())
         parts.engine.submit_with(trial, tolerance=None, sampling=frozen, max_tokens=TOKENS)
         written = run_to_end(parts.engine, [t.key for t in trial], show_progress=False)
-        trained = [greedy(parts.model, prompt) for prompt in PROMPTS]
+        trained = [greedy(parts.trainer.model, prompt) for prompt in PROMPTS]
     assert ending.reason == "data"
     assert [t.tokens for t in written] == trained
     begun = load_model("begun", dtype=None, device="cpu")

@@ -33,6 +33,7 @@ from sortedrl.training.export import plain_tensors
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.reference import AdapterReference, CopiedReference
+from sortedrl.training.run_trainer import LocalTrainer, RunTrainer
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
 from sortedrl.training.trainer import PolicyTrainer
@@ -54,12 +55,18 @@ class TrainingParts:
 
     loop: Loop
     engine: RolloutEngine
-    trainer: PolicyTrainer
+    trainer: RunTrainer
     prompts: PromptStream
-    model: PreTrainedModel
     text: Callable[[Trajectory], str]
     """An answer as a person reads it."""
     clock: WallClock
+
+    def close(self) -> None:
+        """Let go of engine and trainer."""
+        try:
+            self.engine.close()
+        finally:
+            self.trainer.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,10 @@ def training_parts(
     """
     prompts = _prompts(settings, rows, saved)
     model = trained_model(settings, saved=saved)
-    trainer = _trainer(settings, model, num_rows=len(rows))
+    policy = _trainer(settings, model, num_rows=len(rows))
     if saved is not None:
-        read_trainer(trainer, saved.folder, saved.state["trainer"])
+        read_trainer(policy, saved.folder, saved.state["trainer"])
+    trainer = LocalTrainer(policy, model=model)
     # As it stood: weights newer than the engine's version are handed over, and that is logged.
     version = 0 if saved is None else saved.state["engine_version"]
     world = RolloutWorld(
@@ -149,7 +157,6 @@ def training_parts(
         engine=engine,
         trainer=trainer,
         prompts=prompts,
-        model=model,
         text=text,
         clock=clock,
     )

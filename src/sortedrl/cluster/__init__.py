@@ -1,6 +1,5 @@
 """The same protocols over Ray: rollout workers in other processes and on other machines.
 
-settings       what a run asks of a cluster
 connection     a Ray of our own, or one that runs already
 nodes          the machines, and what is free on them
 placement      which resources each worker and each rank of the trainer gets

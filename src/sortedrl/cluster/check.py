@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sortedrl.cluster.nodes import Node, living_nodes
 from sortedrl.cluster.placement import Claim, Placement, blueprint, words
 from sortedrl.cluster.probe import Backend, Machine, Meeting, Probe, machine
-from sortedrl.cluster.settings import Cluster
 from sortedrl.engines.installed import Device
 from sortedrl.errors import EngineError
+from sortedrl.training.cluster import Cluster
 
 _GIB = 1 << 30
 _LEAST_FREE_BYTES = _GIB

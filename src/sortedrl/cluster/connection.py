@@ -16,8 +16,8 @@ from typing import Any
 
 from sortedrl.cluster.nodes import living_nodes
 from sortedrl.cluster.placement import blueprint
-from sortedrl.cluster.settings import Cluster
 from sortedrl.errors import EngineError
+from sortedrl.training.cluster import Cluster
 
 _GIB = 1 << 30
 _NAMESPACE = "sortedrl"

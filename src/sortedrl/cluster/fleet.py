@@ -20,11 +20,11 @@ from sortedrl.cluster.hand_over import HandOver, HandOvers
 from sortedrl.cluster.placement import Claim, Placement, joining
 from sortedrl.cluster.recipe import Recipe
 from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, Twins
-from sortedrl.cluster.settings import Cluster
 from sortedrl.cluster.worker import Facts, RolloutWorker
 from sortedrl.cluster.worker_log import LogFolder
 from sortedrl.engines.pool import EnginePool
 from sortedrl.errors import EngineError
+from sortedrl.training.cluster import Cluster
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:

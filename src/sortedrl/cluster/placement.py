@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sortedrl.cluster.nodes import Resources, free_resources, living_nodes
-from sortedrl.cluster.settings import Cluster
 from sortedrl.errors import EngineError
+from sortedrl.training.cluster import Cluster
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -48,10 +48,11 @@ class Blueprint:
 def blueprint(cluster: Cluster) -> Blueprint:
     """What a run places.
 
+    >>> from dataclasses import replace
     >>> two = Cluster(rollout_workers=2, trainer_ranks=2, gpus_per_worker=1)
     >>> blueprint(two).total
     {'CPU': 4, 'GPU': 4}
-    >>> blueprint(Cluster(kind="colocated", trainer_ranks=2, gpus_per_worker=1)).total
+    >>> blueprint(replace(two, kind="colocated")).total
     {'CPU': 4, 'GPU': 2}
     """
     if cluster.kind == "colocated":

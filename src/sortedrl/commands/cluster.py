@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from sortedrl.arguments import parse, settings_over
-from sortedrl.cluster.settings import Cluster
 from sortedrl.config import require
 from sortedrl.errors import DataError
 from sortedrl.terminal import tell
 from sortedrl.toml_file import read_toml
+from sortedrl.training.cluster import Cluster
 
 if TYPE_CHECKING:
     from sortedrl.cluster.check import Report
@@ -55,7 +55,7 @@ class Arguments:
 
     verb: tyro.conf.Positional[Literal["check"]]
     """check."""
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: Cluster = field(default_factory=lambda: Cluster(rollout_workers=2))
     seconds: float = 60.0
     """How long the placement may wait for others to let go of what it needs."""
     json: bool = False

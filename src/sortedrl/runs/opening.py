@@ -83,7 +83,7 @@ def opened_run(
             ),
             tell=tell,
         )
-        stack.callback(parts.engine.close)
+        stack.callback(parts.close)
         config = all_to_toml(settings, TrainSettings())
         folder.write(config)  # of a resumed run too, as some settings may have changed
         meter = Meter()
@@ -178,7 +178,7 @@ def _source(settings: TrainSettings, parts: TrainingParts, meter: Meter) -> Sour
         slots=parts.engine.slots,
         update_batch=settings.schedule.update_batch,
         max_tokens=settings.engine.max_tokens,
-        device=str(parts.model.device),
+        device=parts.trainer.device,
         decoded=lambda: journal.engine_decoded,
         seconds=parts.clock.seconds,
         figures=lambda: meter.run,

@@ -30,7 +30,6 @@ from sortedrl.runs.snapshot import write_snapshot
 from sortedrl.runs.stopping import Stopping
 from sortedrl.trackers import Trackers
 from sortedrl.training.checkpoints import Checkpoints
-from sortedrl.training.export import export_model
 from sortedrl.training.settings import TrainSettings
 from sortedrl.types import TrainBatch
 
@@ -224,7 +223,6 @@ class TrainingRun:
             lambda folder: write_snapshot(
                 folder,
                 self.parts,
-                settings=self.settings,
                 tokenizer=self.tokenizer,
                 counters={"run": counters.to_json(), **lengths},
             ),
@@ -253,7 +251,7 @@ class TrainingRun:
             self._evaluate()
         self._save()
         if reason != "asked":
-            export_model(self.parts.model, self.tokenizer, self.folder.model)
+            self.parts.trainer.export(self.folder.model, tokenizer=self.tokenizer)
         return Ending(
             reason=reason,
             updates=counters.updates,

@@ -14,6 +14,7 @@ from sortedrl.data.settings import DataSettings
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.trackers import Tracking
 from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.cluster import Cluster
 from sortedrl.training.correction import Correction
 from sortedrl.training.layout import Layout
 from sortedrl.training.optimisation import Optimisation
@@ -136,6 +137,7 @@ class TrainSettings:
     passes: PassSettings = field(default_factory=PassSettings)
     lora: Lora = field(default_factory=Lora)
     layout: Layout = field(default_factory=Layout)
+    cluster: Cluster = field(default_factory=Cluster)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: PeriodicEvaluation = field(default_factory=PeriodicEvaluation)
@@ -157,6 +159,7 @@ class TrainSettings:
         self._check_siblings()
         self._check_engine()
         self._check_layout()
+        self._check_cluster()
         overlong = self.algorithm.overlong_tokens
         require(
             overlong is None or overlong <= self.engine.max_tokens,
@@ -202,13 +205,44 @@ class TrainSettings:
             f"layout.tensor_parallel), so there must be at least as many, got {slots}",
         )
 
+    def _check_cluster(self) -> None:
+        cluster, slots = self.cluster, self.engine.slots
+        if not cluster.is_used:
+            return
+        require(
+            slots % cluster.rollout_workers == 0,
+            f"engine.slots are shared evenly by cluster.rollout_workers "
+            f"({cluster.rollout_workers}), got {slots}; make them a multiple",
+        )
+        require(
+            self.rollout.engine != "servers",
+            "rollout.engine 'servers' are engines that run elsewhere already, so a cluster has "
+            "none to place; leave cluster.rollout_workers out",
+        )
+        require(
+            self.lora.rank is None or cluster.trainer_ranks == 0,
+            f"lora.rank needs the trainer in one process, got cluster.trainer_ranks "
+            f"{cluster.trainer_ranks}; set it to 0, or train without adapters",
+        )
+        require(
+            self.layout.devices == 1,
+            f"layout.devices plans a run, and cluster runs one, got layout.devices "
+            f"{self.layout.devices} beside a cluster; leave layout out",
+        )
+        require(
+            not cluster.overlap or self.schedule.keeps_stale_tokens,
+            f"cluster.overlap trains on answers of the version before, which schedule.mode "
+            f"{self.schedule.mode!r} rules out; take mode 'partial'",
+        )
+
     @property
     def needs_correction(self) -> bool:
         """Whether tokens are trained on that other probabilities have drawn.
 
         They are those of older weights, or those of an engine with kernels of its own.
         """
-        return self.schedule.staleness_bound != 0 or self.rollout.is_outside
+        is_stale = self.schedule.staleness_bound != 0 or self.cluster.overlap
+        return is_stale or self.rollout.is_outside
 
     def updates_expected(self, *, num_rows: int) -> int:
         """About how many updates the run has; the learning-rate schedule is stretched to it."""

@@ -6,13 +6,15 @@ colocated   worker and rank share a bundle, one pair in each, and take turns
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from sortedrl.config import require
 from sortedrl.errors import unknown_name
 
 Kind = Literal["colocated", "separated"]
+HandOverWay = Literal["group", "objects", "disk"]
+CheckpointKind = Literal["full", "sharded"]
 _CALLS_PER_SECOND = 1000
 _SHORTEST_BEAT_SECONDS = 0.02
 
@@ -29,8 +31,9 @@ class Cluster:
     """How rollout workers and trainer share the cluster.
     separated: each has CPUs and GPUs of its own.
     colocated: worker and rank share theirs, one pair in each place, and take turns."""
-    rollout_workers: int = 2
-    """Engines, each in a process of its own with a copy of the weights."""
+    rollout_workers: int = 0
+    """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
+    0: no cluster, everything is done in this process."""
     cpus_per_worker: int = 1
     """CPUs of a rollout worker."""
     gpus_per_worker: int = 0
@@ -38,6 +41,20 @@ class Cluster:
     trainer_ranks: int = 1
     """Processes over which the trainer is spread, with a CPU and, where workers have GPUs, a GPU
     each. 0: it stays in the process of the controller."""
+    hand_over: HandOverWay = "group"
+    """How new weights come to the rollout workers; if one way fails, the next is taken.
+    group: broadcast over a process group (NCCL, or gloo on the CPU), a bucket at a time.
+    objects: through Ray's object store, which every machine reads once.
+    disk: a file in the folder of the run, which every machine must see."""
+    overlap: bool = False
+    """Let the workers write on while the trainer updates: rollout and update take turns no more,
+    and what is trained on is up to one version older. Needs mode partial and kind separated."""
+    checkpoint: CheckpointKind = "full"
+    """How ranks save. full: one file, gathered by the first rank, as a run without a cluster
+    writes it. sharded: each rank writes its part, into a folder that all of them see."""
+    restarts: int = 3
+    """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
+    lost."""
     patience_seconds: float = 300.0
     """A worker that does not answer for so long counts as lost, and others take its answers."""
     start_seconds: float = 600.0
@@ -50,13 +67,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        names = get_args(Kind)
-        require(self.kind in names, unknown_name("cluster kind", self.kind, names))
+        for what, value, names in (
+            ("cluster kind", self.kind, get_args(Kind)),
+            ("cluster hand_over", self.hand_over, get_args(HandOverWay)),
+            ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
+        ):
+            require(value in names, unknown_name(what, value, names))
         for name, value, least in (
-            ("rollout_workers", self.rollout_workers, 1),
+            ("rollout_workers", self.rollout_workers, 0),
             ("cpus_per_worker", self.cpus_per_worker, 0),
             ("gpus_per_worker", self.gpus_per_worker, 0),
             ("trainer_ranks", self.trainer_ranks, 0),
+            ("restarts", self.restarts, 0),
         ):
             require(value >= least, f"cluster.{name} must be at least {least}, got {value}")
         for name, seconds in (
@@ -78,10 +100,30 @@ class Cluster:
             f"cluster.object_store_gib is for a Ray of our own, got it with address "
             f"{self.address!r}; leave it out",
         )
+        self._check_used()
         self._check_pairs()
+        require(
+            not self.overlap or self.kind == "separated",
+            "cluster.overlap needs cluster.kind separated, got colocated: what shares a GPU takes "
+            "turns on it",
+        )
+        require(
+            not self.overlap or self.trainer_ranks > 0,
+            "cluster.overlap needs cluster.trainer_ranks of at least 1, got 0: a trainer in the "
+            "process of the controller keeps it from the workers",
+        )
+
+    def _check_used(self) -> None:
+        known = {field.name: field.default for field in fields(self)}
+        given = [name for name, value in known.items() if getattr(self, name) != value]
+        require(
+            self.is_used or not given,
+            f"cluster.{', cluster.'.join(given)} need a cluster; set cluster.rollout_workers to 1 "
+            "or more, or leave them out",
+        )
 
     def _check_pairs(self) -> None:
-        if self.kind == "separated":
+        if self.kind == "separated" or not self.is_used:
             return
         require(
             self.trainer_ranks == self.rollout_workers,
@@ -94,6 +136,11 @@ class Cluster:
             "cluster.kind colocated shares one GPU between a worker and a rank, got "
             f"gpus_per_worker {self.gpus_per_worker}; set it to 1 or 0, or take separated",
         )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a cluster at all."""
+        return self.rollout_workers > 0
 
     @property
     def gpus_per_rank(self) -> int:
