@@ -31,7 +31,6 @@ from sortedrl.clock import WallClock
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import Placement, blueprint
 from sortedrl.cluster.recipe import SimulatedRecipe
-from sortedrl.cluster.settings import Cluster
 from sortedrl.config import Schedule
 from sortedrl.controller import Controller
 from sortedrl.engines.simulated import SimulatedPrompts, SimulatedScorer
@@ -41,6 +40,7 @@ from sortedrl.loop import Loop
 from sortedrl.prompts import open_group
 from sortedrl.protocols import Engine
 from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.training.cluster import Cluster
 from sortedrl.types import TrainBatch, Weights
 
 _EVENTS = ("start", "finish", "interrupt")
