@@ -45,7 +45,7 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
     import torch
 
     from sortedrl.build.evaluation import tokenizer_of
-    from sortedrl.build.training import trained_model
+    from sortedrl.build.models import trained_model
     from sortedrl.data.stream import tokenized
     from sortedrl.engines.native import NativeEngine
     from sortedrl.engines.native.weights import read_safetensors

@@ -66,6 +66,10 @@ class TrainingError(SortedRLError):
     """Updates that go wrong again and again."""
 
 
+class TrainerLost(TrainingError):
+    """The trainer's processes are gone; the run can go on from its last checkpoint."""
+
+
 class RewardError(SortedRLError):
     """A reward function that raised, or gave something that is no reward."""
 

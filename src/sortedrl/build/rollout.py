@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from sortedrl.data.chat import Tokenizer
 from sortedrl.engines.agreement import refuse_other_model
-from sortedrl.engines.guest import RolloutEngine
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.engines.native.driver import attention_shape
 from sortedrl.engines.native.memory import available_bytes
-from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.pool import EnginePool, Member
 from sortedrl.engines.streamed.backend import Backend
 from sortedrl.engines.streamed.engine import StreamedEngine
 from sortedrl.engines.versions import SGLANG, VLLM
@@ -75,7 +74,7 @@ def check_engine(rollout: Rollout) -> None:
 
 def rollout_engine(
     settings: TrainSettings, world: RolloutWorld, *, weights: Callable[[], Weights], tell: Tell
-) -> RolloutEngine:
+) -> Member:
     """The engine that writes the answers of a run; one from outside is tried out first."""
     if settings.rollout.engine == "native":
         return _native(settings, world)
@@ -111,7 +110,7 @@ def _outside(
     *,
     weights: Callable[[], Weights],
     tell: Tell,
-) -> RolloutEngine:
+) -> Member:
     if settings.rollout.engine != "servers":
         tell(f"starting {settings.rollout.engine}, which takes half a minute or more")
         with _model_of(settings, world) as model:
@@ -122,7 +121,7 @@ def _outside(
     return engine
 
 
-def _servers(settings: TrainSettings, world: RolloutWorld, *, tell: Tell) -> RolloutEngine:
+def _servers(settings: TrainSettings, world: RolloutWorld, *, tell: Tell) -> Member:
     urls = settings.rollout.urls
     with ExitStack() as opened:
         members = []

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 
 from sortedrl.buffer import Buffer
 from sortedrl.buffer_store import load_buffer
+from sortedrl.build.models import first_model, total_steps, trained_model
 from sortedrl.build.rollout import RolloutWorld, rollout_engine
 from sortedrl.clock import WallClock
 from sortedrl.controller import Controller
@@ -23,10 +23,9 @@ from sortedrl.errors import CheckpointError
 from sortedrl.events import Record
 from sortedrl.journal import Journal, JournalState
 from sortedrl.loop import Loop
-from sortedrl.models.loading import load_model
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.scorer import PoolScorer
-from sortedrl.training.adapters import add_adapters, load_adapters, trained_parameters
+from sortedrl.training.adapters import load_adapters, trained_parameters
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.export import plain_tensors
@@ -35,18 +34,16 @@ from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.reference import AdapterReference, CopiedReference
 from sortedrl.training.run_trainer import LocalTrainer, RunTrainer
 from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.training.sharded.checkpoint import read_joined
+from sortedrl.training.sharded.shards import is_sharded
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.training.trainer_files import read_trainer
 from sortedrl.types import Trajectory
 
+if TYPE_CHECKING:
+    from sortedrl.build.cluster import RunningCluster
+
 _TRIED_PROMPTS = 4
-_PRECISIONS = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +57,8 @@ class TrainingParts:
     text: Callable[[Trajectory], str]
     """An answer as a person reads it."""
     clock: WallClock
+    numbers: Callable[[], Mapping[str, float]]
+    """What else is worth a line with every update: the hand-overs of a cluster."""
 
     def close(self) -> None:
         """Let go of engine and trainer."""
@@ -82,23 +81,6 @@ class Saved:
         return cls(folder, read_state(folder))
 
 
-def trained_model(
-    settings: TrainSettings | SupervisedSettings, *, saved: Saved | None = None
-) -> PreTrainedModel:
-    """The model that is trained: as it begins, or as it is in a checkpoint."""
-    has_adapters = settings.lora.rank is not None
-    name = settings.model if saved is None or has_adapters else saved.folder / "model"
-    model = load_model(name, dtype=_PRECISIONS[settings.precision], device=settings.device)
-    if has_adapters:
-        add_adapters(model, settings.lora, seed=settings.seed)
-        if saved is not None:
-            load_adapters(model, saved.folder)
-    if settings.passes.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    return model
-
-
 def training_parts(
     settings: TrainSettings,
     rows: Sequence[TokenizedRow],
@@ -107,29 +89,34 @@ def training_parts(
     pool: RewardPool,
     record: Record,
     saved: Saved | None,
+    cluster: RunningCluster | None = None,
     held_out_tokens: int = 0,
     tell: Callable[[str], None],
 ) -> TrainingParts:
     """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
 
-    The engine must be closed in the end.
+    The parts must be closed in the end.
     """
     prompts = _prompts(settings, rows, saved)
-    model = trained_model(settings, saved=saved)
-    policy = _trainer(settings, model, num_rows=len(rows))
-    if saved is not None:
-        read_trainer(policy, saved.folder, saved.state["trainer"])
-    trainer = LocalTrainer(policy, model=model)
-    # As it stood: weights newer than the engine's version are handed over, and that is logged.
-    version = 0 if saved is None else saved.state["engine_version"]
-    world = RolloutWorld(
-        model=model,
-        tokenizer=tokenizer,
-        prompts=[row.tokens for row in rows[:_TRIED_PROMPTS]],
-        longest_prompt=max(held_out_tokens, *(len(row.tokens) for row in rows)),
-        version=trainer.version if settings.rollout.is_outside else version,
-    )
-    engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
+    longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
+    tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
+    trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
+    if cluster is not None:
+        engine: RolloutEngine = cluster.engine(longest_prompt=longest, prompts=tried)
+        if engine.version != trainer.version:
+            engine.load_weights(trainer.weights())
+    else:
+        assert isinstance(trainer, LocalTrainer)
+        # As it stood: weights newer than the engine's version are handed over, and that is logged.
+        version = 0 if saved is None else saved.state["engine_version"]
+        world = RolloutWorld(
+            model=trainer.model,
+            tokenizer=tokenizer,
+            prompts=tried,
+            longest_prompt=longest,
+            version=trainer.version if settings.rollout.is_outside else version,
+        )
+        engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
     buffer = (
@@ -159,6 +146,7 @@ def training_parts(
         prompts=prompts,
         text=text,
         clock=clock,
+        numbers=dict if cluster is None else cluster.numbers,
     )
 
 
@@ -175,10 +163,39 @@ def _prompts(
     return prompts
 
 
-def _trainer(settings: TrainSettings, model: PreTrainedModel, *, num_rows: int) -> PolicyTrainer:
+def _trainer(
+    settings: TrainSettings,
+    *,
+    num_rows: int,
+    saved: Saved | None,
+    cluster: RunningCluster | None,
+) -> RunTrainer:
+    if cluster is not None and settings.cluster.trainer_ranks:
+        return cluster.trainer(
+            num_rows=num_rows,
+            saved=None if saved is None else (saved.folder, saved.state["trainer"]),
+        )
+    is_spread = saved is not None and is_sharded(saved.folder)
+    has_adapters = settings.lora.rank is not None
+    source = None if saved is None or has_adapters or is_spread else saved.folder / "model"
+    model = trained_model(settings, source=source)
+    if saved is not None and has_adapters:
+        load_adapters(model, saved.folder)
+    is_shared = cluster is None and not settings.rollout.is_outside
+    policy = _policy_trainer(settings, model, num_rows=num_rows, is_shared=is_shared)
+    if saved is not None and is_spread:
+        read_joined(policy, saved.folder, model=model, counters=saved.state["trainer"])
+    elif saved is not None:
+        read_trainer(policy, saved.folder, saved.state["trainer"])
+    return LocalTrainer(policy, model=model)
+
+
+def _policy_trainer(
+    settings: TrainSettings, model: PreTrainedModel, *, num_rows: int, is_shared: bool
+) -> PolicyTrainer:
+    """`is_shared`: the engine writes with the very tensors that are trained."""
     algorithm, optimisation = settings.algorithm, settings.optimiser
-    updates = settings.updates_expected(num_rows=num_rows)
-    total_steps = updates * optimisation.steps * optimisation.epochs
+    steps = total_steps(settings, num_rows=num_rows)
     is_compiled = settings.passes.compiled
     policy = PackedModel(
         model,
@@ -189,27 +206,22 @@ def _trainer(settings: TrainSettings, model: PreTrainedModel, *, num_rows: int) 
     if algorithm.kl > 0 and settings.lora.rank is not None:
         reference = AdapterReference(policy)
     elif algorithm.kl > 0:
-        reference = CopiedReference(_as_begun(settings), temperature=policy.temperature)
+        reference = CopiedReference(first_model(settings), temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
-        values = Critic(_as_begun(settings))
+        values = Critic(first_model(settings))
         critic = CriticTrainer(
             values,
-            Optimiser(values.learned(), optimisation, total_steps=total_steps),
+            Optimiser(values.learned(), optimisation, total_steps=steps),
             settings=optimisation,
             budget=settings.passes.tokens,
         )
-    optimiser = Optimiser(trained_parameters(model), optimisation, total_steps=total_steps)
+    optimiser = Optimiser(trained_parameters(model), optimisation, total_steps=steps)
     return PolicyTrainer(
         policy,
         optimiser,
         settings=settings,
         reference=reference,
         critic=critic,
-        tensors=partial(plain_tensors, model) if settings.rollout.is_outside else None,
+        tensors=None if is_shared else partial(plain_tensors, model),
     )
-
-
-def _as_begun(settings: TrainSettings) -> PreTrainedModel:
-    """The model that the run began with, once more."""
-    return load_model(settings.model, dtype=_PRECISIONS[settings.precision], device=settings.device)

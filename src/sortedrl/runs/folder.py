@@ -5,6 +5,7 @@ events.jsonl      everything that happened
 metrics.jsonl     one line of numbers for each update
 answers.jsonl     some answers of each update, as text
 checkpoints/      the last complete ones, and the best
+logs/             what the workers of a cluster say
 tensorboard/      the same numbers as curves, where that is asked for
 model/            the trained model, as transformers reads it
 """
@@ -25,6 +26,7 @@ _MAY_CHANGE = (
     "max_updates",
     "device",
     "folder",
+    "cluster",
     "rewards",
     "evaluation",
     "saving",

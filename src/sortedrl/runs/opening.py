@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from sortedrl.tasks.task import Task
 from sortedrl.trackers import TrackedRun, open_trackers
 from sortedrl.training.checkpoints import Checkpoints
 from sortedrl.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from sortedrl.build.cluster import RunningCluster
 
 Tell = Callable[[str], None]
 
@@ -78,6 +82,7 @@ def opened_run(
             pool=pool,
             record=watch,
             saved=saved,
+            cluster=_cluster(settings, stack, tell=tell),
             held_out_tokens=max(
                 (len(row.tokens) for question in questions for row in question.rows), default=0
             ),
@@ -169,6 +174,14 @@ def _questions(
         pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
         questions.append(Question(short, rows, stack.enter_context(pool)))
     return questions
+
+
+def _cluster(settings: TrainSettings, stack: ExitStack, *, tell: Tell) -> RunningCluster | None:
+    if not settings.cluster.is_used:
+        return None
+    from sortedrl.build.cluster import opened_cluster
+
+    return stack.enter_context(opened_cluster(settings, tell=tell))
 
 
 def _source(settings: TrainSettings, parts: TrainingParts, meter: Meter) -> Source:

@@ -5,12 +5,15 @@ ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.live.view import opened_view
 from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.stopping import Stopping
 from sortedrl.runs.tasks import opened, training_tasks
+from sortedrl.tasks.task import Task
 from sortedrl.terminal import progress, tell
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
@@ -24,9 +27,26 @@ _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 
 
 def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
-    """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint."""
+    """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint.
+
+    On a cluster that lost its trainer, or all of its workers, the run goes on by itself.
+    """
     settings.layout.refuse_several()
     task, held_out = training_tasks(settings)
+    for left in reversed(range(settings.cluster.restarts + 1)):
+        try:
+            return _train(settings, task=task, held_out=held_out, is_resumed=is_resumed)
+        except (TrainerLost, EngineLost) as error:
+            if not settings.cluster.is_used or not left:
+                raise
+            tell(f"{error}\nThe run goes on from its last checkpoint ({left} restarts left).")
+            is_resumed = True
+    raise AssertionError("the last try returns or raises")
+
+
+def _train(
+    settings: TrainSettings, *, task: Task, held_out: Sequence[Task], is_resumed: bool
+) -> Ending:
     from sortedrl.runs.opening import opened_run
 
     with opened_view() as view, Stopping(view.tell) as stopping:

@@ -12,7 +12,7 @@ import torch
 
 from sortedrl.arguments import all_to_toml
 from sortedrl.build.evaluation import tokenizer_of
-from sortedrl.build.training import trained_model
+from sortedrl.build.models import trained_model
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.row import Row
 from sortedrl.data.stream import TokenizedRow, tokenized

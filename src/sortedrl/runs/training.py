@@ -135,7 +135,7 @@ class TrainingRun:
         counters, trainer = self.counters, self.parts.trainer
         counters.updates += 1
         figures = self.logs.meter.window()
-        self._log(figures, {**trainer.last, **_reward_parts(batch)})
+        self._log(figures, {**trainer.last, **self.parts.numbers(), **_reward_parts(batch)})
         self._refuse_apart()
         self._keep_answers(batch)
         line = update_line(

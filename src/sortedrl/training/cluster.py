@@ -34,6 +34,8 @@ class Cluster:
     rollout_workers: int = 0
     """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
     0: no cluster, everything is done in this process."""
+    most_rollout_workers: int | None = None
+    """Workers to grow to when the cluster gets room for them during the run; by default none."""
     cpus_per_worker: int = 1
     """CPUs of a rollout worker."""
     gpus_per_worker: int = 0
@@ -67,12 +69,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for what, value, names in (
+        for what, chosen, names in (
             ("cluster kind", self.kind, get_args(Kind)),
             ("cluster hand_over", self.hand_over, get_args(HandOverWay)),
             ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
         ):
-            require(value in names, unknown_name(what, value, names))
+            require(chosen in names, unknown_name(what, chosen, names))
         for name, value, least in (
             ("rollout_workers", self.rollout_workers, 0),
             ("cpus_per_worker", self.cpus_per_worker, 0),
@@ -99,6 +101,12 @@ class Cluster:
             self.address is None or self.object_store_gib is None,
             f"cluster.object_store_gib is for a Ray of our own, got it with address "
             f"{self.address!r}; leave it out",
+        )
+        most = self.most_rollout_workers
+        require(
+            most is None or most >= self.rollout_workers,
+            f"cluster.most_rollout_workers must be at least cluster.rollout_workers "
+            f"({self.rollout_workers}), got {most}",
         )
         self._check_used()
         self._check_pairs()
@@ -136,6 +144,11 @@ class Cluster:
             "cluster.kind colocated shares one GPU between a worker and a rank, got "
             f"gpus_per_worker {self.gpus_per_worker}; set it to 1 or 0, or take separated",
         )
+
+    @property
+    def most_workers(self) -> int:
+        """Rollout workers that there may be at the same time."""
+        return max(self.rollout_workers, self.most_rollout_workers or 0)
 
     @property
     def is_used(self) -> bool:

@@ -32,6 +32,11 @@ _FOLDER = "shards"
 _USE_ANOTHER = "use another checkpoint"
 
 
+def is_sharded(folder: Path) -> bool:
+    """Whether a checkpoint was written by ranks, each its part."""
+    return (folder / _INDEX).exists()
+
+
 def write_shard(folder: Path, groups: Groups, *, rank: int, world: int) -> None:
     """Write what this rank has; the first rank also writes the index."""
     path = _file(folder, rank)

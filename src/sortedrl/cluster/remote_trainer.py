@@ -1,0 +1,268 @@
+"""The controller's side of the trainer's ranks: the trainer of a run.
+
+All ranks are asked together. If one of them is lost, none can go on: the trainer is lost, and the
+run goes on from its last checkpoint with new ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from sortedrl.cluster.buckets import unpacked
+from sortedrl.cluster.placement import Claim, Placement
+from sortedrl.cluster.trainer_rank import Outcome, RankFacts, RankRecipe, TrainerRank
+from sortedrl.cluster.worker_log import LogFolder
+from sortedrl.errors import CheckpointError, EngineError, SortedRLError, TrainerLost
+from sortedrl.training.cluster import Cluster
+from sortedrl.types import TrainBatch, Weights
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from sortedrl.cluster.bridge import Meeting
+    from sortedrl.cluster.buckets import Bucket
+
+Actor = Any
+"""A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""
+_CLOSE_SECONDS = 20.0
+# Time for the others to say what they died of, when one has failed.
+_OTHERS_SECONDS = 10.0
+
+
+class RankWeights(Mapping[str, object]):
+    """The present weights, which lie with the ranks and go to the workers from there.
+
+    Whoever reads them as tensors by name has them brought to this process.
+    """
+
+    def __init__(self, trainer: RemoteTrainer) -> None:
+        """Nothing is moved yet."""
+        self._trainer = trainer
+
+    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+        """Put into the object store by the first rank."""
+        shipped: Sequence[ObjectRef[Bucket]] = self._trainer.ask(lambda rank: rank.ship.remote())[0]
+        return shipped
+
+    def send(self, meeting: Meeting) -> None:
+        """Broadcast to the workers by the first rank."""
+        self._trainer.ask(lambda rank: rank.send.remote(meeting))
+
+    def write(self, path: Path) -> None:
+        """Written into a file by the first rank."""
+        self._trainer.ask(lambda rank: rank.write.remote(path))
+
+    def __getitem__(self, name: str) -> object:
+        """One tensor."""
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """How many tensors there are."""
+        return len(self._tensors)
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, object]:
+        return unpacked(ray.get(list(self.ship())))
+
+
+class RemoteTrainer:
+    """A `RunTrainer` over the ranks of a cluster."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        recipe: RankRecipe,
+        *,
+        placement: Placement,
+        folder: Path,
+    ) -> None:
+        """Start the ranks in their bundles, and wait until each has its trainer.
+
+        Their logs go to `folder`.
+        """
+        self.last: Mapping[str, float] = {}
+        self.is_closed = False
+        self._cluster = cluster
+        self._logs = LogFolder.opened(folder)
+        claims = placement.blueprint.ranks
+        self._ranks: list[Actor] = [
+            _started(claim, placement, name=f"rank-{number}", logs=self._logs)
+            for number, claim in enumerate(claims)
+        ]
+        try:
+            self.facts = self._opened(recipe)
+        except BaseException:
+            self.close()
+            raise
+        self.version = self.facts[0].version
+
+    @property
+    def device(self) -> str:
+        """What the ranks compute on."""
+        return f"{len(self.facts)} x {self.facts[0].device}"
+
+    def update(self, batch: TrainBatch) -> None:
+        """Make one policy update on all ranks."""
+        # Once into the object store, not once for each rank.
+        reference = ray.put(batch)
+        self._take(self.ask(lambda rank: rank.update.remote(reference)))
+
+    def flush(self) -> bool:
+        """Train on what is held back, as there will be no more; whether there was anything."""
+        return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
+
+    def weights(self) -> Weights:
+        """The present weights; their tensors stay with the ranks until a worker takes them."""
+        return Weights(self.version, RankWeights(self))
+
+    def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Write model and trainer into the folder of a checkpoint; gives the counters."""
+        kind = self._cluster.checkpoint
+        self._refuse_blind(folder, all_ranks=kind == "sharded")
+        counters: dict[str, Any] = self.ask(
+            lambda rank: rank.save.remote(folder.absolute(), kind=kind, tokenizer=tokenizer)
+        )[0]
+        return counters
+
+    def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
+        """Write the trained model."""
+        self._refuse_blind(folder, all_ranks=False)
+        self.ask(lambda rank: rank.export.remote(folder.absolute(), tokenizer=tokenizer))
+
+    def close(self) -> None:
+        """End the ranks; logs that are out of sight are brought here first."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for number, rank in enumerate(self._ranks):
+            # Whatever it says, its process ends.
+            with suppress(RayError):
+                text = ray.get(rank.close.remote(), timeout=_CLOSE_SECONDS)
+                if text is not None:
+                    (self._logs.folder / f"rank-{number}.log").write_text(text)
+        self._end()
+
+    def ask(self, call: Callable[[Actor], ObjectRef[Any]]) -> list[Any]:
+        """What all ranks answer, in order.
+
+        If one of them is lost, so is the trainer: the others wait for it in vain.
+        """
+        if self.is_closed:
+            raise TrainerLost("the trainer's ranks have ended")
+        asked = [call(rank) for rank in self._ranks]
+        try:
+            waiting = asked
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=1)
+                ray.get(done)
+            return list(ray.get(asked))
+        except RayError as error:
+            raise self._failure(asked, error) from error
+
+    def _opened(self, recipe: RankRecipe) -> list[RankFacts]:
+        seconds = self._cluster.start_seconds
+        try:
+            host, port = ray.get(self._ranks[0].place.remote(), timeout=seconds)
+            opening = [
+                rank.open.remote(
+                    recipe,
+                    meeting=f"tcp://{host}:{port}",
+                    rank=number,
+                    world=len(self._ranks),
+                    timeout_seconds=self._cluster.patience_seconds,
+                )
+                for number, rank in enumerate(self._ranks)
+            ]
+            return list(ray.get(opening, timeout=seconds))
+        except RayTaskError as error:
+            if isinstance(error.cause, SortedRLError):
+                raise error.cause from error
+            raise EngineError(
+                f"a rank of the trainer could not begin: {error.cause}{self._see}"
+            ) from error
+        except RayError as error:
+            raise EngineError(
+                f"the ranks of the trainer did not start within {seconds:g} s: "
+                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check"
+            ) from error
+
+    def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
+        """What to raise: that a rank is lost counts more than what the others say of it."""
+        ray.wait(list(asked), num_returns=len(asked), timeout=_OTHERS_SECONDS)
+        found = [first, *self._errors(asked)]
+        is_lost = any(isinstance(error, ActorDiedError | ActorUnavailableError) for error in found)
+        own = [
+            error.cause
+            for error in found
+            if isinstance(error, RayTaskError) and isinstance(error.cause, SortedRLError)
+        ]
+        if own and not is_lost:
+            return own[0]
+        # Whoever still waits for the lost one will not be asked again.
+        self._end()
+        reason = (
+            "its process has died (killed, out of memory, or crashed)"
+            if is_lost
+            else str(found[-1]).strip().rpartition("\n")[2]
+        )
+        return TrainerLost(f"a rank of the trainer is lost: {reason}{self._see}")
+
+    def _errors(self, asked: Sequence[ObjectRef[Any]]) -> list[RayError]:
+        found = []
+        for reference in asked:
+            try:
+                ray.get(reference, timeout=0)
+            except RayError as error:
+                found.append(error)
+        return found
+
+    def _take(self, outcomes: Sequence[Outcome]) -> Outcome:
+        first = outcomes[0]
+        self.version, self.last = first.version, first.last
+        return first
+
+    def _refuse_blind(self, folder: Path, *, all_ranks: bool) -> None:
+        """Refuse to write where a rank does not see the folder of the run."""
+        asked = self._ranks if all_ranks else self._ranks[:1]
+        for number, sees in enumerate(ray.get([rank.sees.remote(self._logs) for rank in asked])):
+            if not sees:
+                raise CheckpointError(
+                    f"{folder} must be seen by rank {number} of the trainer, which is on "
+                    f"{self.facts[number].host}, and is not; put the run's folder (out) on a disk "
+                    "that all machines share"
+                )
+
+    def _end(self) -> None:
+        self.is_closed = True
+        for rank in self._ranks:
+            ray.kill(rank)
+
+    @property
+    def _see(self) -> str:
+        return f"; the logs of the ranks are in {self._logs.folder}"
+
+
+def _started(claim: Claim, placement: Placement, *, name: str, logs: LogFolder) -> Actor:
+    # Ray's types know the bare decorator only.
+    remote: Any = ray.remote
+    return (
+        remote(TrainerRank)
+        .options(
+            num_cpus=claim.cpus,
+            num_gpus=claim.gpus,
+            max_restarts=0,
+            scheduling_strategy=placement.strategy(claim),
+        )
+        .remote(name, logs=logs)
+    )

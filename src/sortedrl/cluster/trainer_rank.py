@@ -1,0 +1,180 @@
+"""The actor of one rank of the trainer: a part of every weight, and its share of every update.
+
+Whatever is asked of one rank is asked of all of them at the same time, with the same words.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sortedrl.cluster.buckets import buckets
+from sortedrl.cluster.worker_log import LogFolder, WorkerLog
+from sortedrl.training.cluster import CheckpointKind
+from sortedrl.training.sharded.checkpoint import write_full, write_sharded
+from sortedrl.training.sharded.ranks import Ranks, open_ranks
+from sortedrl.training.sharded.trainer import ShardedTrainer
+from sortedrl.types import TrainBatch
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from torch import Tensor
+
+    from sortedrl.cluster.bridge import Meeting, Sender
+    from sortedrl.cluster.buckets import Bucket
+
+_BUCKET_BYTES = 256 << 20
+
+
+class RankRecipe(Protocol):
+    """Makes the trainer of a rank in the process where it is called."""
+
+    def trainer(self, ranks: Ranks) -> ShardedTrainer:
+        """A new trainer, as the run begins it or as its checkpoint has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What the controller knows of a rank."""
+
+    device: str
+    host: str
+    process: int
+    version: int
+    log: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Where the trainer stands after an update."""
+
+    version: int
+    last: Mapping[str, float]
+    is_changed: bool = True
+    """Whether anything was trained on."""
+
+
+class TrainerRank:
+    """One rank, in a process of its own."""
+
+    def __init__(self, name: str, *, logs: LogFolder | None) -> None:
+        """A rank that has met nobody yet, so that what goes wrong in meeting can be told."""
+        self._log = WorkerLog(name, logs)
+        self._sender: Sender | None = None
+
+    def place(self) -> tuple[str, int]:
+        """An address of this machine that others reach, and a port that is free now."""
+        import ray
+
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return address, listener.getsockname()[1]
+
+    def open(
+        self,
+        recipe: RankRecipe,
+        *,
+        meeting: str,
+        rank: int,
+        world: int,
+        timeout_seconds: float,
+    ) -> RankFacts:
+        """Meet the other ranks, and make the trainer."""
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+        ranks = open_ranks(
+            meeting,
+            rank=rank,
+            world=world,
+            # Ray shows a rank its own GPU only.
+            device="cuda:0" if has_gpu else "cpu",
+            timeout_seconds=timeout_seconds,
+        )
+        self._trainer = recipe.trainer(ranks)
+        return RankFacts(
+            device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
+            host=socket.gethostname(),
+            process=os.getpid(),
+            version=self._trainer.version,
+            log=self._log.path,
+        )
+
+    def update(self, batch: TrainBatch) -> Outcome:
+        """Make one policy update."""
+        self._trainer.update(batch)
+        return self._outcome()
+
+    def flush(self) -> Outcome:
+        """Train on what is held back, as there will be no more."""
+        return self._outcome(is_changed=self._trainer.flush())
+
+    def save(self, folder: Path, *, kind: CheckpointKind, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Write model and trainer into the folder of a checkpoint; gives the counters."""
+        write = write_full if kind == "full" else write_sharded
+        return write(self._trainer, folder, tokenizer=tokenizer)
+
+    def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
+        """Write the trained model; the first rank does."""
+        weights = self._whole()
+        if self._trainer.ranks.is_first:
+            self._trainer.model.save_pretrained(folder, state_dict=weights)
+            tokenizer.save_pretrained(folder)
+
+    def sees(self, logs: LogFolder) -> bool:
+        """Whether this machine sees the folder of the run."""
+        return logs.is_here
+
+    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+        """Put the weights into the object store; the first rank does, the others give nothing."""
+        import ray
+
+        references: list[ObjectRef[Bucket]] = []
+        for part in self._parts():
+            if self._trainer.ranks.is_first:
+                references += [ray.put(bucket) for bucket in buckets(dict(part))]
+        return references
+
+    def send(self, meeting: Meeting) -> None:
+        """Broadcast the weights to the workers; the first rank does."""
+        if not self._trainer.ranks.is_first:
+            for _ in self._parts():
+                pass
+            return
+        if self._sender is None:
+            from sortedrl.cluster.bridge import Sender
+
+            self._sender = Sender()
+        self._sender.send(meeting, self._parts())
+
+    def write(self, path: Path) -> None:
+        """Write the weights into a file; the first rank does."""
+        from sortedrl.cluster.weight_source import write_weights
+
+        weights = self._whole()
+        if self._trainer.ranks.is_first:
+            write_weights(weights, path)
+
+    def close(self) -> str | None:
+        """Gives the text of a log that the controller cannot see."""
+        return self._log.text_away()
+
+    def _parts(self) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._trainer.buckets(max_bytes=_BUCKET_BYTES)
+
+    def _whole(self) -> dict[str, Tensor]:
+        """All weights in main memory, on the first rank; nothing on the others."""
+        whole: dict[str, Tensor] = {}
+        for part in self._parts():
+            if self._trainer.ranks.is_first:
+                whole.update((name, tensor.cpu()) for name, tensor in part)
+        return whole
+
+    def _outcome(self, *, is_changed: bool = True) -> Outcome:
+        trainer = self._trainer
+        return Outcome(version=trainer.version, last=dict(trainer.last), is_changed=is_changed)
