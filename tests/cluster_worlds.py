@@ -160,3 +160,8 @@ def cut_off_a_host():
         fleet.close()
     nodes.shutdown()
     sys.stdout.write(f"the run went on: {warnings[0]}\n")
+
+
+def length_reward(prompt, response):
+    """Something that differs from answer to answer, of a model that knows nothing."""
+    return (len(response) + sum(map(ord, response))) % 17 / 17

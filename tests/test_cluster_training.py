@@ -1,0 +1,143 @@
+"""A whole training run on Ray beside the same run in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="the cluster needs the package ray")
+import torch
+from safetensors.torch import load_file
+
+from sortedrl.cluster.remote_trainer import RemoteTrainer
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.events import read_events
+from sortedrl.meter import measure
+from sortedrl.run_log import read_metrics
+from sortedrl.runs.start import train
+from sortedrl.training.cluster import Cluster
+from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.run_trainer import LocalTrainer
+from sortedrl.training.saving import Saving
+from sortedrl.training.settings import TrainSettings
+
+pytestmark = [
+    pytest.mark.slow,
+    # Ray leaves sockets and files to the end of the process.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+TWO_AND_TWO = Cluster(
+    rollout_workers=2,
+    trainer_ranks=2,
+    dashboard=False,
+    object_store_gib=0.2,
+    patience_seconds=60,
+    start_seconds=120,
+)
+ALONE = TrainSettings(
+    model="tiny:hidden=32,layers=2,heads=2,seed=3",
+    task="knights_knaves:people=3,count=96,style=compact",
+    threads=1,
+    reward=f"{Path(__file__).parent / 'cluster_worlds.py'}:length_reward",
+    schedule=Schedule(mode="partial", group_prompts=48, update_batch=16, lookahead=1),
+    engine=EngineSettings(slots=16, max_tokens=48),
+    # Where a gradient is next to nothing, AdamW divides noise by noise unless epsilon is larger.
+    optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3),
+    saving=Saving(every=2, answers=0),
+)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Every batch that a trainer of a run is given."""
+    seen = []
+    for kind in (RemoteTrainer, LocalTrainer):
+
+        def spied(self, batch, update=kind.update):
+            seen.append(batch)
+            update(self, batch)
+
+        monkeypatch.setattr(kind, "update", spied)
+    return seen
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def trained(batches) -> dict:
+    """The tokens of every answer, by its key; no answer is trained on twice."""
+    answers = [answer for batch in batches for answer in batch.trajectories]
+    found = {answer.key: (tuple(answer.tokens), answer.reward) for answer in answers}
+    assert len(found) == len(answers)
+    return found
+
+
+def largest_gap(left, right) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batches, tmp_path):
+    out = tmp_path / "cluster"
+    ending = train(replace(ALONE, out=out, cluster=TWO_AND_TWO))
+    given = list(batches)
+    assert len(trained(given)) == 96
+    assert ending.updates == len(given) >= 4
+
+    # One process is given these answers, and nothing else of that run.
+    from sortedrl.build.training import _trainer
+
+    alone = _trainer(ALONE, num_rows=96, saved=None, cluster=None)
+    for batch in given:
+        alone.update(batch)
+    began = _trainer(ALONE, num_rows=96, saved=None, cluster=None).model.state_dict()
+    found = alone.model.state_dict()
+    here = {name: found[name] for name in weights(out)}
+    assert largest_gap(weights(out), here) <= 1e-5
+    assert largest_gap(weights(out), {name: began[name] for name in here}) > 1e-3
+
+    metrics = measure(read_events(out / "events.jsonl"))
+    assert metrics.run.trajectories == 96
+    assert metrics.run.ledger.decoded == metrics.run.ledger.trained
+    last = list(read_metrics(out / "metrics.jsonl"))[-1]
+    assert last["hand_over/workers"] == 2
+    assert last["hand_over/bytes"] >= sum(tensor.nbytes for tensor in here.values())
+    logs = sorted(path.name for path in (out / "logs").glob("*.log"))
+    assert logs == ["rank-0.log", "rank-1.log", "rollout-0.log", "rollout-1.log"]
+
+    # What ranks have saved, one process goes on from.
+    further = replace(ALONE, out=out, epochs=2, cluster=Cluster())
+    went_on = train(further, is_resumed=True)
+    assert went_on.updates > ending.updates
+
+
+@pytest.mark.parametrize("mode", ["partial", "coupled"])
+def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
+    batches, tmp_path, mode
+):
+    still = replace(
+        ALONE,
+        schedule=replace(ALONE.schedule, mode=mode),
+        optimiser=replace(ALONE.optimiser, learning_rate=0.0, weight_decay=0.0),
+    )
+    train(replace(still, out=tmp_path / "alone"))
+    alone = trained(batches)
+    batches.clear()
+    sharded = replace(TWO_AND_TWO, checkpoint="sharded")
+    train(replace(still, out=tmp_path / "cluster", cluster=sharded))
+    assert trained(batches) == alone
+    assert len(alone) == 96
+    assert largest_gap(weights(tmp_path / "alone"), weights(tmp_path / "cluster")) == 0.0
+
+
+def test_a_sharded_checkpoint_is_gone_on_from_by_other_ranks_and_by_one_process(tmp_path):
+    sharded = replace(TWO_AND_TWO, checkpoint="sharded")
+    out = tmp_path / "run"
+    first = train(replace(ALONE, out=out, max_updates=2, cluster=sharded))
+    assert first.updates == 2
+    more = replace(ALONE, out=out, max_updates=3, cluster=replace(sharded, trainer_ranks=1))
+    assert train(more, is_resumed=True).updates == 3
+    assert train(replace(ALONE, out=out, max_updates=4), is_resumed=True).updates == 4
