@@ -1,0 +1,432 @@
+"""Simulated pools of 8 to 1,024 engines: bubble, goodput, hand-over and the controller's load.
+
+    python benchmarks/simulated_scale.py --json scale.json                 all runs, twelve minutes
+    python benchmarks/simulated_scale.py --engines 2 4 --seeds 1 --answers 0    a quick look
+    python benchmarks/simulated_scale.py --tables scale.json               what docs/scale.md shows
+    python benchmarks/simulated_scale.py --tables scale.json --pictures docs/img
+
+Everything here is simulated: controller, buffer and loop are the real ones, engines and trainer
+are arithmetic, and the controller itself takes no time. Groups hold four answers for each slot of
+the pool; only `fixed` ones are those of eight engines, whatever the pool. Runs of up to 100,000
+answers are repeated with other seeds: a table has their mean, and in brackets least and most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+from sortedrl.compare import row, simulate
+from sortedrl.config import EngineSettings, Schedule, StrategyName
+from sortedrl.report.curves import Series
+from sortedrl.report.panel import Panel
+from sortedrl.report.svg import Canvas, series
+from sortedrl.simulate.costs import CostSettings
+from sortedrl.simulate.pool_settings import Broadcast, PoolSettings
+from sortedrl.simulate.settings import Simulation
+
+Row = dict[str, Any]
+"""What one run gave, by name."""
+
+SLOTS_PER_ENGINE = 32
+ANSWERS_PER_SLOT = 4
+FIXED_ENGINES = 8
+REPEATED_ANSWERS = 100_000
+SPEEDS = ("equal", "sigma 0.1", "2 % at half speed")
+EQUAL, SPREAD, SLOW = SPEEDS
+SCHEDULES: tuple[tuple[StrategyName, int], ...] = (("sync", 0), ("sorted", 0), ("sorted", 2))
+MEASURED_EVENTS = (7_200, 19_200)
+"""Events per second of one controller with Ray, as benchmarks/controller_load.py measured them."""
+LOADS = {
+    "grown": f"{SLOTS_PER_ENGINE} slots per engine, no lookahead",
+    "slots": "more slots per engine",
+    "strategies": "lookahead 2",
+    "batches 0.5": "half an answer per slot in an update",
+    "batches 2": "two answers per slot in an update",
+}
+ROUND_RATE = 10_000
+"""Events per second, a round number among the measured ones."""
+HARVEST = f"harvest at {ROUND_RATE:,} events per second, seconds"
+POOL = PoolSettings(weights_gigabytes=3.1, network_latency_seconds=0.001)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulated run and the table it belongs to."""
+
+    table: str
+    simulation: Simulation
+    speeds: str = EQUAL
+
+
+def pool_of(engines: int, speeds: str = EQUAL) -> PoolSettings:
+    """Machines of one card, over a network."""
+    return replace(
+        POOL,
+        engines=engines,
+        straggler_sigma=0.1 if speeds == SPREAD else 0.0,
+        slow_share=0.02 if speeds == SLOW else 0.0,
+    )
+
+
+def world(
+    pool: PoolSettings,
+    *,
+    answers: int = 0,
+    groups: int = 3,
+    slots: int = SLOTS_PER_ENGINE,
+    is_fixed: bool = False,
+) -> Simulation:
+    """A run of about so many answers, and of so many groups at least."""
+    unit = slots * (FIXED_ENGINES if is_fixed else pool.engines)
+    group = ANSWERS_PER_SLOT * unit
+    return Simulation(
+        groups=max(groups, answers // group),
+        schedule=Schedule(group_prompts=group, update_batch=unit),
+        engine=EngineSettings(slots=slots * pool.engines),
+        costs=CostSettings(hardware="h200-qwen-2.5-1.5b"),
+        pool=pool,
+    )
+
+
+def cases(engines: Sequence[int], *, answers: int) -> Iterator[Case]:
+    """Every run, with its first seed."""
+    ways: tuple[Broadcast, ...] = get_args(Broadcast)
+    for number, broadcast, gigabytes in product(engines, ways, (3.1, 140.0)):
+        pool = replace(pool_of(number), broadcast=broadcast, weights_gigabytes=gigabytes)
+        yield Case(table="broadcasts", simulation=world(pool, is_fixed=True))
+    for number in sorted({*engines, 2 * engines[0], 4 * engines[0]}):
+        simulation = world(pool_of(number), answers=answers // 2, is_fixed=True)
+        yield Case(table="fixed", simulation=simulation)
+    for slots in (128, 256):
+        yield Case(table="slots", simulation=world(pool_of(engines[1]), slots=slots))
+    for units in (0.5, 2.0):
+        simulation = world(pool_of(engines[1]), answers=answers)
+        batch = int(units * simulation.schedule.update_batch)
+        schedule = replace(simulation.schedule, update_batch=batch)
+        yield Case(table=f"batches {units:g}", simulation=replace(simulation, schedule=schedule))
+    for number in engines[1::2]:
+        rates = (0.1, 1.0, 10.0) if number == engines[1] else (1.0,)
+        for rate, loses in product(rates, (False, True)):
+            pool = replace(pool_of(number), failures_per_hour=rate, failures_lose_tokens=loses)
+            yield Case(table="failures", simulation=world(pool, answers=answers))
+    for number, (strategy, lookahead), speeds in product(engines[1:3], SCHEDULES, (EQUAL, SLOW)):
+        simulation = world(pool_of(number, speeds), groups=6)
+        schedule = replace(simulation.schedule, strategy=strategy, lookahead=lookahead)
+        simulation = replace(simulation, schedule=schedule)
+        yield Case(table="strategies", simulation=simulation, speeds=speeds)
+    for number, speeds in product(engines, SPEEDS):
+        simulation = world(pool_of(number, speeds), answers=answers)
+        yield Case(table="grown", simulation=simulation, speeds=speeds)
+
+
+def repeated(case: Case, *, seeds: int) -> Iterator[Case]:
+    """The run with each seed, or with one where it is long."""
+    simulation = case.simulation
+    answers = simulation.groups * simulation.schedule.group_trajectories
+    for seed in range(seeds if answers <= REPEATED_ANSWERS else 1):
+        yield replace(case, simulation=replace(simulation, seed=seed))
+
+
+def simulated(case: Case) -> Row:
+    """The numbers of one run."""
+    began = time.process_time()
+    outcome = simulate(case.simulation)
+    simulation, pool = case.simulation, case.simulation.pool
+    figures, rounds = outcome.metrics.run, len(outcome.metrics.rounds)
+    # Every start ends in a finish or in an interruption.
+    interruptions = outcome.trajectory_events // 2 - figures.trajectories
+    return row(outcome) | {
+        "table": case.table,
+        "speeds": case.speeds,
+        "seed": simulation.seed,
+        "slots": simulation.engine.slots,
+        "mean_speed": sum(1 / s for s in pool.slownesses(simulation.seed)) / pool.engines,
+        "failures_per_hour": pool.failures_per_hour,
+        "loses_tokens": pool.failures_lose_tokens,
+        "broadcast": pool.broadcast,
+        "gigabytes": pool.weights_gigabytes,
+        "goodput_per_engine": figures.goodput / pool.engines,
+        "discarded_share": figures.ledger.discarded / figures.ledger.decoded,
+        "round_seconds": figures.seconds / rounds,
+        "events_per_round": outcome.trajectory_events / rounds,
+        "interruptions_per_round": interruptions / rounds,
+        "processor_seconds": time.process_time() - began,
+    }
+
+
+class Results:
+    """All rows of a study; a number is a mean over the seeds."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """Of one run of this program."""
+        self._rows = rows
+
+    def every(self, key: str, **wanted: object) -> list[Any]:
+        """A number of each run with these values, in the order of the runs."""
+        return [
+            found[key]
+            for found in self._rows
+            if all(found[name] == value for name, value in wanted.items())
+        ]
+
+    def mean(self, key: str, **wanted: object) -> float:
+        """The mean of a number over the runs with these values."""
+        values = self.every(key, **wanted)
+        return float(sum(values) / len(values))
+
+    def share(self, key: str, **wanted: object) -> str:
+        """A mean as a percentage."""
+        return f"{100 * self.mean(key, **wanted):.1f} %"
+
+    def goodput(self, **wanted: object) -> str:
+        """Goodput per GPU: mean, and the least and the most where there are several seeds."""
+        values = self.every("goodput_per_engine", **wanted)
+        spread = f" ({min(values):,.0f} - {max(values):,.0f})" if len(values) > 1 else ""
+        return f"{sum(values) / len(values):,.0f}{spread}"
+
+    def lost(self, base: dict[str, object], **wanted: object) -> str:
+        """Goodput per GPU that is missing where `base` lacks something."""
+        ratio = self.mean("goodput_per_engine", **wanted) / self.mean("goodput_per_engine", **base)
+        return f"{100 * (1 - ratio):.1f} %"
+
+    def sizes(self, table: str) -> list[int]:
+        """The pools of a table, smallest first."""
+        return sorted(set(self.every("engines", table=table)))
+
+
+def show(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """One table in Markdown."""
+    for cells in (headings, ["---"] * len(headings), *rows):
+        print(f"| {' | '.join(cells)} |")
+    print()
+
+
+def show_grown(results: Results) -> None:
+    """Pools whose groups grow with them."""
+    rows = []
+    for number, speeds in product(results.sizes("grown"), SPEEDS):
+        base = {"table": "grown", "engines": number, "speeds": EQUAL}
+        of = base | {"speeds": speeds}
+        speed = f"{results.mean('mean_speed', **of):.3f}"
+        numbers = [results.share("bubble", **of), results.goodput(**of), results.lost(base, **of)]
+        share = results.share("hand_over_share", **of)
+        rows.append([f"{number:,}", speeds, speed, *numbers, share])
+    heads = ["engines", "speeds", "mean speed", "bubble", "goodput per GPU", "goodput lost"]
+    show([*heads, "hand-over"], rows)
+
+
+def show_fixed(results: Results) -> None:
+    """Pools whose groups do not grow."""
+    rows = []
+    for number in results.sizes("fixed"):
+        of = {"table": "fixed", "engines": number}
+        pool = f"{results.mean('goodput', **of):,.0f}"
+        shares = [results.share(key, **of) for key in ("bubble", "hand_over_share")]
+        rows.append([f"{number:,}", shares[0], results.goodput(**of), pool, shares[1]])
+    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "hand-over"], rows)
+
+
+def show_strategies(results: Results) -> None:
+    """What slow cards cost under each schedule."""
+    rows = []
+    for number, (strategy, lookahead) in product(results.sizes("strategies"), SCHEDULES):
+        of = dict(table="strategies", engines=number, strategy=strategy, lookahead=lookahead)
+        equal, slow = of | {"speeds": EQUAL}, of | {"speeds": SLOW}
+        name = results.every("name", **equal)[0]
+        shares = [results.share("bubble", **one) for one in (equal, slow)]
+        goodputs = [results.goodput(**one) for one in (equal, slow)]
+        rows.append([f"{number:,}", name, *shares, *goodputs, results.lost(equal, **slow)])
+    heads = [f"{what}, {speeds}" for what in ("bubble", "goodput") for speeds in (EQUAL, SLOW)]
+    show(["engines", "schedule", *heads, "goodput lost"], rows)
+
+
+def show_failures(results: Results) -> None:
+    """What failures cost, with the tokens and without."""
+    rows = []
+    for number in results.sizes("failures"):
+        base = {"table": "grown", "engines": number, "speeds": EQUAL}
+        rates = sorted(set(results.every("failures_per_hour", table="failures", engines=number)))
+        for rate, loses in product(rates, (False, True)):
+            of = dict(table="failures", engines=number, failures_per_hour=rate, loses_tokens=loses)
+            shares = [results.share(key, **of) for key in ("bubble", "discarded_share")]
+            tokens = "lost" if loses else "kept"
+            numbers = [shares[0], results.goodput(**of), results.lost(base, **of), shares[1]]
+            rows.append([f"{number:,}", f"{rate:g}", tokens, *numbers])
+    heads = ["engines", "failures per engine and hour", "tokens of a failed engine", "bubble"]
+    show([*heads, "goodput per GPU", "goodput lost", "discarded tokens"], rows)
+
+
+def show_broadcasts(results: Results) -> None:
+    """Share of the time that weights are on their way."""
+    ways: tuple[Broadcast, ...] = get_args(Broadcast)
+    pairs = list(product(sorted(set(results.every("gigabytes", table="broadcasts"))), ways))
+    rows = []
+    for number in results.sizes("broadcasts"):
+        of = {"table": "broadcasts", "engines": number}
+        shares = [
+            results.share("hand_over_share", gigabytes=size, broadcast=way, **of)
+            for size, way in pairs
+        ]
+        rows.append([f"{number:,}", *shares])
+    show(["engines", *(f"{size:g} GB, {way}" for size, way in pairs)], rows)
+
+
+def show_load(results: Results) -> None:
+    """What the controller is asked, by the slots of the pool."""
+    rows = []
+    for of in load_rows(results):
+        number, slots = of["engines"], of["slots"]
+        rate = results.mean("events_per_second", **of)
+        interruptions = results.mean("interruptions_per_round", **of)
+        # At a harvest nothing is written: all that run are interrupted, and then started again.
+        harvest = 2 * interruptions / ROUND_RATE
+        seconds = f"{results.mean('round_seconds', **of):.1f}"
+        load = [f"{rate:,.0f}", f"{rate / slots:.2f}", f"{interruptions:,.0f}"]
+        names = [f"{number:,}", LOADS[of["table"]], f"{slots:,}", results.goodput(**of)]
+        rows.append([*names, *load, seconds, f"{harvest:.2f}"])
+    heads = ["engines", "runs", "slots", "goodput per GPU", "events per second"]
+    more = ["per slot and second", "interruptions in a round", "seconds of a round", HARVEST]
+    show([*heads, *more], rows)
+
+
+def load_rows(results: Results) -> list[Row]:
+    """The runs of equal engines that say what a controller is asked, table by table."""
+    return [
+        {"table": table, "engines": number, "slots": slots, "speeds": EQUAL, "lookahead": lookahead}
+        for table, lookahead in ((name, 2 if name == "strategies" else 0) for name in LOADS)
+        for number in results.sizes(table)
+        for slots in sorted(set(results.every("slots", table=table, engines=number)))
+    ]
+
+
+def goodput_picture(results: Results) -> str:
+    """Goodput per GPU by the size of the pool."""
+
+    def line(name: str, **of: object) -> Series:
+        sizes = sorted(set(results.every("engines", **of)))
+        goodputs = [results.mean("goodput_per_engine", engines=size, **of) for size in sizes]
+        return Series(name=name, points=tuple(zip(sizes, goodputs, strict=True)))
+
+    ahead = {"table": "strategies", "strategy": "sorted", "lookahead": 2}
+    lines = [
+        line("equal speeds", table="grown", speeds=EQUAL),
+        line(SPREAD, table="grown", speeds=SPREAD),
+        line(SLOW, table="grown", speeds=SLOW),
+        line("equal, lookahead 2", speeds=EQUAL, **ahead),
+        line(f"{SLOW}, lookahead 2", speeds=SLOW, **ahead),
+        line("equal, groups of 8 engines", table="fixed"),
+    ]
+    title = "Simulated goodput per GPU, tokens per second"
+    return picture(lines, title=title, x_label="engines", heights=range(0, 8_001, 2_000))
+
+
+def load_picture(results: Results) -> str:
+    """Events per second by the slots of the pool, and what one controller was measured to do."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for of in load_rows(results):
+        if of["table"].startswith("batches"):
+            continue
+        found = (of["slots"], results.mean("events_per_second", **of))
+        points.setdefault(LOADS[of["table"]], []).append(found)
+    lines = [Series(name=name, points=tuple(sorted(points[name]))) for name in points]
+    return picture(
+        lines,
+        title="Events per second that a pool asks of its controller (simulated)",
+        x_label="slots of the pool",
+        heights=[10**power for power in range(1, 6)],
+        band=MEASURED_EVENTS,
+    )
+
+
+def picture(
+    lines: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    heights: Sequence[int],
+    band: tuple[int, int] | None = None,
+) -> str:
+    """Lines over sizes that double; heights that begin at 0 are plain, others grow tenfold."""
+    rows = (len(lines) + 2) // 3
+    panel = Panel(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
+    canvas = Canvas(860, panel.floor + 50, label=title)
+    canvas.text(panel.left, 30, content=title, css="title")
+    sizes = sorted({int(size) for line in lines for size, _ in line.points})
+
+    def share(value: float, ends: Sequence[int]) -> float:
+        low, high = ends[0], ends[-1]
+        return math.log(value / low) / math.log(high / low) if low else value / high
+
+    if band is not None:
+        low, high = (panel.y(share(rate, heights)) for rate in band)
+        canvas.rect(panel.left, high, width=panel.right - panel.left, height=low - high, css="idle")
+        words = "measured: what one controller process answers, {:,} to {:,}".format(*band)
+        canvas.text(panel.left + 10, high - 6, content=words, css="small")
+    panel.draw_heights(canvas, [(share(mark, heights), f"{mark:,}") for mark in heights])
+    panel.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
+    for place, line in reversed(list(enumerate(lines))):
+        left, base = panel.left + 260 * (place % 3), 54 + 20 * (place // 3)
+        canvas.rect(left, base - 9, width=14, height=10, css=series(place))
+        canvas.text(left + 20, base, content=line.name, css="muted")
+        dots = [(panel.x(share(a, sizes)), panel.y(share(b, heights))) for a, b in line.points]
+        canvas.path(dots, css=f"{series(place)} curve")
+        for (x, y), (size, value) in zip(dots, line.points, strict=True):
+            told = f"{line.name}: {value:,.0f} at {size:,.0f}"
+            canvas.circle(x, y, radius=3.5, css=series(place), title=told)
+        (x, y), (_, value) = dots[-1], line.points[-1]
+        canvas.text(x + 9, y + 4, content=f"{value:,.0f}", css="head")
+    return canvas.svg()
+
+
+TABLES = (show_grown, show_fixed, show_strategies, show_failures, show_broadcasts, show_load)
+
+
+def run_all(engines: Sequence[int], *, answers: int, seeds: int, file: Path | None) -> list[Row]:
+    """Simulate everything; each row is written as soon as it is there."""
+    # Nothing here has cycles, and looking for them in a million trajectories takes a while.
+    gc.disable()
+    rows: list[Row] = []
+    for case in cases(engines, answers=answers):
+        for one in repeated(case, seeds=seeds):
+            rows.append(simulated(one))
+            if file is not None:
+                file.write_text("".join(json.dumps(done) + "\n" for done in rows))
+    return rows
+
+
+def main() -> None:
+    """Simulate, or read, and print."""
+    about = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 256, 1024])
+    parser.add_argument("--answers", type=int, default=40_000, help="of a run, at least")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the numbers of each run go")
+    parser.add_argument("--tables", type=Path, help="show those of such a file, simulate nothing")
+    parser.add_argument("--pictures", type=Path, help="a folder to draw into")
+    given = parser.parse_args()
+    if len(given.engines) < 2 or given.engines != sorted(set(given.engines)):
+        parser.error(f"--engines must be two pools or more, smallest first, got {given.engines}")
+    if given.tables is not None:
+        rows = [json.loads(line) for line in given.tables.read_text().splitlines()]
+    else:
+        rows = run_all(given.engines, answers=given.answers, seeds=given.seeds, file=given.json)
+    results = Results(rows)
+    for table in TABLES:
+        table(results)
+    if given.pictures is not None:
+        (given.pictures / "scale-goodput.svg").write_text(goodput_picture(results))
+        (given.pictures / "scale-load.svg").write_text(load_picture(results))
+
+
+if __name__ == "__main__":
+    main()
