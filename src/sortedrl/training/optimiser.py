@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sortedrl.config import require
 from sortedrl.errors import CheckpointError, ModelError
+from sortedrl.models.resting import Resting
 from sortedrl.training.optimisation import Optimisation, learning_rate_at
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -69,6 +70,7 @@ class Optimiser:
         self._total_steps = total_steps
         self._norm = norm
         self._num_steps = 0
+        self._resting = Resting(keeps=True)
         self._parameters = {n: p for n, p in named_parameters.items() if p.requires_grad}
         _check_parameters(self._parameters)
         self._masters = {
@@ -121,6 +123,15 @@ class Optimiser:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def rest(self) -> None:
+        """Let go of masters and moments until `wake`; their values wait in main memory."""
+        if not self._resting.is_at_rest:
+            self._resting.rest(self._tensors().values())
+
+    def wake(self) -> None:
+        """Bring masters and moments back."""
+        self._resting.wake()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and JSON values: with the weights, all that further steps depend on.

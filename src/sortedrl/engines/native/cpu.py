@@ -27,6 +27,7 @@ from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
 from sortedrl.engines.native.products import widened_logits
 from sortedrl.engines.native.sampling import Choice, Draw, Filter, Outcome, choose, floors
+from sortedrl.models.resting import Resting
 
 _QUERY_MULTIPLE = 4
 _KEY_MULTIPLE = 32
@@ -53,6 +54,7 @@ class CpuRunner:
             torch.zeros(layers, heads, places, dim, dtype=driver.dtype),
             num_views=_VIEWS_PER_SLOT * slots,
         )
+        self._resting = Resting(keeps=False)
         self._can_pack = can_pack(driver.model)
         self.weights_changed()
 
@@ -63,6 +65,14 @@ class CpuRunner:
         elif self._driver.dtype != torch.float32:
             output = self._driver.output_layer
             self._driver.replaced = {output: widened_logits(output)}
+
+    def release(self) -> None:
+        """Let go of the memory of the cache."""
+        self._resting.rest(self._cache.tensors)
+
+    def restore(self) -> None:
+        """Take memory for the cache again."""
+        self._resting.wake()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Choice:
@@ -137,13 +147,13 @@ class CpuCache:
         """The cache itself; that many views are kept at hand."""
         self.layers = list(zip(keys_YKND.unbind(), values_YKND.unbind(), strict=True))
         self.num_places = keys_YKND.shape[2]
-        self._both = (keys_YKND, values_YKND)
+        self.tensors = (keys_YKND, values_YKND)
         self.views = lru_cache(maxsize=num_views)(self._views)
 
     def _views(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """For each layer, keys and values of a run of places, `[1, K, L, D]`."""
         keys, values = (
-            tensor.narrow(2, first, count).unsqueeze(1).unbind() for tensor in self._both
+            tensor.narrow(2, first, count).unsqueeze(1).unbind() for tensor in self.tensors
         )
         return list(zip(keys, values, strict=True))
 

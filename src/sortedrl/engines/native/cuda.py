@@ -34,6 +34,7 @@ from sortedrl.engines.native.row_floor import ProductTimer, fewest_rows
 from sortedrl.engines.native.sampling import Outcome, floors
 from sortedrl.engines.native.sampling_kernels import sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
+from sortedrl.models.resting import Resting
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BIG_ROWS = 512
@@ -103,6 +104,7 @@ class CudaRunner:
         self._host_results = deque(
             pinned((4, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
+        self._resting = Resting(keeps=False)
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         driver.replaced = {driver.output_layer: fp32_logits(driver.output_layer)}
@@ -112,6 +114,18 @@ class CudaRunner:
 
     def weights_changed(self) -> None:
         """Nothing to do: graphs read the parameters where they are."""
+
+    def release(self) -> None:
+        """Let go of the memory of the cache, and of the graphs that know where it was."""
+        torch.cuda.synchronize(self._device)
+        # A size that was met is captured again when it is met again.
+        self._recorded = dict.fromkeys(self._recorded)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._resting.rest(self._pages.tensors)
+
+    def restore(self) -> None:
+        """Take memory for the cache again."""
+        self._resting.wake()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> _Ticket:
@@ -237,6 +251,11 @@ class _CudaPages:
         self.num_splits = 1
         self._caches = caches
         self._block_tokens = block_tokens
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers."""
+        return [tensor for pair in self._caches for tensor in pair]
 
     def attend(
         self,

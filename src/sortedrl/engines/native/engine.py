@@ -31,7 +31,7 @@ from sortedrl.engines.native.request import Request
 from sortedrl.engines.native.sampling import Outcome
 from sortedrl.engines.native.weights import checked_weights, copy_weights
 from sortedrl.engines.sampling import Sampling
-from sortedrl.errors import ModelError, RequestError
+from sortedrl.errors import EngineError, ModelError, RequestError
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
 from sortedrl.types import Step, Trajectory, Weights
@@ -56,6 +56,12 @@ class Runner(Protocol):
 
     def weights_changed(self) -> None:
         """Look at the weights anew."""
+
+    def release(self) -> None:
+        """Let go of the memory of the cache; nothing is under way."""
+
+    def restore(self) -> None:
+        """Take memory for the cache again; it holds nothing."""
 
 
 @dataclass(slots=True)
@@ -131,6 +137,7 @@ class NativeEngine:
         self._under_way: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
         self._unreported = 0
+        self._is_released = False
         self._try_out(model)
 
     @classmethod
@@ -318,7 +325,22 @@ class NativeEngine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Queue requests behind those that wait; what came complete needs no slot."""
         self._complete += [r for r in requests if r.finish_reason is not None]
+        if self._is_released and requests:
+            self._runner.restore()
+            self._is_released = False
         self._planner.enqueue(r for r in requests if r.finish_reason is None)
+
+    def release(self) -> None:
+        """Let go of the memory of the cache until work comes; only while there is none."""
+        if self._planner.has_work or self._under_way:
+            raise EngineError(
+                "the native engine must be idle to let go of its cache, and it is writing; "
+                "interrupt it first"
+            )
+        if not self._is_released:
+            self._planner.pool.forget()
+            self._runner.release()
+            self._is_released = True
 
     def close(self) -> None:
         """Nothing to let go of: the engine lives in this process, and goes with it."""

@@ -62,6 +62,21 @@ class ShardedTrainer:
         """Train on what is held back, as there will be no more; whether there was anything."""
         return self.trainer.flush()
 
+    def rest(self) -> None:
+        """Let go of what only an update needs; it waits in main memory."""
+        for optimiser in self._optimisers:
+            optimiser.rest()
+
+    def wake(self) -> None:
+        """Have it at hand again."""
+        for optimiser in self._optimisers:
+            optimiser.wake()
+
+    @property
+    def _optimisers(self) -> list[Optimiser]:
+        critic = self.trainer.critic
+        return [self.trainer.optimiser, *([] if critic is None else [critic.optimiser])]
+
     def buckets(self, *, max_bytes: int) -> Iterator[Bucket]:
         """The whole weights for the engines, by name, in parts; go through them on every rank."""
         return buckets(self.model, max_bytes=max_bytes)
