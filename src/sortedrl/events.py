@@ -4,12 +4,14 @@ A log opens with `begin`, closes with `end`, and between them repeats, round by 
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
 goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
 `update`.
+Where updates run beside the rollout, an `update` begins with the next round, and its `landed`
+comes before the next `update`.
 The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
 the weights stayed) to its `harvest`. Every number we report is a function of this log (see
 `metrics`).
 
 A run that was killed and taken up again is one run with one log: `resume` stands after the
-`update` of its checkpoint, where nothing runs, and counts and seconds go on.
+`update` (or `landed`) of its checkpoint, where nothing runs, and counts and seconds go on.
 """
 
 from __future__ import annotations
@@ -143,6 +145,26 @@ class Interrupt:
     running: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """The last update is done, after `took_seconds`; the weights are those of `version` now.
+
+    `beside_seconds` of them passed while the rollout went on; the rest was waited for until now.
+    """
+
+    kind: ClassVar = "landed"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+    beside_seconds: float
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long everything else stood still for the update."""
+        return self.took_seconds - self.beside_seconds
+
+
 class Scored(NamedTuple):
     """The reward of one answer: `start` and `took_seconds` where the scorer took the time.
 
@@ -184,6 +206,7 @@ class Update:
     """The weights of `version` were trained on these; groups listed in `closed` are done.
 
     An update that was skipped leaves the weights, and the next one has the same version.
+    One that runs beside the rollout is only about to begin, and `took_seconds` are those before it.
     """
 
     kind: ClassVar = "update"
@@ -215,6 +238,7 @@ Event = (
     | Finish
     | Harvest
     | Interrupt
+    | Landed
     | Score
     | Update
     | End
@@ -267,7 +291,7 @@ class EventFile:
     def __call__(self, event: Event) -> None:
         """Append one event."""
         self._file.write(to_json(event))
-        if self._is_watched or event.kind in ("update", "end"):
+        if self._is_watched or event.kind in ("update", "landed", "end"):
             self._file.flush()
 
     def sync(self) -> int:

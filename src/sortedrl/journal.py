@@ -20,6 +20,7 @@ from sortedrl.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Landed,
     Load,
     Record,
     Renew,
@@ -59,6 +60,23 @@ class JournalState:
         return cls(**row)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """An update that ran beside the rollout, and is done."""
+
+    batch: TrainBatch
+    version: int
+    """Of the weights, now."""
+    took_seconds: float
+    beside_seconds: float
+    """Of those, the ones in which nobody waited for it."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long it was waited for."""
+        return self.took_seconds - self.beside_seconds
+
+
 class Journal:
     """Records the events of one run."""
 
@@ -85,7 +103,7 @@ class Journal:
         self._since = 0.0
 
     def state(self) -> JournalState:
-        """All there is to save; only before the run begins or after an update."""
+        """All there is to save; only before the run begins or where a batch was yielded."""
         return JournalState(
             has_begun=self._has_begun,
             round=self.round,
@@ -214,6 +232,18 @@ class Journal:
                 decoded=stopped.decoded_tokens - before.decoded_tokens,
                 kept=after.num_tokens,
                 running=running,
+            )
+        )
+
+    def landed(self, landing: Landing) -> None:
+        """The update that ran beside the rollout is done."""
+        self._record(
+            Landed(
+                seconds=self._seconds(),
+                round=self.round,
+                version=landing.version,
+                took_seconds=landing.took_seconds,
+                beside_seconds=landing.beside_seconds,
             )
         )
 

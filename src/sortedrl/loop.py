@@ -4,21 +4,36 @@ A round: hand over new weights, renew what they made stale, feed the engine and 
 the controller says harvest, put unfinished work back, train, and yield each update batch.
 Whenever a batch is yielded nothing runs, so buffer and journal can be saved there. A loop made of
 what was saved finishes the round that was cut, and then goes on: it trains on the same batches.
+
+With an `Overlap`, the last update of a round runs beside the rollout of the next one. It begins
+when the engine has the weights before it, and lands before the next update: what is trained on is
+at most one version older, whatever takes how long. Its batch is yielded when it has landed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from sortedrl.buffer import Buffer
 from sortedrl.controller import Controller
 from sortedrl.errors import BufferStateError
-from sortedrl.journal import Journal
+from sortedrl.journal import Journal, Landing
 from sortedrl.prompts import open_group
 from sortedrl.protocols import Engine, PromptSource, Scorer, Trainer
 from sortedrl.strategies import Plan
 from sortedrl.types import Key, TrainBatch
+
+
+class Overlap(Protocol):
+    """Updates beside the rollout. The trainer's `update` only takes a batch on, one at a time."""
+
+    def begin(self) -> None:
+        """Train on the batch that was taken on, beside what follows; without one, do nothing."""
+
+    def settle(self) -> Landing | None:
+        """Wait for the update, begun or only taken on; `None` if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +50,9 @@ class Loop:
     seed: int
     queue: int = 0
     """Answers that may wait in the engine itself, so that a free slot is filled without asking."""
+    overlap: Overlap | None = None
+    """The trainer's side of updates beside the rollout; without it an update is done when
+    `update` returns."""
 
     def run(self) -> Iterator[TrainBatch]:
         """Train until the prompts are used up, yielding each batch after its update."""
@@ -48,15 +66,21 @@ class Loop:
                 seed=self.seed,
                 version=self.engine.version,
             )
-        while buffer.oldest_open_group is not None or not self.prompts.is_exhausted:
+        while self._has_work:
             before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
             self._hand_over()
+            if self.overlap is not None:
+                self.overlap.begin()
             self._roll_out()
             yield from self._train_ready()
             if before == (buffer.num_trained, buffer.num_waiting, journal.engine_decoded):
                 raise BufferStateError(f"round {journal.round} moved nothing; the run would hang")
             journal.round += 1
         journal.ended(buffer)
+
+    @property
+    def _has_work(self) -> bool:
+        return self.buffer.oldest_open_group is not None or not self.prompts.is_exhausted
 
     def _resume(self) -> Iterator[TrainBatch]:
         """Finish the round that was cut; the scorer is a new one and has to be told."""
@@ -136,7 +160,18 @@ class Loop:
 
     def _train_ready(self) -> Iterator[TrainBatch]:
         for keys in self.controller.batches(self.buffer):
-            yield self._train(keys)
+            yield from self._land()
+            batch = self._train(keys)
+            if self.overlap is None:
+                yield batch
+        if not self._has_work:
+            yield from self._land()
+
+    def _land(self) -> Iterator[TrainBatch]:
+        landing = None if self.overlap is None else self.overlap.settle()
+        if landing is not None:
+            self.journal.landed(landing)
+            yield landing.batch
 
     def _train(self, keys: list[Key]) -> TrainBatch:
         self.journal.mark()

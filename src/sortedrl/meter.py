@@ -108,7 +108,7 @@ class Meter:
         self._round: int | None = None
         self._sums = _Sums()
         self._round_start = _Sums()
-        self._window_start = _Sums()
+        self._window = (_Sums(), _Sums())
         self._first_close: _Sums | None = None
         self._last_load: _Sums | None = None
         self._rounds: list[Figures] = []
@@ -145,9 +145,8 @@ class Meter:
         return self._figures(_Sums(), self._sums)
 
     def window(self) -> Figures:
-        """The numbers since this was last asked for."""
-        start, self._window_start = self._window_start, replace(self._sums)
-        return self._figures(start, self._sums)
+        """The numbers from the update before the last one to the last one."""
+        return self._figures(*self._window)
 
     def metrics(self) -> Metrics:
         """The numbers so far."""
@@ -231,6 +230,7 @@ class Meter:
         self._update_staleness.append(max((t.staleness_max for t in event.trained), default=0))
         for number in event.closed:
             self._close(number, event.round)
+        self._window = (self._window[1], replace(self._sums))
 
     def _close(self, number: int, round_number: int) -> None:
         assert self._begin is not None

@@ -97,7 +97,7 @@ class TrainerRecipe:
             if algorithm.has_critic
             else None,
             total_steps=total_steps(settings, num_rows=self.num_rows),
-            is_compiled=bool(settings.passes.compiled),
+            is_compiled=on_gpu if settings.passes.compiled is None else settings.passes.compiled,
         )
         if folder is not None:
             read = read_sharded if is_spread else read_full
@@ -156,8 +156,8 @@ class RunningCluster:
     def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> ElasticEngine:
         """The engine over the rollout workers."""
         settings, cluster = self._settings, self._cluster
-        self._tell(f"starting {cluster.rollout_workers} rollout workers")
-        share = replace(settings.engine, slots=settings.engine.slots // cluster.rollout_workers)
+        self._tell(f"starting {cluster.num_workers} rollout workers")
+        share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
         recipe = WorkerRecipe(
             settings=replace(settings, engine=share, lora=Lora(), cluster=Cluster()),
             longest_prompt=longest_prompt,

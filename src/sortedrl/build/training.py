@@ -31,6 +31,7 @@ from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.export import plain_tensors
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.overlap import OverlappedTrainer
 from sortedrl.training.reference import AdapterReference, CopiedReference
 from sortedrl.training.run_trainer import LocalTrainer, RunTrainer
 from sortedrl.training.settings import TrainSettings
@@ -119,6 +120,9 @@ def training_parts(
         engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
+    overlap = None
+    if settings.is_overlapped:
+        trainer = overlap = OverlappedTrainer(trainer, seconds=clock.seconds)
     buffer = (
         Buffer(unit_size=settings.schedule.unit_size)
         if saved is None
@@ -138,6 +142,7 @@ def training_parts(
         journal=Journal(record, clock=clock, state=state),
         seed=settings.seed,
         queue=settings.rollout.queue,
+        overlap=overlap,
     )
     return TrainingParts(
         loop=loop,

@@ -2,12 +2,13 @@
 
 Every prediction is made by the simulator with costs fitted to this very run and its own lengths.
 How far it is from the run itself is part of the diagnosis.
+The simulator takes turns. Of updates that ran beside the rollout it knows what was waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.diagnosis.advice import LEAST_GAIN, Advice, Trial, gain_of
@@ -19,7 +20,7 @@ from sortedrl.diagnosis.rules import proposals
 from sortedrl.diagnosis.schedule import observed_schedule, shows_group
 from sortedrl.diagnosis.world import observed_world
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import Event, Update
+from sortedrl.events import Event, Landed, Update
 from sortedrl.meter import measure
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.fit import fit
@@ -103,13 +104,13 @@ def diagnose(
     observed = observed_answers(events)
     if known is None or not observed.num_trained:
         return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
-    world = observed_world(
-        events, observed, schedule=known, engine=engine, costs=fitted.costs, seed=seed
-    )
+    costs = _in_turn(fitted.costs, events)
+    world = observed_world(events, observed, schedule=known, engine=engine, costs=costs, seed=seed)
     run = measure(events).run
     trial = Trial(world, trajectories=run.trajectories)
     ledger = run.ledger
     took = [event.took_seconds for event in events if isinstance(event, Update)]
+    waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
     found = Findings(
         schedule=known,
         engine=world.simulation.engine,
@@ -119,7 +120,7 @@ def diagnose(
         num_prompts=observed.num_prompts,
         is_group_known=schedule is not None or shows_group(known.strategy),
         truncated_share=observed.num_truncated / max(1, observed.num_finished),
-        update_seconds=sum(took) / len(took),
+        update_seconds=(sum(took) + sum(waited)) / len(took),
         sample_size=mean_sample_size(rows),
         is_mismatch_measured=world.is_mismatch_measured,
         step_share=_step_share(fitted.costs, observed),
@@ -134,6 +135,14 @@ def diagnose(
         advice=advice,
         notes=notes,
     )
+
+
+def _in_turn(costs: Costs, events: Sequence[Event]) -> Costs:
+    """The costs with what was waited for an update, where updates ran beside the rollout."""
+    waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
+    if not waited:
+        return costs
+    return replace(costs, update_seconds=sum(waited) / len(waited), update_token_seconds=0.0)
 
 
 def _step_share(costs: Costs, observed: ObservedAnswers) -> float:

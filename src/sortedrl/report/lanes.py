@@ -20,6 +20,7 @@ from sortedrl.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Landed,
     Load,
     Renew,
     Resume,
@@ -181,10 +182,7 @@ class _Tracer:
             self._end_rollout()
         elif isinstance(event, HandOver | Resume):
             self._version = event.version
-        if isinstance(event, Update | HandOver) and event.took_seconds > 0:
-            kind: BandKind = "update" if isinstance(event, Update) else "hand_over"
-            start = event.seconds - event.took_seconds
-            self._bands.append(Band(start=start, end=event.seconds, kind=kind))
+        self._wait(event)
         if isinstance(event, Update):
             for trained in event.trained:
                 self._length[trained.prompt, trained.sample] = trained.tokens
@@ -209,6 +207,17 @@ class _Tracer:
             lanes=tuple(tuple(lane) for lane in by_slot),
             bands=tuple(sorted(self._bands, key=attrgetter("start"))),
         )
+
+    def _wait(self, event: Event) -> None:
+        """Until now the engine stood still for what has happened."""
+        kind: BandKind = "hand_over" if isinstance(event, HandOver) else "update"
+        seconds = 0.0
+        if isinstance(event, Update | HandOver):
+            seconds = event.took_seconds
+        elif isinstance(event, Landed):
+            seconds = event.waited_seconds
+        if seconds > 0:
+            self._bands.append(Band(start=self._now - seconds, end=self._now, kind=kind))
 
     @property
     def _writing_until(self) -> float:

@@ -15,6 +15,7 @@ from sortedrl.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Landed,
     Load,
     Resume,
     Score,
@@ -86,6 +87,9 @@ class _Finder:
         self._round: int | None = None
         self._place = -1
         self._loads: dict[int, Load] = {}
+        self._has_landings = any(isinstance(event, Landed) for event in run.record.events)
+        self._begun = 0.0
+        self._flight: Update | None = None
 
     def take(self, event: Event) -> None:
         """Take in the next event."""
@@ -101,17 +105,16 @@ class _Finder:
             self._end_rollout(event.seconds)
         elif isinstance(event, HandOver):
             self._hand_over(event)
-        elif isinstance(event, Score):
-            self._score(event)
-        elif isinstance(event, Update):
-            self._update(event)
         elif isinstance(event, Resume):
             self._spans.resumes.append(event)
+        else:
+            self._train(event)
 
     def found(self) -> Spans:
         """The spans; what is open ends with the log."""
         end = self._run.lanes.end
         self._end_rollout(end)
+        self._land(end)
         for group in list(self._loads):
             self._close(group, end, is_closed=False)
         return self._spans
@@ -141,13 +144,37 @@ class _Finder:
 
     def _hand_over(self, event: HandOver) -> None:
         start = event.seconds - event.took_seconds
+        self._begun = event.seconds
         told = {"version": event.version, "round": event.round}
         name = f"hand-over of version {event.version}"
         self._spans.hand_overs.append(
             Span(kind="hand_overs", start=start, end=event.seconds, name=name, told=told)
         )
 
+    def _train(self, event: Event) -> None:
+        if isinstance(event, Score):
+            self._score(event)
+        elif isinstance(event, Update):
+            self._update(event)
+        elif isinstance(event, Landed):
+            # The clock is read again for the event, a moment after the update was done.
+            self._land(min(self._begun + event.took_seconds, event.seconds))
+
     def _update(self, event: Update) -> None:
+        if self._has_landings:
+            # It begins once the engine has its weights: after a hand-over, if there is one.
+            self._flight, self._begun = event, event.seconds
+        else:
+            self._add_update(event, event.seconds - event.took_seconds, end=event.seconds)
+        for group in event.closed:
+            self._close(group, event.seconds, is_closed=True)
+
+    def _land(self, end: float) -> None:
+        if self._flight is not None:
+            self._add_update(self._flight, self._begun, end=end)
+            self._flight = None
+
+    def _add_update(self, event: Update, start: float, *, end: float) -> None:
         told = {
             "version": event.version,
             "round": event.round,
@@ -155,13 +182,8 @@ class _Finder:
             "tokens": sum(trained.tokens for trained in event.trained),
             "closed_groups": list(event.closed),
         }
-        start = event.seconds - event.took_seconds
         name = f"update of version {event.version}"
-        self._spans.updates.append(
-            Span(kind="updates", start=start, end=event.seconds, name=name, told=told)
-        )
-        for group in event.closed:
-            self._close(group, event.seconds, is_closed=True)
+        self._spans.updates.append(Span(kind="updates", start=start, end=end, name=name, told=told))
 
     def _close(self, group: int, end: float, *, is_closed: bool) -> None:
         load = self._loads.pop(group)

@@ -210,7 +210,6 @@ def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View)
         view(event)
     for row in read_metrics(folder.metrics):
         view.updated(row)
-    meter.window()
 
 
 def _logs(

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from operator import mul
 
 from sortedrl.errors import DataError
-from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Start, Update
+from sortedrl.events import (
+    Event,
+    Finish,
+    HandOver,
+    Harvest,
+    Interrupt,
+    Landed,
+    Start,
+    Update,
+)
 from sortedrl.simulate.costs import Costs
 from sortedrl.types import Key
 
@@ -33,7 +42,7 @@ class Fit:
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     """Estimate the constants; `name` is what errors call the log."""
     known = list(events)
-    watch = _Watch(_kept(known))
+    watch = _Watch(_kept(known), has_landings=any(isinstance(event, Landed) for event in known))
     for event in known:
         watch(event)
     if len(watch.rows) < 8 or not watch.updates:
@@ -70,8 +79,10 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
 class _Watch:
     """Turns events into equations."""
 
-    def __init__(self, kept: Iterator[int]) -> None:
+    def __init__(self, kept: Iterator[int], *, has_landings: bool) -> None:
         self._kept = kept
+        self._has_landings = has_landings
+        self._given_tokens = 0.0
         self.rows: list[tuple[float, ...]] = []
         self.seconds: list[float] = []
         self.updates: list[tuple[float, float]] = []
@@ -95,8 +106,11 @@ class _Watch:
         elif isinstance(event, Finish | Harvest):
             self._interval(event)
         elif isinstance(event, Update):
-            tokens = sum(trained.tokens for trained in event.trained)
-            self.updates.append((float(tokens), event.took_seconds))
+            self._given_tokens = float(sum(trained.tokens for trained in event.trained))
+            if not self._has_landings:
+                self.updates.append((self._given_tokens, event.took_seconds))
+        elif isinstance(event, Landed):
+            self.updates.append((self._given_tokens, event.took_seconds))
         elif isinstance(event, HandOver):
             self.hand_overs.append(event.took_seconds)
         if isinstance(event, Finish | Interrupt):

@@ -31,9 +31,9 @@ class Cluster:
     """How rollout workers and trainer share the cluster.
     separated: each has CPUs and GPUs of its own.
     colocated: worker and rank share theirs, one pair in each place, and take turns."""
-    rollout_workers: int = 0
+    rollout_workers: int | None = None
     """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
-    0: no cluster, everything is done in this process."""
+    By default, and with 0, there is no cluster, and everything is done in this process."""
     most_rollout_workers: int | None = None
     """Workers to grow to when the cluster gets room for them during the run; by default none."""
     cpus_per_worker: int = 1
@@ -76,7 +76,7 @@ class Cluster:
         ):
             require(chosen in names, unknown_name(what, chosen, names))
         for name, value, least in (
-            ("rollout_workers", self.rollout_workers, 0),
+            ("rollout_workers", self.num_workers, 0),
             ("cpus_per_worker", self.cpus_per_worker, 0),
             ("gpus_per_worker", self.gpus_per_worker, 0),
             ("trainer_ranks", self.trainer_ranks, 0),
@@ -104,9 +104,9 @@ class Cluster:
         )
         most = self.most_rollout_workers
         require(
-            most is None or most >= self.rollout_workers,
+            most is None or most >= self.num_workers,
             f"cluster.most_rollout_workers must be at least cluster.rollout_workers "
-            f"({self.rollout_workers}), got {most}",
+            f"({self.num_workers}), got {most}",
         )
         self._check_used()
         self._check_pairs()
@@ -125,16 +125,16 @@ class Cluster:
         known = {field.name: field.default for field in fields(self)}
         given = [name for name, value in known.items() if getattr(self, name) != value]
         require(
-            self.is_used or not given,
+            self.rollout_workers is not None or not given,
             f"cluster.{', cluster.'.join(given)} need a cluster; set cluster.rollout_workers to 1 "
-            "or more, or leave them out",
+            "or more (0 for a run without one), or leave them out",
         )
 
     def _check_pairs(self) -> None:
         if self.kind == "separated" or not self.is_used:
             return
         require(
-            self.trainer_ranks == self.rollout_workers,
+            self.trainer_ranks == self.num_workers,
             "cluster.kind colocated puts one rank of the trainer beside each rollout worker, got "
             f"{self.trainer_ranks} trainer_ranks and {self.rollout_workers} rollout_workers; make "
             "them equal, or take separated",
@@ -148,12 +148,17 @@ class Cluster:
     @property
     def most_workers(self) -> int:
         """Rollout workers that there may be at the same time."""
-        return max(self.rollout_workers, self.most_rollout_workers or 0)
+        return max(self.num_workers, self.most_rollout_workers or 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Rollout workers that the run begins with."""
+        return self.rollout_workers or 0
 
     @property
     def is_used(self) -> bool:
         """Whether there is a cluster at all."""
-        return self.rollout_workers > 0
+        return self.num_workers > 0
 
     @property
     def gpus_per_rank(self) -> int:
@@ -166,4 +171,4 @@ class Cluster:
 
         All workers together call the controller a thousand times a second at most.
         """
-        return max(_SHORTEST_BEAT_SECONDS, self.rollout_workers / _CALLS_PER_SECOND)
+        return max(_SHORTEST_BEAT_SECONDS, self.num_workers / _CALLS_PER_SECOND)

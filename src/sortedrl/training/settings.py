@@ -210,9 +210,9 @@ class TrainSettings:
         if not cluster.is_used:
             return
         require(
-            slots % cluster.rollout_workers == 0,
+            slots % cluster.num_workers == 0,
             f"engine.slots are shared evenly by cluster.rollout_workers "
-            f"({cluster.rollout_workers}), got {slots}; make them a multiple",
+            f"({cluster.num_workers}), got {slots}; make them a multiple",
         )
         require(
             self.rollout.engine != "servers",
@@ -236,12 +236,17 @@ class TrainSettings:
         )
 
     @property
+    def is_overlapped(self) -> bool:
+        """Whether workers write while the trainer updates."""
+        return self.cluster.is_used and self.cluster.overlap
+
+    @property
     def needs_correction(self) -> bool:
         """Whether tokens are trained on that other probabilities have drawn.
 
         They are those of older weights, or those of an engine with kernels of its own.
         """
-        is_stale = self.schedule.staleness_bound != 0 or self.cluster.overlap
+        is_stale = self.schedule.staleness_bound != 0 or self.is_overlapped
         return is_stale or self.rollout.is_outside
 
     def updates_expected(self, *, num_rows: int) -> int:

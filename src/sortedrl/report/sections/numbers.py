@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import HandOver, Score, Update
+from sortedrl.events import HandOver, Landed, Score, Update
 from sortedrl.report.axis import short
 from sortedrl.report.html import table, unbroken
 from sortedrl.report.record import Run
@@ -13,6 +13,7 @@ from sortedrl.report.sections.frame import framed
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"
+_BESIDE = "updates beside the rollouts"
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -36,7 +37,9 @@ def section(runs: Sequence[Run]) -> str:
         ("updates of the weights", lambda run: _part(run, _updating(run))),
         ("hand-overs", lambda run: _part(run, _handing_over(run))),
     ]
-    quiet = ("best evaluation", *(name for name, _ in rows[-4:]))
+    quiet = {"best evaluation", *(name for name, _ in rows[-4:]), _BESIDE}
+    if any(_beside(run) for run in runs):
+        rows.append((_BESIDE, lambda run: _part(run, _beside(run))))
     told = table(
         ["", *(run.name for run in runs)],
         [[name, *(unbroken(tell(run)) for run in runs)] for name, tell in rows],
@@ -68,8 +71,14 @@ def _waiting(run: Run) -> float:
 
 def _updating(run: Run) -> float:
     """Updates are timed with the wait for their rewards, which is told apart here."""
-    took = sum(e.took_seconds for e in run.record.events if isinstance(e, Update))
+    events = run.record.events
+    took = sum(e.took_seconds for e in events if isinstance(e, Update))
+    took += sum(e.waited_seconds for e in events if isinstance(e, Landed))
     return max(0.0, took - _waiting(run))
+
+
+def _beside(run: Run) -> float:
+    return sum(e.beside_seconds for e in run.record.events if isinstance(e, Landed))
 
 
 def _handing_over(run: Run) -> float:
