@@ -7,6 +7,7 @@ a test has started, are ever killed.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from sortedrl.events import Update, read_events
 from sortedrl.meter import measure
@@ -24,7 +27,7 @@ ROWS = 96
 PATIENCE_SECONDS = 200
 OWN_RAY = 'dashboard = false\nobject_store_gib = 0.1\n'
 _CONFIG = """\
-model = "begun"
+model = "{folder}/begun"
 task = "knights_knaves:people=2-3,count={rows},style=compact"
 reward = "judge.py:letters"
 threads = 1
@@ -57,6 +60,7 @@ patience_seconds = {patience}
 """
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "disabled",
     # Ray's own patience, which is a minute and more.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_health_check_initial_delay_ms": "1000",
@@ -109,20 +113,21 @@ def descendants(*pids):
 class Run:
     """A training run in a process of its own."""
 
-    def __init__(self, folder, name, *, cluster=OWN_RAY, patience=20, environment=None):
+    def __init__(self, folder, name, *, cluster=OWN_RAY, patience=20, within=()):
+        """`within`: words before the command, such as those that enter a namespace."""
         self.folder, self.out = folder, folder / name
         self._log = folder / f"{name}.err"
-        self._environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
-        text = _CONFIG.format(rows=ROWS, out=name, patience=patience, cluster=cluster)
+        self._within = within
+        text = _CONFIG.format(folder=folder, rows=ROWS, out=name, patience=patience, cluster=cluster)
         (folder / f"{name}.toml").write_text(text)
         self._begin(f"{name}.toml")
 
     def _begin(self, *words):
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sortedrl", "train", *words],
+                [*self._within, sys.executable, "-m", "sortedrl", "train", *words],
                 cwd=self.folder,
-                env=self._environment,
+                env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -185,6 +190,49 @@ class Run:
                     process.signal(signal.SIGKILL)
 
 
+class Node:
+    """A Ray node in a process of its own, which all its processes descend from."""
+
+    def __init__(self, *words, log, within=()):
+        script = Path(sys.executable).with_name("ray")
+        room = ("--num-cpus=1", f"--object-store-memory={100 << 20}", "--disable-usage-stats")
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [*within, script, "start", "--block", *room, *words],
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        self._log = log
+        end = time.monotonic() + PATIENCE_SECONDS
+        while "Ray runtime started" not in log.read_text():
+            assert self.process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+
+    def family(self, words=""):
+        """Its processes that are called so."""
+        return [p for p in descendants(self.process.pid) if words in p.words]
+
+    def end(self):
+        """Kill all of it."""
+        left = self.family()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in left:
+            with suppress(ProcessLookupError):
+                if process.lives:
+                    process.signal(signal.SIGKILL)
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
 def until_gone(processes, *, seconds):
     """Wait until all of them have ended; gives those that have not."""
     end = time.monotonic() + seconds
@@ -208,5 +256,5 @@ def law(out):
     assert sum(group.figures.trajectories for group in metrics.groups) == ROWS
     assert all(group.figures.ledger.cached == 0 for group in metrics.groups), "and of each group"
     assert events[-1].kind == "end"
-    model = load_model(out / "model", device="cpu")
+    model = load_model(out / "model", dtype=torch.float32, device="cpu")
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -114,9 +114,16 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
     assert went_on.updates > ending.updates
 
 
-@pytest.mark.parametrize("mode", ["partial", "coupled"])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("partial", {"checkpoint": "sharded"}),
+        ("partial", {"overlap": True}),
+        ("coupled", {"kind": "colocated", "hand_over": "disk"}),
+    ],
+)
 def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
-    batches, tmp_path, mode
+    batches, tmp_path, mode, layout
 ):
     still = replace(
         ALONE,
@@ -126,8 +133,7 @@ def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
     train(replace(still, out=tmp_path / "alone"))
     alone = trained(batches)
     batches.clear()
-    sharded = replace(TWO_AND_TWO, checkpoint="sharded")
-    train(replace(still, out=tmp_path / "cluster", cluster=sharded))
+    train(replace(still, out=tmp_path / "cluster", cluster=replace(TWO_AND_TWO, **layout)))
     assert trained(batches) == alone
     assert len(alone) == 96
     assert largest_gap(weights(tmp_path / "alone"), weights(tmp_path / "cluster")) == 0.0

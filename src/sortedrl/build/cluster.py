@@ -114,6 +114,7 @@ class HandOverLog:
     def __call__(self, done: HandOver) -> None:
         """Remember one."""
         self.last = {
+            "hand_over/seconds": done.seconds,
             "hand_over/bytes": float(done.bytes),
             "hand_over/buckets": float(done.buckets),
             "hand_over/workers": float(done.workers),
@@ -132,6 +133,7 @@ class RunningCluster:
         self._settings = settings
         self._placement = placement
         self._tell = tell
+        self._trainer: RemoteTrainer | None = None
 
     @property
     def _cluster(self) -> Cluster:
@@ -146,12 +148,13 @@ class RunningCluster:
     ) -> RemoteTrainer:
         """The trainer over its ranks."""
         self._tell(f"starting {self._cluster.trainer_ranks} ranks of the trainer")
-        return RemoteTrainer(
+        self._trainer = RemoteTrainer(
             self._cluster,
             TrainerRecipe(settings=self._settings, num_rows=num_rows, saved=saved),
             placement=self._placement,
             folder=self._settings.out / LOGS,
         )
+        return self._trainer
 
     def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> ElasticEngine:
         """The engine over the rollout workers."""
@@ -170,9 +173,13 @@ class RunningCluster:
             warn=self._tell,
             report=self.hand_overs,
             folder=settings.out / LOGS,
+            hand_over_folder=settings.out / _HAND_OVERS,
             spare=settings.rollout.queue,
         )
-        return ElasticEngine(fleet, cluster, tell=self._tell)
+        engine = ElasticEngine(fleet, cluster, tell=self._tell)
+        if cluster.kind == "colocated" and self._trainer is not None:
+            self._trainer.take_turns(engine.release)
+        return engine
 
 
 @contextmanager

@@ -31,21 +31,37 @@ class Packed:
 Bucket = tuple[Packed, ...]
 
 
+def parts(
+    tensors: Iterable[tuple[str, object]], *, bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in order, in parts of about so many bytes; at least one tensor in each.
+
+    They are taken one after the other, so they may be gathered while they are asked for.
+    """
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, given in tensors:
+        tensor = as_tensor(name, given)
+        if part and size + tensor.nbytes > bucket_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
 def buckets(
     tensors: Mapping[str, object], *, bucket_bytes: int = _BUCKET_BYTES
 ) -> Iterator[Bucket]:
-    """The tensors in order, in parts of about so many bytes; at least one tensor in each."""
-    part: list[Packed] = []
-    size = 0
-    for name, tensor in tensors.items():
-        packed = _packed(name, tensor)
-        if part and size + packed.buffer.nbytes > bucket_bytes:
-            yield tuple(part)
-            part, size = [], 0
-        part.append(packed)
-        size += packed.buffer.nbytes
-    if part:
-        yield tuple(part)
+    """The same as bytes, on the CPU."""
+    for part in parts(tensors.items(), bucket_bytes=bucket_bytes):
+        yield bucket(part)
+
+
+def bucket(part: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """One part as bytes, on the CPU."""
+    return tuple(_packed(name, tensor) for name, tensor in part)
 
 
 def unpacked(parts: Iterable[Bucket]) -> dict[str, Tensor]:
@@ -58,20 +74,40 @@ def num_bytes(part: Bucket) -> int:
     return sum(packed.buffer.nbytes for packed in part)
 
 
-def _packed(name: str, tensor: object) -> Packed:
-    if not isinstance(tensor, Tensor):
-        raise ModelError(f"{name} must be a tensor to travel, got {type(tensor).__name__}")
-    held = tensor.detach().cpu().contiguous()
+def as_tensor(name: str, given: object) -> Tensor:
+    """What was given under this name, which must be a tensor."""
+    if not isinstance(given, Tensor):
+        raise ModelError(f"{name} must be a tensor to travel, got {type(given).__name__}")
+    return given
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in a row; where it lies in a row, they are its own."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a dtype is called on its way."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype: torch.dtype = torch.__dict__[name]
+    return dtype
+
+
+def _packed(name: str, tensor: Tensor) -> Packed:
     return Packed(
         name=name,
-        dtype=str(held.dtype).removeprefix("torch."),
-        shape=tuple(held.shape),
-        buffer=held.reshape(-1).view(torch.uint8).numpy(),
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        buffer=as_bytes(tensor.detach().cpu()).numpy(),
     )
 
 
 def _tensor(packed: Packed) -> Tensor:
-    dtype: torch.dtype = torch.__dict__[packed.dtype]
+    dtype = dtype_named(packed.dtype)
     if not packed.buffer.nbytes:
         return torch.empty(packed.shape, dtype=dtype)
     with warnings.catch_warnings():

@@ -22,6 +22,8 @@ from sortedrl.training.cluster import Cluster
 _GIB = 1 << 30
 _NAMESPACE = "sortedrl"
 _REACH_SECONDS = 10.0
+# Ray's own minute is for a head that may come back; that of our own Ray does not.
+_HEAD_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
     """A new Ray; CPUs are only counted, so it has as many as the run asks for."""
     import ray
 
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_HEAD_SECONDS))
     asked = int(blueprint(cluster).total.get("CPU", 0))
     store = cluster.object_store_gib
     return ray.init(

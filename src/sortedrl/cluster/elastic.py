@@ -7,12 +7,13 @@ again at the next hand-over; the run goes on with the workers it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from sortedrl.cluster.fleet import Fleet
 from sortedrl.cluster.nodes import free_resources
 from sortedrl.cluster.placement import joining
 from sortedrl.engines.sampling import Sampling
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.training.cluster import Cluster
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -80,6 +81,14 @@ class ElasticEngine:
         self._complaint = None
         for worker in joined:
             self._tell(f"{worker.name} has joined: {self.slots} slots now")
+
+    def release(self) -> None:
+        """Have all workers let go of what only writing needs; nothing is being written."""
+        for worker in self.fleet.workers:
+            if not worker.is_lost:
+                # Whoever is lost now is left out when work comes.
+                with suppress(EngineLost):
+                    worker.release()
 
     def close(self) -> None:
         """End all workers."""

@@ -8,15 +8,16 @@ before it joins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from sortedrl.cluster.hand_over import HandOver, HandOvers
+from sortedrl.cluster.hand_over import HandOver, HandOvers, ways_from
 from sortedrl.cluster.placement import Claim, Placement, joining
 from sortedrl.cluster.recipe import Recipe
 from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, Twins
@@ -24,7 +25,7 @@ from sortedrl.cluster.worker import Facts, RolloutWorker
 from sortedrl.cluster.worker_log import LogFolder
 from sortedrl.engines.pool import EnginePool
 from sortedrl.errors import EngineError
-from sortedrl.training.cluster import Cluster
+from sortedrl.training.cluster import Cluster, HandOverWay
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _POOL_PATIENCE = 1.25
 # A run waits meanwhile.
 _JOIN_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +67,22 @@ class Fleet:
         warn: Callable[[str], None],
         report: Callable[[HandOver], None],
         folder: Path | None = None,
+        hand_over_folder: Path | None = None,
         spare: int = 0,
     ) -> None:
         """Start the workers in their bundles, and wait until each has its engine.
 
-        Their logs go to `folder`. `report` hears of each hand-over, in a thread of a worker.
-        `spare` is that of the pool.
+        Their logs go to `folder`, weights on disk to `hand_over_folder`, which all machines must
+        see; without one they never go there. `report` hears of each hand-over, and `warn` of a
+        way that failed, in a thread of a worker. `spare` is that of the pool.
         """
         self._cluster = cluster
         self._recipe = recipe
         self._logs = None if folder is None else LogFolder.opened(folder)
         self._report = report
-        self._hand_overs = HandOvers(report)
+        self._warn = warn
+        self._hand_over_folder = hand_over_folder
+        self._hand_overs = self._ways_from(cluster.hand_over)
         self._twins = Twins()
         self._places: list[_Place] = []
         """By the number of a worker."""
@@ -123,6 +129,7 @@ class Fleet:
         joined = []
         for worker in lost:
             if present is not None:
+                _require_node(self._places[worker.number].placement)
                 joined.append(self._joined(self._places[worker.number], present))
                 self._vacated.add(worker.number)
         return joined
@@ -132,16 +139,19 @@ class Fleet:
         try:
             self.pool.close()
         finally:
+            self._hand_overs.close()
             while self._own_placements:
                 self._own_placements.pop().remove()
 
     def _joined(self, place: _Place, weights: Weights) -> RemoteEngine:
         started = self._start(place)
-        with ExitStack() as opened:
+        # The others do not take these weights again, and a group is not worth it for one.
+        way = self._cluster.hand_over
+        alone = self._ways_from("objects" if way == "group" else way)
+        with closing(alone), ExitStack() as opened:
             opened.callback(ray.kill, started.actor)
-            self._require_placed(started)
-            # The others do not take these weights again.
-            worker = self._engine(started, HandOvers(self._report))
+            _require_placed(started, place.placement)
+            worker = self._engine(started, alone)
             if worker.version != weights.version:
                 worker.load_weights(weights)
             worker.share(self._hand_overs)
@@ -150,16 +160,14 @@ class Fleet:
         self.workers.append(worker)
         return worker
 
-    def _require_placed(self, started: _Started) -> None:
-        """Refuse to wait for a bundle that has no node any more."""
-        try:
-            ray.get(started.actor.__ray_ready__.remote(), timeout=_JOIN_SECONDS)
-        except RayError as error:
-            reason = str(error).strip().rpartition("\n")[2]
-            raise EngineError(
-                f"rollout worker {started.number} must be placed within {_JOIN_SECONDS:g} s, but "
-                f"the cluster has no room for it now ({reason}); the run can go on without it"
-            ) from error
+    def _ways_from(self, first: HandOverWay) -> HandOvers:
+        return HandOvers(
+            self._report,
+            warn=self._warn,
+            ways=ways_from(first),
+            folder=self._hand_over_folder,
+            patience_seconds=self._cluster.patience_seconds,
+        )
 
     def _start(self, place: _Place) -> _Started:
         number = len(self._places)
@@ -200,6 +208,36 @@ class Fleet:
             patience_seconds=self._cluster.patience_seconds,
             logs=self._logs,
         )
+
+
+def _require_node(placement: Placement) -> None:
+    """Refuse to wait for a bundle that has no node any more."""
+    if not placement.is_whole:
+        raise EngineError(
+            "a rollout worker that was lost cannot be replaced now: its machine is gone, and no "
+            "other has room; the run goes on with the workers it has, and a machine that joins "
+            "the cluster is used from the next hand-over on"
+        )
+
+
+def _require_placed(started: _Started, placement: Placement) -> None:
+    """Wait until a worker has its process; it takes Ray some seconds to miss a node."""
+    ready = started.actor.__ray_ready__.remote()
+    until = monotonic() + _JOIN_SECONDS
+    reason = "it does not start"
+    while monotonic() < until:
+        try:
+            ray.get(ready, timeout=_LOOK_SECONDS)
+        except GetTimeoutError:
+            _require_node(placement)
+        except RayError as error:
+            reason, until = str(error).strip().rpartition("\n")[2], 0.0
+        else:
+            return
+    raise EngineError(
+        f"rollout worker {started.number} must be placed within {_JOIN_SECONDS:g} s, but the "
+        f"cluster has no room for it now ({reason}); the run goes on without it"
+    )
 
 
 def _name(number: int) -> str:

@@ -59,7 +59,7 @@ def blueprint(cluster: Cluster) -> Blueprint:
         return _colocated(cluster)
     workers = tuple(
         Claim(bundle=number, cpus=cluster.cpus_per_worker, gpus=cluster.gpus_per_worker)
-        for number in range(cluster.rollout_workers)
+        for number in range(cluster.num_workers)
     )
     ranks = tuple(
         Claim(bundle=len(workers) + number, cpus=1, gpus=cluster.gpus_per_rank)
@@ -134,6 +134,13 @@ class Placement:
             placement_group=self.group, placement_group_bundle_index=claim.bundle
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every bundle has a node; for one whose node is gone Ray looks for another."""
+        from ray.util.placement_group import placement_group_table
+
+        return bool(placement_group_table(self.group)["state"] == "CREATED")
+
     def remove(self) -> None:
         """Give the resources back; actors that still hold some of them end."""
         from ray.util.placement_group import remove_placement_group
@@ -143,7 +150,7 @@ class Placement:
 
 def _colocated(cluster: Cluster) -> Blueprint:
     share = cluster.gpus_per_worker / 2
-    pairs = range(cluster.rollout_workers)
+    pairs = range(cluster.num_workers)
     bundle = _bundle(cluster.cpus_per_worker + 1, cluster.gpus_per_worker)
     return Blueprint(
         bundles=tuple(bundle for _ in pairs),

@@ -20,7 +20,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from sortedrl.cluster.hand_over import HandOvers
+from sortedrl.cluster.hand_over import HandOvers, Loading
+from sortedrl.cluster.offer import Offer
 from sortedrl.cluster.worker import Facts
 from sortedrl.cluster.worker_log import LogFolder
 from sortedrl.engines.pool.member import Terms
@@ -146,17 +147,28 @@ class RemoteEngine:
         return given_back
 
     def load_weights(self, weights: Weights) -> None:
-        """Have the worker fetch these weights and write with them from now on."""
+        """Have the worker take these weights and write with them from now on.
+
+        Where all workers form a group, this waits for the others.
+        """
         if self._has_weights and weights.tensors is None:
             raise EngineError(
                 f"{self.name} shares no memory with the trainer, so new weights must come with "
                 f"their tensors; version {weights.version} came without"
             )
-        shipment = self._hand_overs.put(weights)
-        buckets = list(shipment.buckets) if weights.tensors is not None else None
-        loading = self._result(lambda: self._actor.load_weights.remote(weights.version, buckets))
-        self.version = loading.version
-        self._hand_overs.taken(shipment, loading, worker=self.number)
+
+        def take(offer: Offer | None) -> Loading:
+            loading: Loading = self._result(
+                lambda: self._actor.load_weights.remote(weights.version, offer)
+            )
+            self.version = loading.version
+            return loading
+
+        self._hand_overs.deliver(weights, worker=self.number, take=take)
+
+    def release(self) -> None:
+        """Have the worker let go of what only writing needs."""
+        self._result(lambda: self._actor.release.remote())
 
     def share(self, hand_overs: HandOvers) -> None:
         """From now on take weights together with other workers."""

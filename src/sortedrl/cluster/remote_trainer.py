@@ -26,12 +26,14 @@ from sortedrl.types import TrainBatch, Weights
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from sortedrl.cluster.bridge import Meeting
     from sortedrl.cluster.buckets import Bucket
+    from sortedrl.cluster.weight_source import Meeting
 
 Actor = Any
 """A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""
 _CLOSE_SECONDS = 20.0
+# While one rank writes a checkpoint the others wait; that one is gone, Ray says.
+_COLLECTIVE_SECONDS = 1800.0
 # Time for the others to say what they died of, when one has failed.
 _OTHERS_SECONDS = 10.0
 
@@ -100,8 +102,10 @@ class RemoteTrainer:
             _started(claim, placement, name=f"rank-{number}", logs=self._logs)
             for number, claim in enumerate(claims)
         ]
+        self._before_update: Callable[[], None] = _nothing
         try:
             self.facts = self._opened(recipe)
+            self._refuse_blind()
         except BaseException:
             self.close()
             raise
@@ -114,6 +118,7 @@ class RemoteTrainer:
 
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update on all ranks."""
+        self._before_update()
         # Once into the object store, not once for each rank.
         reference = ray.put(batch)
         self._take(self.ask(lambda rank: rank.update.remote(reference)))
@@ -122,6 +127,10 @@ class RemoteTrainer:
         """Train on what is held back, as there will be no more; whether there was anything."""
         return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
 
+    def take_turns(self, release: Callable[[], None]) -> None:
+        """From now on have memory let go of before every update."""
+        self._before_update = release
+
     def weights(self) -> Weights:
         """The present weights; their tensors stay with the ranks until a worker takes them."""
         return Weights(self.version, RankWeights(self))
@@ -129,7 +138,6 @@ class RemoteTrainer:
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
         kind = self._cluster.checkpoint
-        self._refuse_blind(folder, all_ranks=kind == "sharded")
         counters: dict[str, Any] = self.ask(
             lambda rank: rank.save.remote(folder.absolute(), kind=kind, tokenizer=tokenizer)
         )[0]
@@ -137,7 +145,6 @@ class RemoteTrainer:
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model."""
-        self._refuse_blind(folder, all_ranks=False)
         self.ask(lambda rank: rank.export.remote(folder.absolute(), tokenizer=tokenizer))
 
     def close(self) -> None:
@@ -180,7 +187,8 @@ class RemoteTrainer:
                     meeting=f"tcp://{host}:{port}",
                     rank=number,
                     world=len(self._ranks),
-                    timeout_seconds=self._cluster.patience_seconds,
+                    timeout_seconds=max(_COLLECTIVE_SECONDS, self._cluster.patience_seconds),
+                    takes_turns=self._cluster.kind == "colocated",
                 )
                 for number, rank in enumerate(self._ranks)
             ]
@@ -232,15 +240,17 @@ class RemoteTrainer:
         self.version, self.last = first.version, first.last
         return first
 
-    def _refuse_blind(self, folder: Path, *, all_ranks: bool) -> None:
-        """Refuse to write where a rank does not see the folder of the run."""
-        asked = self._ranks if all_ranks else self._ranks[:1]
-        for number, sees in enumerate(ray.get([rank.sees.remote(self._logs) for rank in asked])):
+    def _refuse_blind(self) -> None:
+        """Refuse ranks that cannot write where the run is kept."""
+        writers = len(self.facts) if self._cluster.checkpoint == "sharded" else 1
+        for number, sees in enumerate(
+            self.ask(lambda rank: rank.sees.remote(self._logs))[:writers]
+        ):
             if not sees:
                 raise CheckpointError(
-                    f"{folder} must be seen by rank {number} of the trainer, which is on "
-                    f"{self.facts[number].host}, and is not; put the run's folder (out) on a disk "
-                    "that all machines share"
+                    f"{self._logs.folder.parent} must be seen by rank {number} of the trainer, "
+                    f"which is on {self.facts[number].host}, and is not; put the run's folder "
+                    "(out) on a disk that all machines share"
                 )
 
     def _end(self) -> None:
@@ -251,6 +261,10 @@ class RemoteTrainer:
     @property
     def _see(self) -> str:
         return f"; the logs of the ranks are in {self._logs.folder}"
+
+
+def _nothing() -> None:
+    """Nothing is to be let go of."""
 
 
 def _started(claim: Claim, placement: Placement, *, name: str, logs: LogFolder) -> Actor:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sortedrl.cluster.buckets import buckets
+from sortedrl.cluster.bridge import Sender
+from sortedrl.cluster.weight_source import Meeting, shipped, write_weights
 from sortedrl.cluster.worker_log import LogFolder, WorkerLog
 from sortedrl.training.cluster import CheckpointKind
 from sortedrl.training.sharded.checkpoint import write_full, write_sharded
@@ -24,10 +27,11 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from torch import Tensor
 
-    from sortedrl.cluster.bridge import Meeting, Sender
     from sortedrl.cluster.buckets import Bucket
 
-_BUCKET_BYTES = 256 << 20
+# Small enough that the first one is soon on its way.
+_SENT_BYTES = 64 << 20
+_SHIPPED_BYTES = 256 << 20
 
 
 class RankRecipe(Protocol):
@@ -64,7 +68,7 @@ class TrainerRank:
     def __init__(self, name: str, *, logs: LogFolder | None) -> None:
         """A rank that has met nobody yet, so that what goes wrong in meeting can be told."""
         self._log = WorkerLog(name, logs)
-        self._sender: Sender | None = None
+        self._sender = Sender()
 
     def place(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
@@ -83,8 +87,12 @@ class TrainerRank:
         rank: int,
         world: int,
         timeout_seconds: float,
+        takes_turns: bool,
     ) -> RankFacts:
-        """Meet the other ranks, and make the trainer."""
+        """Meet the other ranks, and make the trainer.
+
+        One that takes turns lets go of its optimisers' memory between two updates.
+        """
         import torch
 
         has_gpu = torch.cuda.is_available()
@@ -97,6 +105,7 @@ class TrainerRank:
             timeout_seconds=timeout_seconds,
         )
         self._trainer = recipe.trainer(ranks)
+        self._takes_turns = takes_turns
         return RankFacts(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
@@ -107,17 +116,21 @@ class TrainerRank:
 
     def update(self, batch: TrainBatch) -> Outcome:
         """Make one policy update."""
-        self._trainer.update(batch)
+        with self._awake():
+            self._trainer.update(batch)
         return self._outcome()
 
     def flush(self) -> Outcome:
         """Train on what is held back, as there will be no more."""
-        return self._outcome(is_changed=self._trainer.flush())
+        with self._awake():
+            is_changed = self._trainer.flush()
+        return self._outcome(is_changed=is_changed)
 
     def save(self, folder: Path, *, kind: CheckpointKind, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
         write = write_full if kind == "full" else write_sharded
-        return write(self._trainer, folder, tokenizer=tokenizer)
+        with self._awake():
+            return write(self._trainer, folder, tokenizer=tokenizer)
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model; the first rank does."""
@@ -132,30 +145,24 @@ class TrainerRank:
 
     def ship(self) -> Sequence[ObjectRef[Bucket]]:
         """Put the weights into the object store; the first rank does, the others give nothing."""
-        import ray
-
-        references: list[ObjectRef[Bucket]] = []
-        for part in self._parts():
-            if self._trainer.ranks.is_first:
-                references += [ray.put(bucket) for bucket in buckets(dict(part))]
-        return references
+        parts = self._parts(_SHIPPED_BYTES)
+        if self._trainer.ranks.is_first:
+            return shipped(parts)
+        deque(parts, maxlen=0)
+        return []
 
     def send(self, meeting: Meeting) -> None:
         """Broadcast the weights to the workers; the first rank does."""
-        if not self._trainer.ranks.is_first:
-            for _ in self._parts():
-                pass
-            return
-        if self._sender is None:
-            from sortedrl.cluster.bridge import Sender
-
-            self._sender = Sender()
-        self._sender.send(meeting, self._parts())
+        parts = self._parts(_SENT_BYTES)
+        try:
+            if self._trainer.ranks.is_first:
+                self._sender.send(meeting, parts)
+        finally:
+            # What one rank gathers all do, to the end, even if nobody is there to take it.
+            deque(parts, maxlen=0)
 
     def write(self, path: Path) -> None:
         """Write the weights into a file; the first rank does."""
-        from sortedrl.cluster.weight_source import write_weights
-
         weights = self._whole()
         if self._trainer.ranks.is_first:
             write_weights(weights, path)
@@ -164,13 +171,21 @@ class TrainerRank:
         """Gives the text of a log that the controller cannot see."""
         return self._log.text_away()
 
-    def _parts(self) -> Iterator[list[tuple[str, Tensor]]]:
-        return self._trainer.buckets(max_bytes=_BUCKET_BYTES)
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The optimisers have their memory meanwhile."""
+        self._trainer.wake()
+        yield
+        if self._takes_turns:
+            self._trainer.rest()
+
+    def _parts(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        return self._trainer.buckets(max_bytes=max_bytes)
 
     def _whole(self) -> dict[str, Tensor]:
         """All weights in main memory, on the first rank; nothing on the others."""
         whole: dict[str, Tensor] = {}
-        for part in self._parts():
+        for part in self._parts(_SHIPPED_BYTES):
             if self._trainer.ranks.is_first:
                 whole.update((name, tensor.cpu()) for name, tensor in part)
         return whole

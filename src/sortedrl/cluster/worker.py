@@ -13,20 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING
 
 from sortedrl.cluster.hand_over import Loading
+from sortedrl.cluster.offer import Fetcher, Offer
 from sortedrl.cluster.recipe import Recipe
 from sortedrl.cluster.worker_log import LogFolder, WorkerLog
+from sortedrl.engines.guest import Releasable
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.pool.member import Terms, submit_to
 from sortedrl.errors import EngineLost
 from sortedrl.types import Step, Trajectory, Weights
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from sortedrl.cluster.buckets import Bucket
 
 # The engine has a queue of its own, and the controller's pool decides who gets how much.
 _ALL_THAT_COMES = 1 << 40
@@ -54,12 +50,14 @@ class RolloutWorker:
         self._log = WorkerLog(name, logs)
         self._beat = beat_seconds
         self._lost: str | None = None
+        self._fetcher = Fetcher()
         self._finished: list[Trajectory] = []
         self._decoded = self._prefilled = 0
 
     def open(self, recipe: Recipe) -> Facts:
         """Make the engine."""
         member = recipe.engine()
+        self._member = member
         self._engine = EnginePool(
             [member], warn=self._warn, spare=_ALL_THAT_COMES, patience_seconds=_FOR_EVER_SECONDS
         )
@@ -116,29 +114,32 @@ class RolloutWorker:
         self._finished.clear()
         return [*complete, *self._engine.interrupt()]
 
-    def load_weights(self, version: int, buckets: Sequence[ObjectRef[Bucket]] | None) -> Loading:
-        """Fetch the weights and write with them from now on; without buckets only the version."""
+    def load_weights(self, version: int, offer: Offer | None) -> Loading:
+        """Take the weights and write with them from now on; without an offer only the version.
+
+        Raises `WayFailed` if they did not come; the engine has its old weights then.
+        """
         self._require_engine()
         start = perf_counter()
-        tensors, size = None, 0
-        if buckets is not None:
-            import ray
-
-            from sortedrl.cluster.buckets import num_bytes, unpacked
-
-            parts = [ray.get(reference) for reference in buckets]
-            tensors, size = unpacked(parts), sum(map(num_bytes, parts))
-        fetched = perf_counter()
-        self._engine.load_weights(Weights(version, tensors))
+        fetched = None if offer is None else self._fetcher.fetched(offer)
+        here = perf_counter()
+        self._engine.load_weights(Weights(version, None if fetched is None else fetched.tensors))
         return Loading(
             version=self._engine.version,
-            bytes=size,
-            fetch_seconds=fetched - start,
-            load_seconds=perf_counter() - fetched,
+            bytes=0 if fetched is None else fetched.bytes,
+            buckets=0 if fetched is None else fetched.buckets,
+            fetch_seconds=here - start,
+            load_seconds=perf_counter() - here,
         )
+
+    def release(self) -> None:
+        """Let go of what only writing needs, if the engine can; nothing is being written."""
+        if isinstance(self._member, Releasable):
+            self._member.release()
 
     def close(self) -> str | None:
         """Close the engine; gives the text of a log that the controller cannot see."""
+        self._fetcher.close()
         self._engine.close()
         return self._log.text_away()
 

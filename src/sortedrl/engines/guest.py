@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sortedrl.engines.sampling import Sampling
 from sortedrl.protocols import Engine
@@ -29,6 +29,14 @@ class RolloutEngine(Engine, Protocol):
 
     def close(self) -> None:
         """Let go of everything it holds; a second time it does nothing."""
+
+
+@runtime_checkable
+class Releasable(Protocol):
+    """An engine that shares its memory with a trainer, in turns."""
+
+    def release(self) -> None:
+        """Let go of what only writing needs, until work comes; only while there is none."""
 
 
 class Guest:

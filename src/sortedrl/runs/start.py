@@ -6,11 +6,14 @@ ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.live.view import opened_view
 from sortedrl.rewards.source import RewardSource
+from sortedrl.runs.last_words import last_words
 from sortedrl.runs.stopping import Stopping
 from sortedrl.runs.tasks import opened, training_tasks
 from sortedrl.tasks.task import Task
@@ -49,12 +52,25 @@ def _train(
 ) -> Ending:
     from sortedrl.runs.opening import opened_run
 
-    with opened_view() as view, Stopping(view.tell) as stopping:
+    with ExitStack() as stack:
+        if settings.cluster.is_used:
+            stack.enter_context(last_words(_cut_off(settings.out)))
+        view = stack.enter_context(opened_view())
+        stopping = stack.enter_context(Stopping(view.tell))
         view.advance("loading", 0.0)
-        with opened_run(
-            settings, task=task, held_out=held_out, is_resumed=is_resumed, view=view
-        ) as run:
-            return run.go(stopping)
+        run = stack.enter_context(
+            opened_run(settings, task=task, held_out=held_out, is_resumed=is_resumed, view=view)
+        )
+        return run.go(stopping)
+
+
+def _cut_off(out: Path) -> str:
+    """What a run says that could say nothing."""
+    return (
+        f"sortedrl: the run in {out} was cut off: its process was killed, or Ray's own processes "
+        "on this machine were (gcs_server, raylet), and Ray ends whoever has lost them. All that "
+        f"was saved is whole; go on with: sortedrl train {out} --resume"
+    )
 
 
 def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
