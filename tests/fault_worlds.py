@@ -23,13 +23,13 @@ from sortedrl.meter import measure
 from sortedrl.models.loading import load_model
 from sortedrl.run_log import read_metrics
 
-ROWS = 96
+ROWS = 64
 PATIENCE_SECONDS = 200
-OWN_RAY = 'dashboard = false\nobject_store_gib = 0.1\n'
+OWN_RAY = "dashboard = false\nobject_store_gib = 0.1\n"
 _CONFIG = """\
 model = "{folder}/begun"
 task = "knights_knaves:people=2-3,count={rows},style=compact"
-reward = "judge.py:letters"
+reward = "judge.py:{reward}"
 threads = 1
 device = "cpu"
 out = "{out}"
@@ -55,7 +55,7 @@ workers = 1
 [cluster]
 rollout_workers = 2
 hand_over = "objects"
-patience_seconds = {patience}
+patience_seconds = 20
 {cluster}
 """
 ENVIRONMENT = {
@@ -110,15 +110,36 @@ def descendants(*pids):
     return [Process(pid, *found[pid][1:]) for pid in sorted(family - set(pids))]
 
 
-class Run:
+class Family:
+    """A process that was started here, and all that descend from it."""
+
+    process: subprocess.Popen
+
+    def family(self, words=""):
+        """The processes that descend from it and are called so."""
+        return [p for p in descendants(self.process.pid) if words in p.words]
+
+    def end(self):
+        """Kill what is left of them."""
+        left = self.family()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in left:
+            with suppress(ProcessLookupError):
+                if process.lives:
+                    process.signal(signal.SIGKILL)
+
+
+class Run(Family):
     """A training run in a process of its own."""
 
-    def __init__(self, folder, name, *, cluster=OWN_RAY, patience=20, within=()):
+    def __init__(self, folder, name, *, cluster=OWN_RAY, reward="letters", within=()):
         """`within`: words before the command, such as those that enter a namespace."""
         self.folder, self.out = folder, folder / name
         self._log = folder / f"{name}.err"
         self._within = within
-        text = _CONFIG.format(folder=folder, rows=ROWS, out=name, patience=patience, cluster=cluster)
+        text = _CONFIG.format(folder=folder, rows=ROWS, reward=reward, out=name, cluster=cluster)
         (folder / f"{name}.toml").write_text(text)
         self._begin(f"{name}.toml")
 
@@ -157,10 +178,6 @@ class Run:
             lines = file.read().rpartition(b"\n")[0].splitlines()
         return json.loads(lines[-1])["event"] if lines else None
 
-    def family(self, words=""):
-        """Its processes that are called so."""
-        return [p for p in descendants(self.process.pid) if words in p.words]
-
     def until(self, happens, *, seconds=PATIENCE_SECONDS):
         """Wait until something happens while it runs."""
         end = time.monotonic() + seconds
@@ -178,20 +195,9 @@ class Run:
         """Its exit code."""
         return self.process.wait(seconds)
 
-    def end(self):
-        """Kill what is left of it."""
-        left = self.family()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for process in left:
-            with suppress(ProcessLookupError):
-                if process.lives:
-                    process.signal(signal.SIGKILL)
 
-
-class Node:
-    """A Ray node in a process of its own, which all its processes descend from."""
+class Node(Family):
+    """A Ray node, which counts as a machine; all its processes descend from one."""
 
     def __init__(self, *words, log, within=()):
         script = Path(sys.executable).with_name("ray")
@@ -204,26 +210,11 @@ class Node:
                 stdout=file,
                 stderr=file,
             )
-        self._log = log
         end = time.monotonic() + PATIENCE_SECONDS
         while "Ray runtime started" not in log.read_text():
-            assert self.process.poll() is None and time.monotonic() < end, log.read_text()
+            assert self.process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
-
-    def family(self, words=""):
-        """Its processes that are called so."""
-        return [p for p in descendants(self.process.pid) if words in p.words]
-
-    def end(self):
-        """Kill all of it."""
-        left = self.family()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for process in left:
-            with suppress(ProcessLookupError):
-                if process.lives:
-                    process.signal(signal.SIGKILL)
 
 
 def free_port():

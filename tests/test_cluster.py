@@ -500,7 +500,7 @@ def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
     ("settings", "message"),
     [
         ({"rollout_workers": -1}, "rollout_workers must be at least 0, got -1"),
-        ({"rollout_workers": 0, "trainer_ranks": 2}, "cluster.trainer_ranks need a cluster"),
+        ({"rollout_workers": None, "trainer_ranks": 2}, "cluster.trainer_ranks need a cluster"),
         (
             {"overlap": True, "kind": "colocated", "trainer_ranks": 2},
             "needs cluster.kind separated",

@@ -21,6 +21,7 @@ from hand_over_worlds import KeepingRecipe, Source, digest
 from sortedrl.cluster.bridge import MeetingPlace, Receiver, Sender
 from sortedrl.cluster.buckets import parts
 from sortedrl.cluster.connection import connected
+from sortedrl.cluster.flat import Buffer
 from sortedrl.cluster.fleet import Fleet
 from sortedrl.cluster.hand_over import HandOvers, Loading
 from sortedrl.cluster.placement import Placement, blueprint
@@ -89,24 +90,29 @@ class Members:
     def __init__(self, count):
         self.place = MeetingPlace("127.0.0.1", seconds=10)
         self.sender, self.receivers = Sender(), [Receiver() for _ in range(count)]
+        self.failures = 0
 
     def meeting(self, key, *, timeout=10.0):
         return Meeting(
             host="127.0.0.1",
             port=self.place.port,
             world=1 + len(self.receivers),
-            key=key,
+            # A key under which something failed is not used again.
+            key=f"{key}-{self.failures}",
             timeout=timeout,
         )
 
     def hand_over(self, buckets, meeting):
+        self.failures += 1
         with ThreadPoolExecutor() as threads:
             received = [
                 threads.submit(receiver.receive, meeting, rank)
                 for rank, receiver in enumerate(self.receivers, 1)
             ]
             sent = self.sender.send(meeting, buckets)
-            return sent, [future.result() for future in received]
+            results = [future.result() for future in received]
+        self.failures -= 1
+        return sent, results
 
     def close(self):
         for end in (self.sender, *self.receivers):
@@ -153,18 +159,27 @@ def test_a_group_is_kept_under_its_key_and_formed_anew_under_another(members):
     assert groups[1] is not groups[2]
 
 
-def test_the_next_bucket_is_gathered_while_one_travels(members):
-    seen = []
+def test_the_next_bucket_is_gathered_and_packed_while_one_travels(members, monkeypatch):
+    gathered, packed = [], []
+    whole = Buffer.packed
 
-    def gathered():
+    def under_way():
+        return len(members.sender._seat._group._under_way)
+
+    def buckets():
         for number in range(4):
-            # Work that is under way when this one is asked for.
-            seen.append(len(members.sender._seat._group._under_way))
+            gathered.append(under_way())
             yield [(f"{number}", torch.zeros(1 << 20))]
 
-    members.hand_over(gathered(), members.meeting("overlap"))
-    assert seen[0] == 0
-    assert max(seen) > 0
+    def pack(buffer, part):
+        packed.append(under_way())
+        return whole(buffer, part)
+
+    monkeypatch.setattr(Buffer, "packed", pack)
+    members.hand_over(buckets(), members.meeting("overlap"))
+    # A front and a flat for each bucket; two buffers are never exceeded.
+    assert gathered == [0, 2, 4, 4]
+    assert packed == [0, 2, 2, 2]
 
 
 @pytest.mark.parametrize("absent", ["sender", "receiver"])
@@ -195,7 +210,7 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_timeout(absent):
 def test_who_is_known_to_be_gone_is_not_waited_for_at_all():
     pair = Members(1)
     meeting = pair.meeting("gone", timeout=30.0)
-    pair.place.miss("gone", rank=0)
+    pair.place.miss(meeting.key, rank=0)
     start = time.monotonic()
     with pytest.raises(WayFailed, match="member 0 of 2 is gone"):
         pair.receivers[0].receive(meeting, 1)

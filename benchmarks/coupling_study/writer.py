@@ -144,3 +144,11 @@ class _Recorder:
     def weights_changed(self) -> None:
         """As the runner has it."""
         self._runner.weights_changed()
+
+    def release(self) -> None:
+        """As the runner has it."""
+        self._runner.release()
+
+    def restore(self) -> None:
+        """As the runner has it."""
+        self._runner.restore()

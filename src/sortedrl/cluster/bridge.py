@@ -36,6 +36,8 @@ __all__ = ["Meeting", "MeetingPlace", "Received", "Receiver", "Sender", "Sent"]
 if TYPE_CHECKING:
     from torch.distributed import Work
 
+_CONNECT_TRIES = 5
+_LEAST_CONNECT_SECONDS = 2.0
 _GONE = "gone"
 _NO_GPU = "cpu"
 # Below this much free memory on its GPU a worker keeps what it receives in main memory.
@@ -246,7 +248,9 @@ def _gloo(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: A
     # Its types do not have the options that it takes.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timedelta(seconds=meeting.timeout)
+    # It waits five times as long for a member that was here and does not connect.
+    seconds = max(_LEAST_CONNECT_SECONDS, meeting.timeout / _CONNECT_TRIES)
+    options._timeout = timedelta(seconds=seconds)
     # The name of a machine often means its loopback, which the others cannot reach.
     address = _own_address(meeting)
     options._devices = [gloo.create_device(hostname=address)]

@@ -32,41 +32,6 @@ class Recipe(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeRecipe:
-    """The native engine, with a model of its own."""
-
-    model: str
-    """A hub name, a folder or a GGUF file that every node can read."""
-    slots: int
-    max_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    cache_bytes: int | None = None
-    device: str | None = None
-    version: int = 0
-    """Of the weights that the model has."""
-
-    @property
-    def has_weights(self) -> bool:
-        """It has."""
-        return True
-
-    def engine(self) -> Member:
-        """A new engine; its model is read here."""
-        from sortedrl.engines.native import NativeEngine
-
-        engine = NativeEngine.from_pretrained(
-            self.model,
-            slots=self.slots,
-            max_tokens=self.max_tokens,
-            sampling=self.sampling,
-            cache_bytes=self.cache_bytes,
-            device=self.device,
-        )
-        engine.version = self.version
-        return engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRecipe:
     """The simulated engine, for trying out a cluster; it takes no time unless it is told to."""
 

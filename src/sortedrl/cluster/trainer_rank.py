@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedrl.cluster.bridge import Sender
-from sortedrl.cluster.weight_source import Meeting, shipped, write_weights
+from sortedrl.cluster.weight_source import SENT_BYTES, Meeting, shipped, write_weights
 from sortedrl.cluster.worker_log import LogFolder, WorkerLog
 from sortedrl.training.cluster import CheckpointKind
 from sortedrl.training.sharded.checkpoint import write_full, write_sharded
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from sortedrl.cluster.buckets import Bucket
 
-# Small enough that the first one is soon on its way.
-_SENT_BYTES = 64 << 20
 _SHIPPED_BYTES = 256 << 20
 
 
@@ -68,7 +66,6 @@ class TrainerRank:
     def __init__(self, name: str, *, logs: LogFolder | None) -> None:
         """A rank that has met nobody yet, so that what goes wrong in meeting can be told."""
         self._log = WorkerLog(name, logs)
-        self._sender = Sender()
 
     def place(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
@@ -106,6 +103,7 @@ class TrainerRank:
         )
         self._trainer = recipe.trainer(ranks)
         self._takes_turns = takes_turns
+        self._sender = Sender(str(ranks.device))
         return RankFacts(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
@@ -153,7 +151,7 @@ class TrainerRank:
 
     def send(self, meeting: Meeting) -> None:
         """Broadcast the weights to the workers; the first rank does."""
-        parts = self._parts(_SENT_BYTES)
+        parts = self._parts(SENT_BYTES)
         try:
             if self._trainer.ranks.is_first:
                 self._sender.send(meeting, parts)
