@@ -14,6 +14,7 @@ pytest.importorskip("ray", reason="the cluster needs the package ray")
 
 from fault_worlds import OWN_RAY, Node, Run, free_port, law, until_gone
 from run_worlds import write_world
+from sortedrl.cluster.connection import _no_ray as no_ray
 
 # Four bytes of 256 end an answer, so that a round is long enough to be hit.
 STOPS = range(128, 132)
@@ -47,7 +48,7 @@ def opened(seen):
 
 
 @pytest.fixture
-def begun(seen):
+def begun(world, opened, seen):
     """Begins runs; each has some updates behind it, and is in the middle of a round."""
 
     def begin(name, **options):
@@ -186,3 +187,10 @@ def test_a_run_goes_on_when_the_wire_to_a_host_is_cut(world, opened, begun, name
     run = begun("wire", cluster=cluster, within=here)
     assert len(far.family("ray::RolloutWorker")) == 1
     cut_off(run, cut)
+
+
+def test_a_ray_that_wants_a_token_says_so():
+    error = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+    assert "ray start --head" in str(no_ray("10.0.0.1:6379", error))
+    error.__cause__ = RuntimeError("ray.exceptions.AuthenticationError: RPC error")
+    assert "the Ray at 10.0.0.1:6379 wants a token" in str(no_ray("10.0.0.1:6379", error))

@@ -122,6 +122,13 @@ def _refuse_silent(address: str) -> None:
 
 
 def _no_ray(address: str, error: Exception) -> EngineError:
+    # Ray says that it could not connect, and why only in what that came from.
+    if "AuthenticationError" in str(error.__cause__):
+        return EngineError(
+            f"the Ray at {address} wants a token, and this process has none or another one; give "
+            "both RAY_AUTH_MODE=token and the same token (see ray get-auth-token), or start that "
+            "Ray with RAY_AUTH_MODE=disabled where nobody else reaches it"
+        )
     reason = str(error).partition("\n")[0]
     return EngineError(
         f"cluster.address must be that of a Ray that runs, got {address!r}: {reason}; start one "
