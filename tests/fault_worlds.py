@@ -27,7 +27,7 @@ ROWS = 64
 PATIENCE_SECONDS = 200
 OWN_RAY = "dashboard = false\nobject_store_gib = 0.1\n"
 _CONFIG = """\
-model = "{folder}/begun"
+model = "begun"
 task = "knights_knaves:people=2-3,count={rows},style=compact"
 reward = "judge.py:{reward}"
 threads = 1
@@ -54,7 +54,6 @@ workers = 1
 
 [cluster]
 rollout_workers = 2
-hand_over = "objects"
 patience_seconds = 20
 {cluster}
 """
@@ -139,7 +138,7 @@ class Run(Family):
         self.folder, self.out = folder, folder / name
         self._log = folder / f"{name}.err"
         self._within = within
-        text = _CONFIG.format(folder=folder, rows=ROWS, reward=reward, out=name, cluster=cluster)
+        text = _CONFIG.format(rows=ROWS, reward=reward, out=name, cluster=cluster)
         (folder / f"{name}.toml").write_text(text)
         self._begin(f"{name}.toml")
 

@@ -130,7 +130,7 @@ class RunningCluster:
     def __init__(self, settings: TrainSettings, placement: Placement, *, tell: Tell) -> None:
         """Nothing is started yet."""
         self.hand_overs = HandOverLog()
-        self._settings = settings
+        self._settings = _from_anywhere(settings)
         self._placement = placement
         self._tell = tell
         self._trainer: RemoteTrainer | None = None
@@ -147,7 +147,7 @@ class RunningCluster:
         self, *, num_rows: int, saved: tuple[Path, Mapping[str, Any]] | None
     ) -> RemoteTrainer:
         """The trainer over its ranks."""
-        self._tell(f"starting {self._cluster.trainer_ranks} ranks of the trainer")
+        self._tell(f"starting the trainer, ranks: {self._cluster.trainer_ranks}")
         self._trainer = RemoteTrainer(
             self._cluster,
             TrainerRecipe(settings=self._settings, num_rows=num_rows, saved=saved),
@@ -159,7 +159,7 @@ class RunningCluster:
     def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> ElasticEngine:
         """The engine over the rollout workers."""
         settings, cluster = self._settings, self._cluster
-        self._tell(f"starting {cluster.num_workers} rollout workers")
+        self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
         recipe = WorkerRecipe(
             settings=replace(settings, engine=share, lora=Lora(), cluster=Cluster()),
@@ -191,6 +191,13 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
         placement = Placement(blueprint(cluster), seconds=cluster.start_seconds)
         stack.callback(placement.remove)
         yield RunningCluster(settings, placement, tell=tell)
+
+
+def _from_anywhere(settings: TrainSettings) -> TrainSettings:
+    """The settings with paths that mean the same in a process that was started elsewhere."""
+    model = Path(settings.model)
+    named = str(model.absolute()) if model.exists() else settings.model
+    return replace(settings, model=named, out=settings.out.absolute())
 
 
 def _no_weights() -> Any:  # noqa: ANN401  never called

@@ -71,15 +71,15 @@ class ElasticEngine:
     def load_weights(self, weights: Weights) -> None:
         """Write with these weights from now on, with as many workers as there can be."""
         self.fleet.pool.load_weights(weights)
+        known = len(self.fleet.workers)
         try:
-            joined = [*self.fleet.refill(lambda: weights)]
+            self.fleet.refill(lambda: weights)
             while self._may_grow:
-                joined.append(self.fleet.add(weights))
+                self.fleet.add(weights)
+            self._complaint = None
         except EngineError as error:
             self._complain(str(error))
-            return
-        self._complaint = None
-        for worker in joined:
+        for worker in self.fleet.workers[known:]:
             self._tell(f"{worker.name} has joined: {self.slots} slots now")
 
     def release(self) -> None:

@@ -227,6 +227,8 @@ def _reason(error: RayError, patience_seconds: float) -> str:
             return f"it has not answered for {patience_seconds:g} s"
         case ActorDiedError(preempted=True):
             return "its node was taken away"
+        case ActorDiedError() if "its node has died" in str(error):
+            return "its machine is gone, or cannot be reached"
         case ActorDiedError():
             return "its process has died (killed, out of memory, or crashed)"
         case ActorUnavailableError():
