@@ -249,7 +249,20 @@ def test_settings_that_do_not_go_with_the_layout_are_refused():
 def test_a_run_on_several_gpus_is_planned_and_not_begun(capsys, tmp_path):
     words = run_words(tmp_path / "run", "--layout.devices", "2", model="tiny")
     _, err = said(capsys, words, code=2)
-    assert "one process trains on one GPU so far, got layout.devices 2" in err
+    assert "one process trains on one GPU, got layout.devices 2" in err
     assert not (tmp_path / "run").exists()
     out, _ = said(capsys, [*words, "--dry-run", "--card", "a100"])
     assert "2 engines on 1 GPU each, the trainer on all" in out
+
+
+@pytest.mark.usefixtures("here")
+def test_a_colocated_cluster_is_planned_as_a_layout_and_a_separated_one_is_not(capsys, tmp_path):
+    cluster = ["--cluster.rollout-workers", "2", "--cluster.trainer-ranks", "2"]
+    words = run_words(tmp_path / "run", *cluster, "--cluster.gpus-per-worker", "1", model="tiny")
+    plan = [*words, "--dry-run", "--card", "a100"]
+    out, err = said(capsys, [*plan, "--cluster.kind", "colocated"])
+    assert "2 engines on 1 GPU each, the trainer on all" in out
+    assert "not planned" not in err
+    out, err = said(capsys, plan)
+    assert "the trainer on all" not in out
+    assert "[cluster] is not planned: this is the plan of one device" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,16 @@ def living_nodes() -> list[Node]:
         if row["Alive"]
     ]
     return sorted(nodes, key=lambda node: (node.address, node.id))
+
+
+def own_place() -> tuple[str, int]:
+    """An address of this machine that others reach, and a port that is free now."""
+    import ray
+
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, listener.getsockname()[1]
 
 
 def free_resources() -> Resources:

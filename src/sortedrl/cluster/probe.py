@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Literal
 
 from sortedrl import __version__
+from sortedrl.cluster.nodes import own_place
 from sortedrl.engines.installed import Device, devices
 from sortedrl.engines.versions import package_version
 
@@ -69,12 +70,7 @@ class Probe:
 
     def place(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
-        import ray
-
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            return address, listener.getsockname()[1]
+        return own_place()
 
     def meet(self, rank: int, meeting: Meeting) -> float:
         """Sum an array over all ranks; gives the seconds of one all-reduce after the first."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedrl.cluster.bridge import Sender
+from sortedrl.cluster.nodes import own_place
 from sortedrl.cluster.weight_source import SENT_BYTES, Meeting, shipped, write_weights
 from sortedrl.cluster.worker_log import LogFolder, WorkerLog
 from sortedrl.training.cluster import CheckpointKind
@@ -69,12 +70,7 @@ class TrainerRank:
 
     def place(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
-        import ray
-
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            return address, listener.getsockname()[1]
+        return own_place()
 
     def open(
         self,

@@ -22,6 +22,8 @@ from sortedrl.plan.demand import Precision
 from sortedrl.plan.memory import MemoryPlan, memory_plan
 from sortedrl.plan.page import RunPlan
 from sortedrl.plan.prediction import Prediction, guessed_lengths, predict
+from sortedrl.training.cluster import Cluster
+from sortedrl.training.layout import Layout
 from sortedrl.training.settings import TrainSettings
 
 _GUESSED_PROMPT_TOKENS = 256
@@ -55,6 +57,7 @@ def planned_run(
 
     `rows` may be empty where `expected` has their number.
     """
+    settings = _in_one_place(settings, tell=tell)
     card, device_bytes = _device(settings, card_name)
     shape, has_config = _shape(settings.model, tell=tell)
     prompts = _prompt_lengths(
@@ -79,6 +82,21 @@ def planned_run(
         memory=memory,
         prediction=prediction,
     )
+
+
+def _in_one_place(settings: TrainSettings, *, tell: Callable[[str], None]) -> TrainSettings:
+    """The settings as they can be planned: a colocated cluster is a layout of as many GPUs."""
+    cluster = settings.cluster
+    if not cluster.is_used:
+        return settings
+    if cluster.kind == "colocated" and cluster.gpus_per_worker:
+        layout = Layout(devices=cluster.num_workers)
+        return replace(settings, cluster=Cluster(), layout=layout)
+    tell(
+        "[cluster] is not planned: this is the plan of one device with all slots, and a run with "
+        "workers and ranks of its own needs less on each of them"
+    )
+    return settings
 
 
 def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens: int) -> MemoryPlan:

@@ -14,7 +14,7 @@ from sortedrl.config import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The GPUs of a run. More than one can be planned (--dry-run), not yet run."""
+    """The GPUs of a run to be planned (--dry-run); a cluster runs on more than one."""
 
     devices: int = 1
     """GPUs, shared by engines and trainer in turns; the trainer is spread over all of them."""
@@ -48,6 +48,6 @@ class Layout:
         """Raise `ConfigError` for a layout that one process cannot run."""
         require(
             self.devices == 1,
-            f"one process trains on one GPU so far, got layout.devices {self.devices}; plan the "
-            "run with --dry-run, or set layout.devices to 1",
+            f"one process trains on one GPU, got layout.devices {self.devices}; plan the "
+            "run with --dry-run, or place it with [cluster] in place of [layout]",
         )
