@@ -23,6 +23,7 @@ from sortedrl.cluster.check import NodeReport, check
 from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
+from sortedrl.cluster.elastic import ElasticEngine
 from sortedrl.cluster.fleet import Fleet
 from sortedrl.cluster.placement import Placement, blueprint
 from sortedrl.cluster.probe import machine
@@ -314,6 +315,27 @@ def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(ope
     joined.version = 4
     with pytest.raises(ConfigError, match="must have the weights of version 3, as the pool"):
         fleet.pool.add(replace_member(joined))
+
+
+def test_a_run_grows_with_its_cluster_and_mends_itself_when_new_weights_come(open_fleet):
+    growing = Cluster(**fields(TWO) | {"rollout_workers": 1, "most_rollout_workers": 2})
+    said = []
+    engine = ElasticEngine(open_fleet(simulated(), growing), growing, tell=said.append)
+    work = fresh_all((1,) * 12)
+    before = [answer(t) for t in roll_out(engine, work)]
+    assert engine.slots == 4
+    engine.load_weights(Weights(1))
+    assert (engine.slots, engine.version) == (8, 1)
+    engine.load_weights(Weights(2))
+    assert engine.slots == 8, "two are as many as there may be"
+    kill(engine.fleet.workers[0])
+    assert [answer(t) for t in roll_out(engine, work)] == before
+    assert engine.slots == 4
+    engine.release()
+    engine.load_weights(Weights(3))
+    assert (engine.slots, engine.version) == (8, 3)
+    assert [answer(t) for t in roll_out(engine, work)] == before
+    assert [line.endswith("has joined: 8 slots now") for line in said] == [True, True]
 
 
 def replace_member(worker):
