@@ -153,9 +153,9 @@ class Run(Family):
                 stderr=log,
             )
 
-    def resume(self):
+    def resume(self, *words):
         """Go on with it by hand."""
-        self._begin(self.out.name, "--resume")
+        self._begin(self.out.name, "--resume", *words)
 
     @property
     def err(self):
@@ -177,17 +177,17 @@ class Run(Family):
             lines = file.read().rpartition(b"\n")[0].splitlines()
         return json.loads(lines[-1])["event"] if lines else None
 
-    def until(self, happens, *, seconds=PATIENCE_SECONDS):
+    def until(self, happens, *, seconds=PATIENCE_SECONDS, every=0.001):
         """Wait until something happens while it runs."""
         end = time.monotonic() + seconds
         while not happens():
             assert self.process.poll() is None, self.err
             assert time.monotonic() < end, self.err
-            time.sleep(0.001)
+            time.sleep(every)
 
     def until_mid(self, *events, updates=3):
         """Wait until the last that happened, after so many updates, is one of these."""
-        self.until(lambda: self.updates >= updates)
+        self.until(lambda: self.updates >= updates, every=0.05)
         self.until(lambda: self.last_event in events)
 
     def wait(self, *, seconds=PATIENCE_SECONDS):

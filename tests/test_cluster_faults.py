@@ -61,10 +61,10 @@ def begun(world, opened, seen):
     return begin
 
 
-def resumed(run):
+def resumed(run, *words):
     """Go on with a run by hand, as its last words say; it must come to its end."""
     assert f"go on with: sortedrl train {run.out.name} --resume\n" in run.err
-    run.resume()
+    run.resume(*words)
     assert run.wait() == 0, run.err
     assert "going on from" in run.err
     law(run.out)
@@ -120,7 +120,8 @@ def test_a_run_that_loses_ray_itself_says_how_to_go_on(begun, name, words):
     victim.signal(signal.SIGKILL)
     assert run.wait(seconds=60) == 1, run.err
     assert "or Ray's own processes on this machine were (gcs_server, raylet)" in run.err
-    resumed(run)
+    # It need not be a cluster that goes on.
+    resumed(run, "--cluster.rollout-workers", "0")
 
 
 def cut_off(run, cut):

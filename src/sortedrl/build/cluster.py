@@ -57,7 +57,7 @@ class WorkerRecipe:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         world = RolloutWorld(
-            model=trained_model(settings),
+            model=first_model(settings),
             tokenizer=load_tokenizer(settings.model),
             prompts=self.prompts,
             longest_prompt=self.longest_prompt,
@@ -97,7 +97,8 @@ class TrainerRecipe:
             if algorithm.has_critic
             else None,
             total_steps=total_steps(settings, num_rows=self.num_rows),
-            is_compiled=on_gpu if settings.passes.compiled is None else settings.passes.compiled,
+            # Layers that are spread have not been tried compiled on GPUs, so only if asked for.
+            is_compiled=settings.passes.compiled is True,
         )
         if folder is not None:
             read = read_sharded if is_spread else read_full
@@ -150,7 +151,11 @@ class RunningCluster:
         self._tell(f"starting the trainer, ranks: {self._cluster.trainer_ranks}")
         self._trainer = RemoteTrainer(
             self._cluster,
-            TrainerRecipe(settings=self._settings, num_rows=num_rows, saved=saved),
+            TrainerRecipe(
+                settings=self._settings,
+                num_rows=num_rows,
+                saved=None if saved is None else (saved[0].absolute(), saved[1]),
+            ),
             placement=self._placement,
             folder=self._settings.out / LOGS,
         )
