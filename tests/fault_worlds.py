@@ -23,7 +23,7 @@ from sortedrl.meter import measure
 from sortedrl.models.loading import load_model
 from sortedrl.run_log import read_metrics
 
-ROWS = 64
+ROWS = 96
 PATIENCE_SECONDS = 200
 OWN_RAY = "dashboard = false\nobject_store_gib = 0.1\n"
 _CONFIG = """\
