@@ -32,7 +32,7 @@ from sortedrl.training.sharded.shards import is_sharded
 from sortedrl.training.sharded.trainer import ShardedTrainer, sharded_trainer
 
 Tell = Callable[[str], None]
-LOGS = "logs"
+_LOGS = "logs"
 _HAND_OVERS = "hand_over"
 
 
@@ -157,7 +157,7 @@ class RunningCluster:
                 saved=None if saved is None else (saved[0].absolute(), saved[1]),
             ),
             placement=self._placement,
-            folder=self._settings.out / LOGS,
+            folder=self._settings.out / _LOGS,
         )
         return self._trainer
 
@@ -177,7 +177,7 @@ class RunningCluster:
             placement=self._placement,
             warn=self._tell,
             report=self.hand_overs,
-            folder=settings.out / LOGS,
+            folder=settings.out / _LOGS,
             hand_over_folder=settings.out / _HAND_OVERS,
             spare=settings.rollout.queue,
         )

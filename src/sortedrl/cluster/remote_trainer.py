@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Actor = Any
 """A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""
 _CLOSE_SECONDS = 20.0
-# While one rank writes a checkpoint the others wait; that one is gone, Ray says.
+# While one rank writes a checkpoint the others wait. That a rank is gone Ray says much sooner.
 _COLLECTIVE_SECONDS = 1800.0
 # Time for the others to say what they died of, when one has failed.
 _OTHERS_SECONDS = 10.0
@@ -102,7 +102,7 @@ class RemoteTrainer:
             _started(claim, placement, name=f"rank-{number}", logs=self._logs)
             for number, claim in enumerate(claims)
         ]
-        self._before_update: Callable[[], None] = _nothing
+        self._make_room: Callable[[], None] = _nothing
         try:
             self.facts = self._opened(recipe)
             self._refuse_blind()
@@ -118,18 +118,19 @@ class RemoteTrainer:
 
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update on all ranks."""
-        self._before_update()
+        self._make_room()
         # Once into the object store, not once for each rank.
         reference = ray.put(batch)
         self._take(self.ask(lambda rank: rank.update.remote(reference)))
 
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
+        self._make_room()
         return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
 
     def take_turns(self, release: Callable[[], None]) -> None:
-        """From now on have memory let go of before every update."""
-        self._before_update = release
+        """From now on have memory let go of before the ranks need theirs."""
+        self._make_room = release
 
     def weights(self) -> Weights:
         """The present weights; their tensors stay with the ranks until a worker takes them."""
@@ -137,6 +138,7 @@ class RemoteTrainer:
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
+        self._make_room()
         kind = self._cluster.checkpoint
         counters: dict[str, Any] = self.ask(
             lambda rank: rank.save.remote(folder.absolute(), kind=kind, tokenizer=tokenizer)

@@ -128,7 +128,7 @@ class TrainerRank:
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model; the first rank does."""
-        weights = self._whole()
+        weights = self._trainer.weights()
         if self._trainer.ranks.is_first:
             self._trainer.model.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
@@ -157,7 +157,7 @@ class TrainerRank:
 
     def write(self, path: Path) -> None:
         """Write the weights into a file; the first rank does."""
-        weights = self._whole()
+        weights = self._trainer.weights()
         if self._trainer.ranks.is_first:
             write_weights(weights, path)
 
@@ -175,14 +175,6 @@ class TrainerRank:
 
     def _parts(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         return self._trainer.buckets(max_bytes=max_bytes)
-
-    def _whole(self) -> dict[str, Tensor]:
-        """All weights in main memory, on the first rank; nothing on the others."""
-        whole: dict[str, Tensor] = {}
-        for part in self._parts(_SHIPPED_BYTES):
-            if self._trainer.ranks.is_first:
-                whole.update((name, tensor.cpu()) for name, tensor in part)
-        return whole
 
     def _outcome(self, *, is_changed: bool = True) -> Outcome:
         trainer = self._trainer

@@ -33,7 +33,7 @@ from sortedrl.training.checkpoint import write_tensors
 from sortedrl.training.sharded.ranks import Ranks
 from sortedrl.training.sharded.shards import Shards, write_shard
 from sortedrl.training.sharded.trainer import ShardedTrainer
-from sortedrl.training.sharded.weights import gathered, part_of, rows_of
+from sortedrl.training.sharded.weights import on_first, part_of, rows_of
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.training.trainer_files import (
     read_trainer,
@@ -42,7 +42,6 @@ from sortedrl.training.trainer_files import (
     write_held,
 )
 
-_BUCKET_BYTES = 256 << 20
 _MODEL = "model"
 
 
@@ -50,7 +49,7 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
     """Write model and trainer as one process does; gives the counters."""
     model, ranks = trainer.model, trainer.ranks
     failure = _Failure()
-    weights = _on_first(model.state_dict(keep_vars=True), ranks)
+    weights = on_first(model.state_dict(keep_vars=True), ranks)
     with failure, without_bars():
         if ranks.is_first:
             model.save_pretrained(folder / _MODEL, state_dict=weights)
@@ -58,7 +57,7 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
             write_held(trainer.trainer, folder)
     del weights
     for name, tensors in trainer_tensors(trainer.trainer).items():
-        whole = _on_first(tensors, ranks)
+        whole = on_first(tensors, ranks)
         with failure:
             if ranks.is_first:
                 write_tensors(folder, name, tensors=whole)
@@ -150,15 +149,6 @@ def _load_model(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -
             )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
-
-
-def _on_first(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The whole tensors in the main memory of the first rank; nothing on the others."""
-    whole: dict[str, Tensor] = {}
-    for bucket in gathered(tensors, max_bytes=_BUCKET_BYTES):
-        if ranks.is_first:
-            whole.update((name, tensor.cpu()) for name, tensor in bucket)
-    return whole
 
 
 class _Failure:

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from zlib import crc32
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from sortedrl.errors import TrainingError
@@ -24,7 +25,7 @@ from sortedrl.training.reference import CopiedReference
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.sharded.model import shard_critic, shard_model
 from sortedrl.training.sharded.ranks import Ranks
-from sortedrl.training.sharded.weights import Bucket, buckets
+from sortedrl.training.sharded.weights import Bucket, buckets, on_first
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import TrainBatch
 
@@ -76,6 +77,10 @@ class ShardedTrainer:
     def _optimisers(self) -> list[Optimiser]:
         critic = self.trainer.critic
         return [self.trainer.optimiser, *([] if critic is None else [critic.optimiser])]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole weights by name, in the main memory of the first rank."""
+        return on_first(self.model.state_dict(keep_vars=True), self.ranks)
 
     def buckets(self, *, max_bytes: int) -> Iterator[Bucket]:
         """The whole weights for the engines, by name, in parts; go through them on every rank."""

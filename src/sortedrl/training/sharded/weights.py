@@ -16,6 +16,7 @@ from sortedrl.config import require
 from sortedrl.training.sharded.ranks import Ranks
 
 Bucket = list[tuple[str, Tensor]]
+_BUCKET_BYTES = 256 << 20
 
 
 def buckets(model: nn.Module, *, max_bytes: int) -> Iterator[Bucket]:
@@ -43,6 +44,15 @@ def gathered(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[Bucke
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def on_first(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The whole tensors in the main memory of the first rank; nothing on the others."""
+    found: dict[str, Tensor] = {}
+    for bucket in gathered(tensors, max_bytes=_BUCKET_BYTES):
+        if ranks.is_first:
+            found.update((name, tensor.cpu()) for name, tensor in bucket)
+    return found
 
 
 @torch.no_grad()
