@@ -8,6 +8,7 @@ TABLES = {
     "natural": "Length bias where the model itself decides when an answer ends.",
     "ablations": "One setting changed at a time: group, batch, lookahead, tolerance, harvest unit.",
     "learning_logic": "Score against samples, tokens and seconds: Knights and Knaves.",
+    "learning_seeds": "Order and freshness told apart: six schedules, 16 seeds, three rates.",
     "learning_maths": "The same for arithmetic, with PPO and with GRPO.",
     "peer": "The same training with TRL.",
     "paper": "The paper's own two set-ups, predicted.",

@@ -218,7 +218,7 @@ class Scheduling(RuleBasedStateMachine):
 
     def check_groups(self):
         oldest = self.buffer.oldest_open_group
-        if self.schedule.strategy in ("sync", "posthoc"):
+        if self.schedule.never_interrupts:
             assert self.buffer.num_open_groups <= 1
         if self.schedule.strategy == "sorted":
             assert self.buffer.num_open_groups <= self.schedule.lookahead + 1
@@ -425,7 +425,7 @@ def test_no_token_is_staler_than_its_bound(simulation):
             assert bound is None or trained.staleness_max <= bound
             if schedule.max_staleness is not None:
                 assert trained.staleness_max <= schedule.max_staleness
-            if schedule.strategy != "posthoc" and not schedule.keeps_stale_tokens:
+            if not schedule.splits_rollouts and not schedule.keeps_stale_tokens:
                 assert trained.staleness_max == 0
             assert 0 <= trained.staleness_sum <= trained.staleness_max * trained.tokens
 
@@ -493,6 +493,22 @@ def test_posthoc_updates_of_a_group_come_shortest_first(simulation):
             assert lengths == sorted(lengths)
 
 
+@given(simulations(schedules(strategies=("minibatch",), modes=("on_policy",))))
+def test_minibatch_differs_from_posthoc_in_the_order_alone(simulation):
+    shuffled, ordered = run(simulation), run(rescheduled(simulation, strategy="posthoc"))
+
+    def sizes_and_answers(finished):
+        batches = [{t.key: t.num_tokens for t in batch.trajectories} for batch in finished.batches]
+        return sorted(key for batch in batches for key in batch.items())
+
+    if not simulation.lengths.drift:
+        assert sizes_and_answers(shuffled) == sizes_and_answers(ordered)
+    if simulation.schedule.unit_size == 1:
+        assert [len(b.trajectories) for b in shuffled.batches] == [
+            len(b.trajectories) for b in ordered.batches
+        ]
+
+
 @given(simulations(schedules(strategies=("sync", "posthoc", "sorted"), modes=("partial",))))
 def test_groups_close_in_order_without_lookahead(simulation):
     finished = run(rescheduled(simulation, lookahead=0))
@@ -547,7 +563,7 @@ def test_one_update_over_everything_is_the_synchronous_baseline(simulation):
 @given(simulations())
 def test_modes_differ_only_where_work_is_interrupted(simulation):
     schedule = simulation.schedule
-    if schedule.strategy not in ("sync", "posthoc"):
+    if not schedule.never_interrupts:
         simulation = rescheduled(
             simulation, strategy="sorted", update_batch=schedule.group_trajectories
         )

@@ -9,7 +9,6 @@ from sortedrl.config import Schedule
 from sortedrl.strategies import (
     April,
     Plan,
-    PostHoc,
     Sorted,
     Sync,
     TailBatching,
@@ -42,7 +41,8 @@ def answers(*lengths, samples=1):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_schedule_names_its_strategy(name):
     strategy = strategy_for(Schedule(strategy=name))
-    assert type(strategy).__name__.lower() == name.replace("_", "")
+    rules = {"posthoc": "minibatch"}.get(name, name)  # the same rules, with sorted batches
+    assert type(strategy).__name__.lower() == rules.replace("_", "")
 
 
 def test_sync_loads_one_update_batch_of_prompts_when_everything_is_trained():
@@ -59,14 +59,25 @@ def test_sync_trains_on_everything_at_once_in_the_order_of_the_data_set():
 
 
 def test_posthoc_loads_a_whole_group_and_cuts_it_shortest_first():
-    strategy = PostHoc(Schedule(strategy="posthoc", group_prompts=4, update_batch=2))
+    strategy = strategy_for(Schedule(strategy="posthoc", group_prompts=4, update_batch=2))
     assert strategy.prompts_to_load(holding(), Plan()) == 4
     assert strategy.prompts_to_load(holding(running=1), Plan()) == 0
     assert strategy.batches(answers(9, 2, 7, 4)) == [[(1, 0), (3, 0)], [(2, 0), (0, 0)]]
 
 
+def test_minibatch_cuts_a_group_in_an_order_that_has_nothing_to_do_with_length():
+    schedule = Schedule(strategy="minibatch", group_prompts=64, update_batch=16)
+    ready = answers(*range(1, 65))
+    batches = strategy_for(schedule).batches(ready)
+    assert sorted(key for batch in batches for key in batch) == [t.key for t in ready]
+    assert [len(batch) for batch in batches] == [16] * 4
+    means = [sum(prompt + 1 for prompt, _ in batch) / 16 for batch in batches]
+    assert max(means) - min(means) < 20  # sorted batches differ by 48
+    assert strategy_for(schedule).batches(ready[::-1]) == batches
+
+
 def test_posthoc_lets_a_remainder_join_the_last_batch():
-    strategy = PostHoc(Schedule(strategy="posthoc", group_prompts=5, update_batch=2))
+    strategy = strategy_for(Schedule(strategy="posthoc", group_prompts=5, update_batch=2))
     batches = strategy.batches(answers(9, 2, 7, 4, 5))
     assert batches == [[(1, 0), (3, 0)], [(4, 0), (2, 0), (0, 0)]]
 
@@ -79,13 +90,13 @@ def test_posthoc_keeps_siblings_together_and_sorts_prompts_by_their_mean_length(
         update_batch=2,
         harvest_unit="prompt",
     )
-    batches = PostHoc(schedule).batches(answers(9, 1, 2, 2, 8, 6, samples=2))
+    batches = strategy_for(schedule).batches(answers(9, 1, 2, 2, 8, 6, samples=2))
     assert batches == [[(1, 0), (1, 1)], [(0, 0), (0, 1)], [(2, 0), (2, 1)]]
 
 
 def test_posthoc_without_units_sorts_siblings_apart():
     schedule = Schedule(strategy="posthoc", group_prompts=2, samples_per_prompt=2, update_batch=2)
-    batches = PostHoc(schedule).batches(answers(9, 1, 2, 8, samples=2))
+    batches = strategy_for(schedule).batches(answers(9, 1, 2, 8, samples=2))
     assert batches == [[(0, 1), (1, 0)], [(1, 1), (0, 0)]]
 
 

@@ -19,13 +19,13 @@ from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
-STRATEGIES = ("sorted", "april", "tail_batching", "ungrouped", "posthoc", "sync")
+STRATEGIES = ("sorted", "april", "tail_batching", "ungrouped", "posthoc", "minibatch", "sync")
 MODES = ("on_policy", "partial", "coupled")
 
 
 @st.composite
 def schedules(draw, strategies=STRATEGIES, modes=MODES):
-    interrupting = [name for name in strategies if name not in ("sync", "posthoc")]
+    interrupting = [name for name in strategies if name not in ("sync", "minibatch", "posthoc")]
     strategy = draw(st.sampled_from([*interrupting, *strategies]))
     mode = draw(st.sampled_from(modes))
     samples_per_prompt = draw(st.sampled_from((2, 1, 3)))
@@ -33,7 +33,7 @@ def schedules(draw, strategies=STRATEGIES, modes=MODES):
     trajectories = group_prompts * samples_per_prompt
     batches = [size for size in (2, 3, 4, 1, trajectories // 2) if 1 <= size <= trajectories]
     update_batch = draw(st.sampled_from([*batches, trajectories]))
-    youngest = trajectories // update_batch - 1 if strategy == "posthoc" else 0
+    youngest = trajectories // update_batch - 1 if strategy in ("minibatch", "posthoc") else 0
     return Schedule(
         strategy=strategy,
         mode=mode,

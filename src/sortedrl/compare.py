@@ -107,11 +107,11 @@ def variants(
 ) -> Iterator[Schedule]:
     """The schedules worth comparing: each strategy with the modes and lookaheads it knows.
 
-    sync and posthoc never interrupt, so they appear once; settings a variant does not take are
-    left out of it.
+    sync, minibatch and posthoc never interrupt, so they appear once; settings that a variant does
+    not take are left out of it.
     """
     for strategy in strategies:
-        never_interrupts = strategy in ("sync", "posthoc")
+        never_interrupts = strategy in ("sync", "minibatch", "posthoc")
         for mode in ("on_policy",) if never_interrupts else modes:
             for lookahead in lookaheads if strategy == "sorted" else (0,):
                 yield replace(

@@ -12,7 +12,9 @@ from typing import Literal, get_args
 
 from sortedrl.errors import ConfigError, unknown_name
 
-StrategyName = Literal["sync", "posthoc", "sorted", "ungrouped", "tail_batching", "april"]
+StrategyName = Literal[
+    "sync", "minibatch", "posthoc", "sorted", "ungrouped", "tail_batching", "april"
+]
 ModeName = Literal["on_policy", "partial", "coupled"]
 HarvestUnit = Literal["trajectory", "prompt"]
 
@@ -30,7 +32,9 @@ class Schedule:
     strategy: StrategyName = "sorted"
     """The scheduler's rules.
     sync: one update batch at a time, wait for its longest answer.
-    posthoc: a whole group at a time, then train on it sorted by length.
+    minibatch: a whole group at a time, then one update per random mini-batch of it, as PPO is
+    usually run (the paper's maths baseline).
+    posthoc: the same with the mini-batches sorted by length (the paper's ablation).
     sorted: keep the slots full, train as soon as an update batch is complete (the paper).
     ungrouped: sorted without groups; new prompts always go first (the paper's ablation).
     tail_batching: launch too many, train on the first, collect the rest for long rounds.
@@ -101,7 +105,7 @@ class Schedule:
         require(
             self.max_restarts is None or self.max_restarts >= 1,
             f"schedule.max_restarts must be at least 1, got {self.max_restarts}; "
-            "use strategy 'sync' or 'posthoc' to never interrupt",
+            "use strategy 'sync', 'minibatch' or 'posthoc' to never interrupt",
         )
 
     def _check_mode(self) -> None:
@@ -126,10 +130,10 @@ class Schedule:
         updates = self.group_trajectories // self.update_batch
         require(
             self.max_staleness is None
-            or self.strategy != "posthoc"
+            or not self.splits_rollouts
             or self.max_staleness >= updates - 1,
-            f"strategy 'posthoc' trains {updates} update batches on one rollout, so the last is "
-            f"{updates - 1} versions old, got max_staleness {self.max_staleness}; "
+            f"strategy {self.strategy!r} trains {updates} update batches on one rollout, so the "
+            f"last is {updates - 1} versions old, got max_staleness {self.max_staleness}; "
             "raise max_staleness or update_batch",
         )
 
@@ -158,7 +162,12 @@ class Schedule:
     @property
     def never_interrupts(self) -> bool:
         """Whether every answer runs to its end, so that the mode does not matter."""
-        return self.strategy in ("sync", "posthoc")
+        return self.strategy == "sync" or self.splits_rollouts
+
+    @property
+    def splits_rollouts(self) -> bool:
+        """Whether a complete rollout is split into several updates, the later ones off-policy."""
+        return self.strategy in ("minibatch", "posthoc")
 
     @property
     def keeps_stale_tokens(self) -> bool:
@@ -183,7 +192,7 @@ class Schedule:
 
         Proved in docs/how-it-works.md.
         """
-        if self.strategy == "posthoc":
+        if self.splits_rollouts:
             return self.group_trajectories // self.update_batch - 1
         if self.strategy == "sync" or not self.keeps_stale_tokens:
             return 0

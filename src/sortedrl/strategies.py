@@ -8,12 +8,17 @@ It reads the buffer's counts and changes nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from sortedrl.buffer import Buffer, Feed
-from sortedrl.config import Schedule
+from sortedrl.config import Schedule, StrategyName
+from sortedrl.randomness import mix
 from sortedrl.types import Key, Trajectory
+
+_ORDER_KEY = 0x6F72646572
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +74,15 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class PostHoc:
-    """A whole group is rolled out to its end, and only then sorted and cut into updates."""
+class MiniBatch:
+    """A whole group is rolled out to its end, and then split into updates.
+
+    Each unit (an answer, or a prompt's answers) goes to a random mini-batch; `is_sorted` orders
+    the units by length instead. The two differ in nothing else, so they tell order from freshness.
+    """
 
     schedule: Schedule
+    is_sorted: bool
 
     def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
         """Run everything loaded to its end."""
@@ -87,7 +97,7 @@ class PostHoc:
         return buffer.num_unfinished == 0
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """Shortest unit first; a remainder too small for an update joins the one before it."""
+        """The units cut into updates; a remainder too small for one joins the one before it."""
         units: dict[Key, list[Trajectory]] = {}
         for trajectory in sorted(ready, key=lambda t: t.key):
             by_prompt = self.schedule.unit_size > 1
@@ -95,7 +105,7 @@ class PostHoc:
             units.setdefault(unit, []).append(trajectory)
         batches: list[list[Key]] = [[]]
         left = len(ready)
-        for members in sorted(units.values(), key=_mean_length):
+        for members in sorted(units.values(), key=_mean_length if self.is_sorted else _noise):
             is_full = len(batches[-1]) >= self.schedule.update_batch
             if is_full and left >= self.schedule.update_batch:
                 batches.append([])
@@ -221,9 +231,10 @@ class April:
 
 def strategy_for(schedule: Schedule) -> Strategy:
     """The strategy a schedule names."""
-    strategies: dict[str, type[Sync | PostHoc | Sorted | Ungrouped | TailBatching | April]] = {
+    strategies: dict[StrategyName, Callable[[Schedule], Strategy]] = {
         "sync": Sync,
-        "posthoc": PostHoc,
+        "minibatch": partial(MiniBatch, is_sorted=False),
+        "posthoc": partial(MiniBatch, is_sorted=True),
         "sorted": Sorted,
         "ungrouped": Ungrouped,
         "tail_batching": TailBatching,
@@ -238,6 +249,11 @@ def _shortest_first(ready: list[Trajectory]) -> list[Key]:
 
 def _mean_length(unit: list[Trajectory]) -> float:
     return sum(t.num_tokens for t in unit) / len(unit)
+
+
+def _noise(unit: list[Trajectory]) -> int:
+    """A place in a random order that only the seed of the run decides."""
+    return mix(unit[0].seed, *unit[0].key, _ORDER_KEY)
 
 
 def _whole_units(schedule: Schedule, trajectories: float) -> int:

@@ -150,7 +150,7 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
             about="learning",
         )
     changes: Changes = _to_mode(found, "coupled")
-    if schedule.strategy == "posthoc":
+    if schedule.splits_rollouts:
         changes = {"schedule.strategy": "sorted", **changes}
     yield Proposal(
         symptom=symptom,
@@ -170,7 +170,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
         f"at most {idle.peak} answers ran at a time."
     )
     larger = [schedule.group_prompts * factor for factor in (2, 4)]
-    if schedule.strategy in ("sorted", "posthoc"):
+    if schedule.strategy == "sorted" or schedule.splits_rollouts:
         yield Proposal(
             symptom=symptom,
             options=tuple(

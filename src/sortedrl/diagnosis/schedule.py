@@ -51,7 +51,7 @@ def observed_schedule(events: Sequence[Event]) -> Schedule | None:
 
 def shows_group(strategy: StrategyName) -> bool:
     """Whether the loads of a log tell the size of a group."""
-    return strategy in ("sorted", "posthoc", "ungrouped")
+    return strategy in ("sorted", "minibatch", "posthoc", "ungrouped")
 
 
 def _named(name: str) -> tuple[StrategyName, ModeName, int]:
