@@ -17,7 +17,7 @@ from sortedrl.config import require
 from sortedrl.data.row import Row
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.randomness import mix
-from sortedrl.rewards.gym import packed
+from sortedrl.rewards.gym import packed, rule_of
 from sortedrl.tasks.spec import options_from
 
 INSTRUCTION = (
@@ -76,6 +76,7 @@ def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # no
     # A composite has other tasks for options: join the rows of several settings instead.
     names = sorted(set(DATASETS) - {"composite"})
     require(name in names, unknown_name("reasoning-gym task", name, names))
+    rule_of(name)
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OURS]
     for option in options:
         require(option in known, f"{name}: {unknown_name('option', option, known)}")
