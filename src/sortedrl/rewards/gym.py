@@ -110,7 +110,8 @@ def _score(task: str, answer: str, entry: Entry, *, options: object) -> float:
         raise
     except _UNREADABLE as error:
         raise _UnreadableError from error
-    return score if rule.judge is None else min(score, _NEARLY_RIGHT)
+    is_right = rule.judge is None and score == 1
+    return 1.0 if is_right else min(score, _NEARLY_RIGHT)
 
 
 class _Watch(local):

@@ -1,8 +1,8 @@
 """Formulas in the answers of reasoning-gym tasks: parsed against a list of what is allowed.
 
 The library hands them to `eval` or to sympy, which evaluates too, so that an answer could run code
-or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and is judged by
-walking the tree: exactly for whole numbers and polynomials, at points for integrals, by truth
+or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and judging it
+is walking that tree: exactly for whole numbers and polynomials, at points for integrals, by truth
 tables for logic.
 """
 
@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from itertools import product
+from itertools import combinations, product
 from types import MappingProxyType
 from typing import Any
 
@@ -252,34 +252,34 @@ def is_antiderivative(answer: str, entry: Entry) -> float:
 
 _LOGIC = "\u2194\u2192\u2228\u2227"
 """The operators that stand between two formulas, from the loosest to the tightest."""
+_NOT = "\u00ac"
 Truth = Callable[[Mapping[str, bool]], bool]
 
 
-def _truth(text: str) -> tuple[Truth, int]:
-    """A formula of propositional logic as a function, and how many operators it has."""
+def _truth(text: str) -> Truth:
+    """A formula of propositional logic as a function."""
     tokens = [char for char in text if not char.isspace()]
     refuse_unless(
         len(tokens) <= _MOST_SIGNS
-        and all(char in "()¬" + _LOGIC or "A" <= char <= "Z" for char in tokens)
+        and all(char in "()" + _NOT + _LOGIC or "A" <= char <= "Z" for char in tokens)
     )
     tokens.append(")")
-    place, operators = 0, 0
+    place = 0
 
     def between(level: int) -> Truth:
-        nonlocal place, operators
+        nonlocal place
         if level == len(_LOGIC):
             return single()
         left = between(level + 1)
         while tokens[place] == _LOGIC[level]:
-            place, operators = place + 1, operators + 1
+            place += 1
             left = _joined(_LOGIC[level], left, between(level + 1))
         return left
 
     def single() -> Truth:
-        nonlocal place, operators
+        nonlocal place
         token, place = tokens[place], place + 1
-        if token == "¬":
-            operators += 1
+        if token == _NOT:
             inner = single()
             return lambda values: not inner(values)
         if token == "(":
@@ -292,7 +292,7 @@ def _truth(text: str) -> tuple[Truth, int]:
 
     found = between(0)
     refuse_unless(place == len(tokens) - 1)
-    return found, operators
+    return found
 
 
 def _joined(operator: str, left: Truth, right: Truth) -> Truth:
@@ -305,21 +305,51 @@ def _joined(operator: str, left: Truth, right: Truth) -> Truth:
     return lambda values: left(values) == right(values)
 
 
-def is_conclusion(answer: str, entry: Entry) -> float:
-    """1 for a formula that follows from the premises and says something else than any of them.
-
-    It must be contingent, have an operator, and not more of them than the longest premise, so that
-    neither a premise in other words nor all of them joined are a conclusion.
-    """
+def _tables(entry: Entry) -> tuple[list[dict[str, bool]], list[list[bool]]]:
+    """All assignments of the variables, and for each premise in which of them it holds."""
     names = entry["metadata"]["variables"]
-    refuse_unless(set(filter(str.isalpha, answer)) <= set(names))
-    found, operators = _truth(answer)
-    premises = [_truth(text) for text in entry["metadata"]["premises"]]
-    if not 0 < operators <= max(1, *(count for _, count in premises)):
-        return 0.0
     assignments = product((True, False), repeat=len(names))
     worlds = [dict(zip(names, values, strict=True)) for values in assignments]
-    holds = [found(world) for world in worlds]
-    given = [[premise(world) for world in worlds] for premise, _ in premises]
-    follows = all(held for *given, held in zip(*given, holds, strict=True) if all(given))
-    return float(follows and any(holds) and not all(holds) and holds not in given)
+    premises = [_truth(text) for text in entry["metadata"]["premises"]]
+    return worlds, [[premise(world) for world in worlds] for premise in premises]
+
+
+def _is_drawn(holds: list[bool], premises: list[list[bool]]) -> bool:
+    """Whether premises that agree give a formula together, and none of them gives it alone."""
+    possible = [all(column) for column in zip(*premises, strict=True)]
+    return (
+        any(possible)
+        and any(holds)
+        and _gives(possible, holds)
+        and not any(_gives(premise, holds) for premise in premises)
+    )
+
+
+def _gives(premise: list[bool], holds: list[bool]) -> bool:
+    return all(held for given, held in zip(premise, holds, strict=True) if given)
+
+
+def is_conclusion(answer: str, entry: Entry) -> float:
+    """1 for a formula that only follows from several premises together.
+
+    Most premises give formulas such as `(P or Q)` alone, so that one answer would do for most rows.
+    No variable may stand twice: a conclusion is no list of all that was said.
+    """
+    variables = list(filter(str.isalpha, answer))
+    refuse_unless(set(variables) <= set(entry["metadata"]["variables"]))
+    found = _truth(answer)
+    worlds, premises = _tables(entry)
+    is_short = 1 < len(variables) == len(set(variables))
+    return float(is_short and _is_drawn([found(world) for world in worlds], premises))
+
+
+def has_conclusion(entry: Entry) -> bool:
+    """Whether two variables, or their negations, have a relation that is a conclusion."""
+    worlds, premises = _tables(entry)
+    literals = [f"{sign}{name}" for name in entry["metadata"]["variables"] for sign in ("", _NOT)]
+    return any(
+        _is_drawn([found(world) for world in worlds], premises)
+        for left, right in combinations(literals, 2)
+        if left[-1] != right[-1]
+        for found in (_truth(f"{left}{operator}{right}") for operator in _LOGIC)
+    )

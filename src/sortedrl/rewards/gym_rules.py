@@ -33,6 +33,7 @@ from typing import Any
 from sortedrl.rewards.gym_formulas import (
     Entry,
     RefusedError,
+    has_conclusion,
     is_antiderivative,
     is_conclusion,
     is_product,
@@ -61,6 +62,8 @@ class Rule:
     """1 for a right answer; without it the library judges."""
     asks_library: bool = True
     """Whether the library's scorer is called, and gives partial credit."""
+    is_fair: Callable[[Entry], bool] | None = None
+    """Whether a row has a right answer at all; rows that have none are left out."""
 
 
 # Texts.
@@ -182,7 +185,7 @@ def _coordinates(answer: str, _: Entry) -> str:
 
 
 def _geometry(answer: str, entry: Entry) -> float:
-    unit = "0.01" if entry["metadata"]["task_type"] == "angle_measure" else "0.001"
+    unit = "0.005" if entry["metadata"]["task_type"] == "angle_measure" else "0.0005"
     return _within(unit, _listed)(answer, entry)
 
 
@@ -202,10 +205,10 @@ def _roots_form(answer: str, _: Entry) -> str:
     return answer
 
 
-def _ten_digits(answer: str, entry: Entry) -> float:
+def _eleven_digits(answer: str, entry: Entry) -> float:
     """The gold is rounded to 12 digits at each step, so that its last ones may be off."""
     gold = number(entry["answer"])
-    return float(abs(number(answer) - gold) <= Fraction("1e-10") * max(abs(gold), 1))
+    return float(abs(number(answer) - gold) <= Fraction("1e-11") * max(abs(gold), 1))
 
 
 def _nearest_candidate(answer: str, entry: Entry) -> float:
@@ -221,7 +224,7 @@ def _probability(answer: str, entry: Entry) -> float:
     gold = Fraction(*(entry["metadata"]["rational"][k] for k in ("numerator", "denominator")))
     refuse_unless(not slash or number(below))
     found = number(above) / (number(below) if slash else 1)
-    return float(abs(found - gold) <= min(Fraction(1, 10_000), gold / 100))
+    return float(abs(found - gold) <= min(Fraction(1, 10_000), gold / 200))
 
 
 _COMPLEX = re.compile(r"([-+]?[\d.]++(?![ij]))?(?:([-+]?)([\d.]*+)[ij])?", re.ASCII)
@@ -257,15 +260,13 @@ def _integer(answer: str, entry: Entry) -> float:
 
 def _same_table(answer: str, entry: Entry) -> float:
     """Numbers in rows and columns, right to the second decimal."""
-    tables = [
-        [_listed(line, separator=None) for line in text.splitlines() if line.strip()]
-        for text in (answer, entry["answer"])
-    ]
-    found, gold = tables
+    found = [_listed(line, separator=None) for line in answer.splitlines() if line.strip()]
+    gold = entry["metadata"]["solution"]
     if [len(row) for row in found] != [len(row) for row in gold]:
         return 0.0
     pairs = zip(chain(*found), chain(*gold), strict=True)
-    return float(all(abs(one - other) <= Fraction(1, 100) for one, other in pairs))
+    unit = Fraction("0.005000001")
+    return float(all(abs(one - Fraction(other)) <= unit for one, other in pairs))
 
 
 # JSON.
@@ -465,14 +466,14 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "chain_sum": Rule("number", _one_number, _within("0")),
         "coin_flip": Rule("number or fraction", None, _probability, False),
         "complex_arithmetic": Rule("complex number", _complex_form, _same_complex),
-        "decimal_arithmetic": Rule("number", _one_number, _ten_digits, False),
+        "decimal_arithmetic": Rule("number", _one_number, _eleven_digits, False),
         "decimal_chain_sum": Rule("number", _one_number, _within("0"), False),
         "fraction_simplification": Rule("fraction", _matching(_FRACTION)),
         "gsm_symbolic": Rule("number", _one_number, _within("0"), False),
         "kakurasu": _GRID,
         "number_format": Rule("number", _one_number, _nearest_candidate, False),
         "number_sorting": Rule("list of numbers", None, _same_numbers, False),
-        "polynomial_equations": Rule("numbers", _roots_form, _within("1e-4", _roots)),
+        "polynomial_equations": Rule("numbers", _roots_form, _within("5e-5", _roots)),
         "pool_matrix": Rule("grid of numbers", None, _same_table, False),
         "power_function": Rule("number", _one_number),
         "prime_factorization": Rule("numbers", _factorization),
@@ -499,14 +500,24 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "countdown": Rule("formula of the numbers", None, makes_target, False),
         "puzzle24": Rule("formula of the numbers", None, makes_24, False),
         "polynomial_multiplication": Rule("formula, expanded", None, is_product, False),
-        "intermediate_integration": Rule("formula", None, is_antiderivative, False),
+        "intermediate_integration": Rule(
+            "formula",
+            None,
+            is_antiderivative,
+            False,
+            lambda entry: "Integral" not in entry["answer"],
+        ),
         "simple_integration": Rule("formula", None, is_antiderivative, False),
         # Puzzles with moves, letters and people.
         "cryptarithm": Rule("digits of letters", _letters_to_digits),
         "knights_knaves": Rule("roles", _roles),
-        "propositional_logic": Rule("formula of logic", None, is_conclusion, False),
+        "propositional_logic": Rule("formula of logic", None, is_conclusion, False, has_conclusion),
         "quantum_lock": Rule("buttons", _words_matching("[ABCabc]", separators="→,")),
-        "rubiks_cube": Rule("moves", _words_matching("[LRDUBFXYZMES]w?'?[1-9]?")),
+        "rubiks_cube": Rule(
+            "moves",
+            _words_matching("[LRDUBFXYZMES]w?'?[1-9]?"),
+            is_fair=lambda entry: bool(entry["metadata"]["example_correct_answer"]),
+        ),
         "rush_hour": Rule("moves", None, _parked, False),
         "sokoban": Rule("moves", _pushes),
         "tower_of_hanoi": Rule("moves", _lines_matching(_MOVE)),
