@@ -129,7 +129,7 @@ ALTERED: Mapping[str, Callable[[str], str]] = {
     "without its last word": lambda gold: " ".join(gold.split()[:-1]),
     "without its last line": lambda gold: "\n".join(gold.splitlines()[:-1]),
     "without its last character": lambda gold: re.sub(r"\w\W*$", "", gold),
-    "times x/x": lambda gold: f"({gold})*x/x",
+    "times x/x": lambda gold: gold if re.search("[A-Za-z]", gold) else f"({gold})*x/x",
     "its first half": lambda gold: gold[: len(gold) // 2],
     "its first character": lambda gold: gold[:1],
     "backwards": lambda gold: " ".join(gold.split()[::-1]),

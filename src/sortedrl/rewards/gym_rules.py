@@ -208,7 +208,7 @@ def _roots_form(answer: str, _: Entry) -> str:
 def _eleven_digits(answer: str, entry: Entry) -> float:
     """The gold is rounded to 12 digits at each step, so that its last ones may be off."""
     gold = number(entry["answer"])
-    return float(abs(number(answer) - gold) <= Fraction("1e-11") * max(abs(gold), 1))
+    return float(abs(number(answer) - gold) <= Fraction("1e-11") * max(abs(gold), Fraction(1)))
 
 
 def _nearest_candidate(answer: str, entry: Entry) -> float:
@@ -379,17 +379,17 @@ def _in_lines(text: str, *, joiner: str = " ") -> tuple[str, bool]:
 
 def _rows_of_numbers(answer: str, entry: Entry) -> float:
     lines, is_list = _in_lines(answer)
-    return (0.1 if is_list else 1.0) * (lines == entry["answer"].strip())
+    return (0.1 if is_list else 1.0) * float(lines == entry["answer"].strip())
 
 
 def _letters(answer: str, entry: Entry) -> float:
     line, is_list = _in_lines(answer, joiner="")
-    return (0.1 if is_list else 1.0) * (line == entry["answer"])
+    return (0.1 if is_list else 1.0) * float(line == entry["answer"])
 
 
 def _board(answer: str, entry: Entry) -> float:
     lines, is_list = _in_lines(answer)
-    return (0.5 if is_list else 1.0) * (lines in entry["metadata"]["valid_answers"])
+    return (0.5 if is_list else 1.0) * float(lines in entry["metadata"]["valid_answers"])
 
 
 # Moves.
@@ -446,7 +446,6 @@ _TEXTS = """
     simple_equations simple_geometry string_manipulation string_splitting string_synthesis
     sudoku syllogism tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
 """
-_GRID = Rule("grid of numbers", _lines_matching(r"[-\d ]*+"))
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
@@ -470,7 +469,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "decimal_chain_sum": Rule("number", _one_number, _within("0"), False),
         "fraction_simplification": Rule("fraction", _matching(_FRACTION)),
         "gsm_symbolic": Rule("number", _one_number, _within("0"), False),
-        "kakurasu": _GRID,
+        "kakurasu": Rule("grid of numbers", _lines_matching(r"[01](?: [01])*+")),
         "number_format": Rule("number", _one_number, _nearest_candidate, False),
         "number_sorting": Rule("list of numbers", None, _same_numbers, False),
         "polynomial_equations": Rule("numbers", _roots_form, _within("5e-5", _roots)),
@@ -479,7 +478,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "prime_factorization": Rule("numbers", _factorization),
         "products": Rule("number", _one_number, _within("0")),
         "rectangle_count": Rule("number", _matching(r"\d{1,20}")),
-        "survo": _GRID,
+        "survo": Rule("grid of numbers", _lines_matching(r"-?\d++(?: -?\d++)*+")),
         "time_intervals": Rule(
             "duration", _matching(rf"\d{{1,7}}(?: days?)?(?:, ?{_CLOCK})?|{_CLOCK}")
         ),
