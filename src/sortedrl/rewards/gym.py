@@ -1,91 +1,155 @@
-"""The reward of a reasoning-gym task: the library's own scoring of what stands in `<answer>`.
+"""The reward of a reasoning-gym task: what stands in `<answer>`, judged by the rule of its task.
 
 A row carries all the scoring needs in plain JSON: the task, its options and the generated entry,
 with tuples and numbered keys marked, since some scorers compare them.
 
-Some scorers hand the answer to `eval`, so that a model could run code. For those tasks an answer is
-only scored if it is a formula of numbers, letters and known functions, or a list without
-parentheses, in which nothing can be called; any other gets 0, and the part `refused`. An answer
-over which a scorer raises gets 0, and the part `unreadable`.
+The rules say of each task how an answer is read and who judges it (see `gym_rules`). An answer that
+does not have the form its task asks for gets 0, and the part `refused`; one over which the library
+raises gets 0, and the part `unreadable`. A scorer of the library that evaluates text all the same,
+in a version that nobody has read, is stopped at its first `eval`, and with it the run.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
+from threading import local
 from typing import Any
 
+from sortedrl.config import require
 from sortedrl.errors import ConfigError
+from sortedrl.rewards.gym_formulas import Entry, RefusedError
+from sortedrl.rewards.gym_rules import RULES, Rule
 from sortedrl.rewards.score import NoScoreError
 from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
 
 _TUPLE = "!tuple"
 _PAIRS = "!pairs"
-_LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-_FORMULAS = frozenset(
-    {
-        "countdown",
-        "intermediate_integration",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-    }
-)
-# The scorer of this task takes every text for right.
-_COMPARED_AS_TEXT = frozenset({"game_of_life_halting"})
-_NAME = "a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|cbrt|Abs|abs|pi|[A-Za-z]"
-_FORMULA = re.compile(
-    rf"(?:[\d\s+*/^(),=-]|\.(?![\s]*[A-Za-z_])|(?<![A-Za-z_])(?:{_NAME})(?![A-Za-z_]))*"
-)
 _LONGEST_ANSWER = 20_000
+_NEARLY_RIGHT = 0.99
 # What scorers raise over an answer of the wrong form.
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+class _UnreadableError(Exception):
+    """A scorer of the library raised over an answer."""
 
 
 def gym_reward(
     prompt: Prompt,
     response: str,
     *,
-    right_from: float = 0.99,
+    right_from: float = 1.0,
     partial: bool = False,
     no_answer: float = 0.0,
     after_thoughts: bool = True,
 ) -> dict[str, float]:
     """1 from a score of `right_from` on and otherwise 0, or the score itself if `partial`.
 
-    The parts `correct`, `answered` and `score` are logged. Scorers can take long over a strange
-    answer: call this with a time limit.
+    Only a right answer has a score of 1; the partial credit of others ends at 0.99. The parts
+    `correct`, `answered` and `score` are logged. Scorers can take long over a strange answer: call
+    this with a time limit.
     """
+    require(0 < right_from <= 1, f"right_from must lie above 0 and up to 1, got {right_from}")
     task, entry = _scoring(prompt)
     answer = tagged_answer(
         response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
     )
-    if not answer:
+    # Where an equation has no solution, the right answer is an empty one.
+    if answer is None or (not answer and entry.get("answer") != ""):
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0, "score": 0.0}
     score, notes = 0.0, {}
-    if task in _COMPARED_AS_TEXT:
-        score = float(answer.casefold() == str(prompt.fields["answer"]).casefold())
-    elif len(answer) > _LONGEST_ANSWER or _could_be_code(task, answer):
+    try:
+        score = _score(task, answer, entry, options=prompt.fields.get("options", {}))
+    except RefusedError:
         notes = {"refused": 1.0}
-    else:
-        scorer = _dataset(task, json.dumps(prompt.fields.get("options", {}), sort_keys=True))
-        try:
-            score = float(scorer.score_answer(answer, entry))
-        except _UNREADABLE:
-            notes = {"unreadable": 1.0}
+    except _UnreadableError:
+        notes = {"unreadable": 1.0}
     is_right = float(score >= right_from)
     reward = score if partial else is_right
     return {"reward": reward, "correct": is_right, "answered": 1.0, "score": score, **notes}
 
 
-def _could_be_code(task: str, answer: str) -> bool:
-    """Whether the scorer would evaluate the answer, and something in it could be called."""
-    if task in _LISTS:
-        return "(" in answer
-    return task in _FORMULAS and _FORMULA.fullmatch(answer) is None
+def rule_of(task: str) -> Rule:
+    """How a task is read and judged; a `ConfigError` if nobody has read its scorer."""
+    if task not in RULES:
+        raise ConfigError(
+            f"reasoning-gym task {task!r} must have a rule, which says how its answers are read "
+            "and that none is run as code, and has none; use another task, give a reward of your "
+            "own, or add a rule in sortedrl/rewards/gym_rules.py"
+        )
+    return RULES[task]
+
+
+def _score(task: str, answer: str, entry: Entry, *, options: object) -> float:
+    """1 if the answer is right, otherwise the partial credit."""
+    rule = rule_of(task)
+    if len(answer) > _LONGEST_ANSWER + 2 * len(str(entry.get("answer"))):
+        raise RefusedError
+    read = rule.form(answer, entry) if rule.form is not None else answer
+    if rule.judge is not None:
+        judged = rule.judge(read, entry)
+        if judged == 1 or not rule.asks_library:
+            return judged
+    scorer = _dataset(task, json.dumps(options, sort_keys=True))
+    try:
+        score = _library_score(scorer, read, entry)
+    except NoScoreError:
+        raise
+    except _UNREADABLE as error:
+        raise _UnreadableError from error
+    is_right = rule.judge is None and score == 1
+    return 1.0 if is_right else min(score, _NEARLY_RIGHT)
+
+
+class _Watch(local):
+    """Whether a scorer of the library is at work in this thread, and has evaluated text."""
+
+    is_on = False
+    has_seen = False
+
+
+_WATCH = _Watch()
+
+
+def _stop_evaluation(event: str, arguments: tuple[object, ...]) -> None:
+    """Refuse to compile text for as long as a scorer is at work."""
+    if event == "compile" and _WATCH.is_on and arguments[1] == "<string>":
+        _WATCH.has_seen = True
+        raise NoScoreError("a scorer must not evaluate text")
+
+
+@cache
+def _install_hook() -> None:
+    sys.addaudithook(_stop_evaluation)
+
+
+def _library_score(scorer: Any, answer: str, entry: Entry) -> float:  # noqa: ANN401
+    """The score of the library, whose scorer must not evaluate text."""
+    _install_hook()
+    _WATCH.is_on, _WATCH.has_seen = True, False
+    try:
+        score = float(scorer.score_answer(answer, entry))
+    finally:
+        _WATCH.is_on = False
+        if _WATCH.has_seen:
+            raise NoScoreError(
+                f"scorers of reasoning-gym must not evaluate text, but {type(scorer).__name__} of "
+                "the installed version does; install the version of constraints.txt"
+            )
+    return min(max(score, 0.0), 1.0)
 
 
 def tagged_answer(
@@ -124,7 +188,7 @@ def unpacked(value: object) -> object:
     return value
 
 
-def _scoring(prompt: Prompt) -> tuple[str, object]:
+def _scoring(prompt: Prompt) -> tuple[str, Entry]:
     """The name of the task and the entry to score against."""
     task, entry = prompt.fields.get("task"), prompt.fields.get("entry")
     if not isinstance(task, str) or not isinstance(entry, Mapping):
@@ -132,7 +196,9 @@ def _scoring(prompt: Prompt) -> tuple[str, object]:
             "a row must have the fields `task` and `entry` of reasoning-gym, got "
             f"{sorted(prompt.fields)}; make the rows with gym_rows"
         )
-    return task, unpacked(entry)
+    found = unpacked(entry)
+    assert isinstance(found, dict)
+    return task, found
 
 
 @lru_cache(maxsize=128)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass, fields
 from io import StringIO
+from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,7 +18,7 @@ from sortedrl.config import require
 from sortedrl.data.row import Row
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.randomness import mix
-from sortedrl.rewards.gym import packed
+from sortedrl.rewards.gym import packed, rule_of
 from sortedrl.tasks.spec import options_from
 
 INSTRUCTION = (
@@ -26,6 +27,7 @@ INSTRUCTION = (
 )
 _SEED_KEY = 0x67796D
 _OURS = ("size", "seed")
+_MOST_DRAWS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,28 @@ def gym_rows(settings: GymSettings) -> list[Row]:
     dataset = _dataset(settings, options)
     # One of the tasks prints dots, and one runs programs that write files where they are run.
     with redirect_stdout(StringIO()), TemporaryDirectory() as folder, chdir(folder):
-        entries = [dataset[number] for number in range(settings.count)]
+        entries = list(_entries(dataset, settings))
     return [
         _row(entry, number, settings=settings, options=options)
         for number, entry in enumerate(entries)
     ]
+
+
+def _entries(dataset: Any, settings: GymSettings) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
+    """The first entries that have a right answer."""
+    is_fair = rule_of(settings.name).is_fair
+    if is_fair is None:
+        yield from (dataset[number] for number in range(settings.count))
+        return
+    drawn = (dataset[number] for number in range(_MOST_DRAWS * settings.count + _MOST_DRAWS))
+    entries = list(islice(filter(is_fair, drawn), settings.count))
+    require(
+        len(entries) == settings.count,
+        f"gym.options must give {settings.name} rows that have a right answer; "
+        f"{len(entries)} of {_MOST_DRAWS * settings.count + _MOST_DRAWS} had one; "
+        "change the options",
+    )
+    yield from entries
 
 
 def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # noqa: ANN401
@@ -76,6 +95,7 @@ def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # no
     # A composite has other tasks for options: join the rows of several settings instead.
     names = sorted(set(DATASETS) - {"composite"})
     require(name in names, unknown_name("reasoning-gym task", name, names))
+    rule_of(name)
     known = [field.name for field in fields(DATASETS[name][1]) if field.name not in _OURS]
     for option in options:
         require(option in known, f"{name}: {unknown_name('option', option, known)}")
