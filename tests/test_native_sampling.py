@@ -200,7 +200,9 @@ def columns(rows):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be 0 .greedy. or at least 0.0001, got -1.0"),
+        ({"temperature": -1.0}, "must be 0 .greedy. or lie in 0.0001..100, got -1.0"),
+        ({"temperature": 1e-6}, "lie in 0.0001..100, got 1e-06"),
+        ({"temperature": 1e6}, "lie in 0.0001..100, got 1000000.0"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"top_k": 0}, "top_k must be at least 1, got 0; leave it out"),
