@@ -226,3 +226,21 @@ def test_extreme_temperatures_are_greedy_or_uniform_and_never_break(temperature)
     else:
         assert len(set(choice.tokens_Q.tolist())) == 10
     assert choice.logprobs_Q.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_one_logit_that_is_not_finite_shows_in_the_log_probability(temperature, poison):
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    logits[1, 37] = poison
+    draw = draw_for(3, temperature=temperature)
+    filtered = floors(logits, draw, every_token(3, 100))
+    for floors_Q in (None, filtered):
+        choice = choose(logits, draw, floors_Q=floors_Q)
+        assert choice.logprobs_Q.isfinite().tolist() == [True, False, True]
+
+
+def test_a_row_without_any_possible_token_shows_in_the_log_probability():
+    logits = torch.zeros(2, 100)
+    logits[1] = -math.inf
+    assert choose(logits, draw_for(2)).logprobs_Q.isfinite().tolist() == [True, False]

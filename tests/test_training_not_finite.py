@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from sortedrl.errors import CheckpointError, ModelError, TrainingError
 from sortedrl.training.algorithm import Algorithm
 from sortedrl.training.answers import LARGEST_REWARD
 from sortedrl.training.checkpoint import save
+from sortedrl.training.correction import Correction, CorrectionName
 from sortedrl.training.export import export_model
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.moments import RunningMoments
 from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.ratios import bounded_ratios, correction_weights
 from sortedrl.training.run_trainer import LocalTrainer
 from sortedrl.training.trainer_files import read_trainer
 from sortedrl.types import Segment, TrainBatch, impossible_logprob
@@ -312,3 +315,40 @@ def test_weights_that_are_not_finite_are_never_exported(tmp_path):
         export_model(model, NoTokenizer(), tmp_path / "other")
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == good
     assert not (tmp_path / "other").exists()
+
+
+def test_a_batch_without_tokens_changes_nothing():
+    empty = [replace(answer, segments=()) for answer in answers()]
+    unscored = [replace(answer, reward=None) for answer in answers()]
+    trainer, model = trained([empty, unscored, []])
+    assert (trainer.version, trainer.num_bad, trainer.last) == (0, 0, {})
+    assert same_weights(model, tiny_model(std=0.3))
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "grpo", "dr_grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("batch", ["one answer", "equal rewards"])
+def test_a_batch_that_tells_nothing_is_trained_on_without_harm(name, batch):
+    """A group of one, a spread of 0."""
+    given = answers(samples=2)
+    given = given[:1] if batch == "one answer" else [replace(a, reward=0.1) for a in given]
+    trainer, model = trained([given], settings=settings_of(Algorithm(name=name)))
+    assert trainer.version == 1
+    assert math.isfinite(trainer.last["grad_norm"])
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", get_args(CorrectionName))
+@pytest.mark.parametrize("distance", [-5000.0, 5000.0])
+def test_tokens_of_weights_far_away_give_finite_ratios(kind, distance):
+    """exp overflows beyond 88 in 32 bits and beyond 709 in 64."""
+    proximal_T = torch.full((4,), -1.0)
+    weights_T = correction_weights(
+        proximal_T - distance,
+        proximal_T,
+        lengths_N=torch.tensor([3, 1]),
+        correction=Correction(kind=kind),
+        kind=kind,
+    )
+    assert weights_T.isfinite().all()
+    assert weights_T.max() <= 2
+    assert bounded_ratios(proximal_T, proximal_T - distance).isfinite().all()
