@@ -7,12 +7,13 @@ called with the ranks by all of them at the same time. Answers are made by each 
 import math
 import multiprocessing
 import traceback
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from native_worlds import tiny_model
-from sortedrl.errors import TrainingError
+from sortedrl.errors import CheckpointError, TrainingError
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.sharded.checkpoint import (
     read_full,
@@ -22,7 +23,8 @@ from sortedrl.training.sharded.checkpoint import (
 )
 from sortedrl.training.sharded.ranks import open_ranks
 from sortedrl.training.sharded.trainer import sharded_trainer
-from sortedrl.types import Segment, TrainBatch
+from sortedrl.training.sharded.weights import rows_of
+from sortedrl.types import TrainBatch
 from training_worlds import trainer_of, written
 
 _SECONDS = 60
@@ -166,20 +168,46 @@ def updated_alone(case, updates=2):
 
 
 def poisoned(ranks, case):
-    """An answer whose log-probabilities are no numbers: what the update made of it, and the next.
+    """An answer of which the model says no numbers: what the update made of it, and the next.
 
     Only the rank that goes through the answer meets them.
     """
     trainer = case.sharded(ranks)
-    good = case.batch(0)
-    first = good.trajectories[0]
-    (segment,) = first.segments
-    bad = replace(first, segments=(Segment(segment.tokens, [math.nan] * len(segment.tokens), 0),))
+    batch = case.batch(0)
+    first, *others = [{*t.prompt.tokens, *t.tokens[:-1]} for t in batch.trajectories]
+    token = min(first - set().union(*others))
     before = outcome(trainer)
-    trainer.update(replace(good, trajectories=(bad, *good.trajectories[1:])))
+    with spoilt_row(trainer, token):
+        trainer.update(batch)
     after = outcome(trainer)
-    trainer.update(good)
+    trainer.update(batch)
     return before, after, outcome(trainer)
+
+
+@contextmanager
+def spoilt_row(trainer, row):
+    """The embedding of a token is no number meanwhile; one rank has it."""
+    weight = trainer.model.get_input_embeddings().weight
+    ranks = trainer.ranks
+    start, stop = rows_of(len(weight), rank=ranks.rank, world=ranks.world)
+    own = weight.to_local().detach()[row - start : row - start + 1 if start <= row < stop else 0]
+    kept = own.clone()
+    own.fill_(math.nan)
+    yield
+    own.copy_(kept)
+
+
+def broken_is_refused(ranks, case, folder):
+    """What each rank says when weights that are not finite on one of them are to be saved."""
+    trainer = case.sharded(ranks)
+    said = []
+    with spoilt_row(trainer, 100):
+        for write in (write_full, write_sharded):
+            try:
+                write(trainer, folder, tokenizer=Silent())
+            except CheckpointError as error:
+                said.append(str(error))
+    return said, list(folder.rglob("*"))
 
 
 def blown_up(ranks, case):

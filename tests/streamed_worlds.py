@@ -75,6 +75,8 @@ class Script:
     hangs_at_close: bool = False
     missing_logprob: int | None = None
     """The place of a token that has no log-probability."""
+    logprob_of_place: tuple[int, float | None] | None = None
+    """A place, and what its token has for a log-probability."""
     extra_tokens: int = 0
     """Tokens beyond what was asked for, in the last piece."""
     ends_unasked: int | None = None
@@ -204,7 +206,9 @@ class ScriptedBackend:
                 self._end(job, None)
                 return
             tokens.append(token_at(job.prompt, job.place))
-            if job.place != script.missing_logprob:
+            if script.logprob_of_place and job.place == script.logprob_of_place[0]:
+                logprobs.append(script.logprob_of_place[1])
+            elif job.place != script.missing_logprob:
                 logprobs.append(logprob_at(self.version, job.place))
             job.place += 1
             job.left -= 1

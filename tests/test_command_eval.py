@@ -1,12 +1,14 @@
 """`sortedrl eval` from end to end, on tiny models and real worker processes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -255,3 +257,14 @@ def test_other_settings_do_not_go_on_with_the_same_folder(evaluated, two_models,
     again = [two_models[0], "--tasks", PUZZLES, "--max-tokens", "12", "--slots", "4"]
     assert "--resume" in refused(capsys, *again)
     assert "seed" in refused(capsys, *again, "--resume", "--seed", "1")
+
+
+def test_a_model_whose_logits_are_no_numbers_fails_with_words(two_models, capsys, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(two_models[0], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = refused(capsys, str(folder), "--tasks", PUZZLES, "--out", str(tmp_path / "out"))
+    assert "LlamaForCausalLM gives logits that are not finite" in said
+    assert "its weights model.norm.weight hold NaN or infinite numbers" in said

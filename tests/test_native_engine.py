@@ -809,7 +809,7 @@ UNSUITED = {
         lambda: causal(Llama4TextConfig(**SIZES, num_local_experts=2, intermediate_size_mlp=16)),
         "layers of kind chunked_attention",
     ),
-    "no numbers": (lambda: tiny_model().apply(fill_with_nan), "LlamaForCausalLM"),
+    "no numbers": (lambda: tiny_model().apply(fill_with_nan), "logits that are not finite .* NaN"),
     "attention out of reach": (lambda: causal(NemotronConfig(**SIZES)), "NemotronForCausalLM"),
     "positions by batch": (
         lambda: causal(
@@ -842,6 +842,64 @@ def test_a_model_that_is_very_sure_is_driven():
     for trajectory in engine.generate([[5, 3], [9]], progress=False):
         plain = plain_logprobs(model, trajectory)
         assert trajectory.logprobs == pytest.approx(plain, abs=1e-3)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_the_step_by_name_and_no_token_of_them_stays(
+    lag, poison, temperature
+):
+    """The model is broken for one token only, so the probe at the start does not meet it."""
+    model = tiny_model()
+    work = fresh_all((4, 5, 6, 7))
+    settings = {"slots": 3, "max_tokens": 12, "sampling": Sampling(temperature=temperature)}
+    expected = roll_out(NativeEngine(model, **settings), work)
+    read = [{*answer.prompt.tokens, *answer.tokens[:-1]} for answer in expected]
+    bad, token = next(
+        (index, token)
+        for index, answer in enumerate(expected)
+        for token in answer.tokens[2:-1]
+        if all((token in read[other]) == (other == index) for other in range(4))
+        and token not in answer.prompt.tokens
+    )
+    engine = lagging(NativeEngine(model, **settings), lag=lag)
+    embedding = model.get_input_embeddings().weight
+    kept = embedding[token].clone()
+    with torch.no_grad():
+        embedding[token] = poison
+    engine.load_weights(Weights(0))
+    engine.submit(work, tolerance=None)
+    place = expected[bad].tokens.index(token) + 1
+    words = f"for token {place} .* prompt {bad}, sample 0: its weights model.embed_tokens.weight"
+    finished = []
+
+    def step_on():
+        while True:
+            finished.extend(engine.step().finished)
+
+    for _ in range(2):
+        with pytest.raises(ModelError, match=words):
+            step_on()
+    stopped = engine.interrupt()
+    (broken,) = [answer for answer in stopped if answer.key[0] == bad]
+    assert broken.tokens == expected[bad].tokens[:place]
+    assert all(math.isfinite(logprob) for answer in stopped for logprob in answer.logprobs)
+    with torch.no_grad():
+        embedding[token] = kept
+    engine.load_weights(Weights(0))
+    again = by_key([*finished, *roll_out(engine, stopped)])
+    assert [one.tokens for one in again] == [one.tokens for one in expected]
+
+
+def test_a_model_that_overflows_says_so():
+    model = tiny_model()
+    engine = NativeEngine(model, slots=1, max_tokens=8)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    engine.load_weights(Weights(1))
+    with pytest.raises(ModelError, match="its weights are finite, so it overflows"):
+        engine.generate([[1, 2]], progress=False)
 
 
 def test_a_model_with_other_names_for_its_sizes_is_refused_or_driven_rightly():

@@ -5,6 +5,7 @@ Axes as in the kernels' modules; L positions of one sequence.
 """
 
 import importlib
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -396,3 +397,22 @@ def test_a_row_of_nan_chooses_a_token_of_the_vocabulary_and_leaves_the_others_al
     assert broken.logprobs_Q[1].isnan()
     for left, right in zip(choices, broken, strict=True):
         _assert_same_bits(left[[0, 2]], right[[0, 2]])
+
+
+@pytest.mark.filterwarnings("ignore:(invalid|All-NaN):RuntimeWarning")
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 4999, 8999])
+def test_one_logit_that_is_not_finite_shows_in_the_log_probability(poison, place):
+    """The engine looks at nothing else to find a model that is broken."""
+    logits_QV = _logits(3, 9000)
+    logits_QV[1, place] = poison
+    choices, _ = _choices(logits_QV)
+    assert choices.logprobs_Q.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:(invalid|All-NaN):RuntimeWarning")
+def test_a_row_without_any_possible_token_shows_in_the_log_probability():
+    logits_QV = _logits(3, 9000)
+    logits_QV[1] = -math.inf
+    choices, _ = _choices(logits_QV)
+    assert choices.logprobs_Q.isfinite().tolist() == [True, False, True]

@@ -200,7 +200,9 @@ def columns(rows):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be 0 .greedy. or at least 0.0001, got -1.0"),
+        ({"temperature": -1.0}, "must be 0 .greedy. or lie in 0.0001..100, got -1.0"),
+        ({"temperature": 1e-6}, "lie in 0.0001..100, got 1e-06"),
+        ({"temperature": 1e6}, "lie in 0.0001..100, got 1000000.0"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"top_k": 0}, "top_k must be at least 1, got 0; leave it out"),
@@ -224,3 +226,21 @@ def test_extreme_temperatures_are_greedy_or_uniform_and_never_break(temperature)
     else:
         assert len(set(choice.tokens_Q.tolist())) == 10
     assert choice.logprobs_Q.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0, 100.0])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_one_logit_that_is_not_finite_shows_in_the_log_probability(temperature, poison):
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    logits[1, 37] = poison
+    draw = draw_for(3, temperature=temperature)
+    filtered = floors(logits, draw, every_token(3, 100))
+    for floors_Q in (None, filtered):
+        choice = choose(logits, draw, floors_Q=floors_Q)
+        assert choice.logprobs_Q.isfinite().tolist() == [True, False, True]
+
+
+def test_a_row_without_any_possible_token_shows_in_the_log_probability():
+    logits = torch.zeros(2, 100)
+    logits[1] = -math.inf
+    assert choose(logits, draw_for(2)).logprobs_Q.isfinite().tolist() == [True, False]

@@ -1,5 +1,6 @@
 """Which engine writes the answers: what fits together, and what is refused with what to do."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ SERVER = "http://localhost:8000"
         ({"options": ("a=1",)}, "are for engine 'vllm' or 'sglang'"),
         ({"engine": "servers", "urls": (SERVER,), "options": ("a=1",)}, "leave them out"),
         ({"queue": -1}, "must be at least 0"),
-        ({"temperature": 0.0}, "must be positive"),
+        ({"temperature": 0.0}, "rollout.temperature must lie in 0.0001..100, got 0.0"),
+        ({"temperature": 1e-6}, "rollout.temperature must lie in"),
+        ({"temperature": 1e6}, "rollout.temperature must lie in"),
+        ({"temperature": math.nan}, "rollout.temperature must lie in"),
         ({"cache_gib": 0.0}, "must be positive"),
     ],
 )

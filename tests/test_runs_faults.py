@@ -1,9 +1,11 @@
 """The ways a training run can go wrong, and what happens then."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from run_worlds import (
     said,
     weights,
 )
+from sortedrl.training.optimiser import Optimiser
 
 SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
 BEGUN = ("--max-updates", "3")
@@ -52,13 +55,29 @@ def state(checkpoint):
 # --- what is not finite ---------------------------------------------------------------------------
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_counted(capsys):
-    words = ["--reward-options", "first=5", "last=8", "--max-updates", "4"]
-    _, err = said(capsys, run_words("skipped", *SYNC, *words, reward="huge"))
+@pytest.fixture
+def spoil(monkeypatch):
+    """Make the gradients of these updates infinite, those of policy and critic alike."""
+
+    def of_updates(chosen):
+        made, backward = Counter(), Optimiser.backward
+
+        def spoilt(optimiser, loss):
+            made[id(optimiser)] += 1
+            backward(optimiser, loss * (math.inf if made[id(optimiser)] in chosen else 1))
+
+        monkeypatch.setattr(Optimiser, "backward", spoilt)
+
+    return of_updates
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(capsys, spoil):
+    spoil({2})
+    _, err = said(capsys, run_words("skipped", *SYNC, "--max-updates", "4"))
     rows = metrics("skipped")
     assert [row["skipped_steps"] for row in rows] == [0, 1, 0, 0]
     assert [row["version"] for row in rows] == [1, 1, 2, 3]
-    assert rows[1]["loss"] is None
+    assert rows[1]["grad_norm"] is None
     assert err.count("SKIPPED") == 1
     saved = checkpoints("skipped")
     assert [state(one)["trainer"]["num_bad"] for one in saved] == [0, 1, 0, 0]
@@ -68,18 +87,19 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(capsys):
         assert second != third
 
 
-def test_a_critic_outlives_an_update_that_is_not_finite(capsys):
-    words = ["--reward-options", "first=5", "last=8", "--max-updates", "3"]
-    words += ["--algorithm.name", "ppo"]
-    said(capsys, run_words("skipped-ppo", *SYNC, *words, reward="huge"))
+def test_a_critic_outlives_an_update_that_is_not_finite(capsys, spoil):
+    spoil({2})
+    words = ["--max-updates", "3", "--algorithm.name", "ppo"]
+    said(capsys, run_words("skipped-ppo", *SYNC, *words))
     for tensor in load_file("skipped-ppo/checkpoints/update-000003/critic.safetensors").values():
         assert tensor.isfinite().all()
     assert [row["version"] for row in metrics("skipped-ppo")] == [1, 1, 2]
 
 
-def test_too_many_such_updates_in_a_row_stop_the_run(capsys):
-    words = ["--optimiser.max-bad-updates", "2", "--reward-options", "first=5"]
-    _, err = said(capsys, run_words("ruined", *SYNC, *words, reward="huge"), code=2)
+def test_too_many_such_updates_in_a_row_stop_the_run(capsys, spoil):
+    spoil({2, 3})
+    words = ["--optimiser.max-bad-updates", "2"]
+    _, err = said(capsys, run_words("ruined", *SYNC, *words), code=2)
     assert "sortedrl: 2 updates in a row had a loss or a gradient that is not finite" in err
     assert "--resume" in err
     assert "Traceback" not in err
@@ -96,9 +116,30 @@ def test_a_model_that_is_not_finite_is_refused_and_nothing_is_written(world, cap
     save_file(tensors, "broken/model.safetensors", metadata={"format": "pt"})
     words = run_words("nan", "--optimiser.max-bad-updates", "1", model="broken")
     _, err = said(capsys, words, code=2)
-    assert "they differ by nan; train another model" in err
+    assert "its weights model.norm.weight hold NaN or infinite numbers" in err
     assert "Traceback" not in err
     assert not Path("nan").exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stands(capsys):
+    step = Optimiser.step
+
+    def ruinous(optimiser, *, loss=0.0):
+        outcome = step(optimiser, loss=loss)
+        if optimiser.num_steps == 2:
+            next(iter(optimiser._parameters.values())).data[0] = math.nan
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimiser, "step", ruinous)
+        _, err = said(capsys, run_words("ruinous", *SYNC, "--max-updates", "2"), code=2)
+    assert "weights must be finite to be saved" in err
+    assert "model.embed_tokens.weight" in err
+    assert "Traceback" not in err
+    assert [one.name for one in checkpoints("ruinous")] == ["update-000001"]
+    assert not Path("ruinous/model").exists()
+    said(capsys, ["train", "ruinous", "--resume"])
+    assert Path("ruinous/model").exists()
 
 
 def test_a_reward_that_is_not_finite_stops_the_run_with_its_place(capsys):

@@ -196,6 +196,22 @@ def test_one_rank_is_the_trainer_of_one_process(tmp_path):
         ranks.close()
 
 
+def test_in_float16_ranks_scale_the_loss_alike(pair):
+    half = case(dtype=torch.float16)
+    expected = updated_alone(half, 2)
+    for found in pair.do(sharded_worlds.updated, half, 2):
+        assert found.version == 2
+        assert found.numbers["loss_scale"] == expected.numbers["loss_scale"]
+        assert found.numbers["grad_norm"] == pytest.approx(expected.numbers["grad_norm"], rel=1e-2)
+
+
+def test_weights_that_are_not_finite_on_one_rank_are_saved_by_none(pair, tmp_path):
+    for said, files in pair.do(sharded_worlds.broken_is_refused, case(), tmp_path):
+        assert len(said) == 2
+        assert all("model.embed_tokens.weight hold NaN or infinite numbers" in one for one in said)
+        assert files == []
+
+
 def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(pair):
     poison = case(correction=Correction(ratio="behaviour"))
     for before, after, later in pair.do(sharded_worlds.poisoned, poison):

@@ -411,6 +411,36 @@ def test_a_token_without_its_log_probability_ends_the_step_and_leaves_no_gap():
         assert_complete(finish(engine, backend, 1)[5])
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None, -9999.0, 2.0])
+def test_a_log_probability_that_is_none_never_becomes_part_of_an_answer(value):
+    with scripted(logprob_of_place=(3, value), piece_tokens=2) as (engine, backend):
+        engine.submit([fresh(5)], tolerance=None)
+        backend.grant(10)
+        words = rf"scripted engine: the answer to prompt 5, sample 0, .* {value} .* its token 3 "
+        for _ in range(2):
+            with pytest.raises(EngineError, match=words):
+                step_often(engine)
+        (trajectory,) = engine.interrupt()
+        assert trajectory.num_tokens == 2
+        assert_true(trajectory)
+        backend.script.logprob_of_place = None
+        engine.submit([trajectory], tolerance=None)
+        assert_complete(finish(engine, backend, 1)[5])
+
+
+def test_the_place_of_a_log_probability_counts_the_tokens_of_earlier_weights():
+    with scripted() as (engine, backend):
+        engine.submit([fresh(5)], tolerance=None)
+        backend.grant(2)
+        while engine.step().decoded_tokens == 0:
+            pass
+        engine.load_weights(Weights(1))
+        backend.script.logprob_of_place = (4, math.nan)
+        backend.grant(10)
+        with pytest.raises(EngineError, match="its token 4 "):
+            step_often(engine)
+
+
 def test_more_tokens_than_were_asked_for_are_refused():
     with scripted(extra_tokens=1) as (engine, backend):
         engine.submit([fresh(5, limit=2)], tolerance=None)

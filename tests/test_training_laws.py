@@ -1,5 +1,6 @@
 """The laws of training on a real model: frozen weights, modes that agree, packing that is free."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -98,8 +99,13 @@ class Catcher:
     def __init__(self, model):
         self.model = model
         self.gradients = None
+        self.loss_scale = None
 
-    def step(self):
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self, *, loss):
+        assert math.isfinite(loss)
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
         return StepOutcome(grad_norm=1.0, learning_rate=0.0, is_applied=True)

@@ -220,7 +220,7 @@ def random_step(seed, *, lengths):
 
 
 @few
-@given(st.integers(0, 1000), LENGTHS, st.sampled_from(ESTIMATORS))
+@given(st.integers(0, 1000), LENGTHS, st.sampled_from(("k2", "k3")))
 def test_the_loss_and_its_gradient_join_all_terms(seed, lengths, estimator):
     algorithm = replace(JOINT, kl_estimator=estimator)
     current_T, entropy_T, inputs = random_step(seed, lengths=lengths)

@@ -1,11 +1,12 @@
 """The settings of algorithm and correction: what follows from a name, and what is refused."""
 
 import math
+from typing import get_args
 
 import pytest
 
 from sortedrl.errors import ConfigError
-from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.algorithm import Algorithm, AlgorithmName
 from sortedrl.training.correction import Correction
 
 
@@ -35,14 +36,34 @@ def test_what_is_given_goes_before_what_the_name_brings():
         name="dapo",
         aggregation="constant",
         kl_estimator="k2",
-        kl_place="reward",
+        kl_place="loss",
         clip_high=0.5,
         drop_equal=False,
     )
     assert own.used_aggregation == "constant"
-    assert (own.used_kl_place, own.used_kl_estimator) == ("reward", "k2")
+    assert (own.used_kl_place, own.used_kl_estimator) == ("loss", "k2")
     assert own.used_clip_high == 0.5
     assert not own.drops_equal
+
+
+@pytest.mark.parametrize("name", get_args(AlgorithmName))
+def test_the_divergence_is_estimated_as_its_place_demands(name):
+    assert Algorithm(name=name, kl_place="reward").used_kl_estimator == "k1"
+    assert Algorithm(name=name, kl_place="loss").used_kl_estimator in ("k2", "k3")
+    Algorithm(name=name, kl_place="reward", kl_estimator="k1")
+    for estimator in ("k2", "k3"):
+        Algorithm(name=name, kl_place="loss", kl_estimator=estimator)
+        with pytest.raises(ConfigError, match="must be 'k1' where the divergence enters the rew"):
+            Algorithm(name=name, kl=0.1, kl_place="reward", kl_estimator=estimator)
+    with pytest.raises(ConfigError, match=r"'k2' or 'k3' .* whose gradient is 0 on average"):
+        Algorithm(name=name, kl=0.1, kl_place="loss", kl_estimator="k1")
+
+
+def test_an_estimator_must_fit_the_place_that_the_name_brings():
+    with pytest.raises(ConfigError, match="set kl_place to 'loss'"):
+        Algorithm(name="ppo", kl_estimator="k3")
+    with pytest.raises(ConfigError, match="set kl_place to 'reward'"):
+        Algorithm(name="grpo", kl_estimator="k1")
 
 
 def test_the_upper_clip_is_the_lower_one_but_for_dapo():

@@ -25,6 +25,18 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+_COLDEST, _HOTTEST = 1e-4, 100.0
+
+
+def require_temperature(setting: str, value: float, *, is_greedy_allowed: bool) -> None:
+    """Refuse a temperature at which every draw is the same, or the model does not matter."""
+    zero = "be 0 (greedy) or " if is_greedy_allowed else ""
+    require(
+        _COLDEST <= value <= _HOTTEST or (is_greedy_allowed and value == 0),
+        f"{setting} must {zero}lie in {_COLDEST}..{_HOTTEST:g}, got {value}",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Which work runs when, and what becomes of interrupted work."""

@@ -17,6 +17,9 @@ Key = tuple[int, int]
 FinishReason = Literal["stop", "length"]
 """Why an answer is complete: the model ended it, or it reached the token limit."""
 
+_ROUNDING_NATS = 0.01
+_NO_NUMBER = -9999.0
+"""What vLLM's server writes for a log-probability of minus infinity."""
 _NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
@@ -157,3 +160,18 @@ class Step:
     finished: tuple[Trajectory, ...]
     decoded_tokens: int
     prefilled_tokens: int
+
+
+def impossible_logprob(logprobs: Sequence[float | None]) -> int | None:
+    """The first place whose number no sampled token can have, or `None`.
+
+    Such a number is missing, infinite, NaN, or above 0 by more than rounding.
+
+    >>> impossible_logprob([-0.5, -30.0, 0.0]), impossible_logprob([-0.5, float("nan")])
+    (None, 1)
+    """
+    for place, logprob in enumerate(logprobs):
+        # No comparison with NaN holds.
+        if logprob is None or not _NO_NUMBER < logprob <= _ROUNDING_NATS:
+            return place
+    return None

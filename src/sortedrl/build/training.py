@@ -221,7 +221,9 @@ def _policy_trainer(
             settings=optimisation,
             budget=settings.passes.tokens,
         )
-    optimiser = Optimiser(trained_parameters(model), optimisation, total_steps=steps)
+    optimiser = Optimiser(
+        trained_parameters(model), optimisation, total_steps=steps, computes_in=model.dtype
+    )
     return PolicyTrainer(
         policy,
         optimiser,

@@ -19,7 +19,11 @@ from sortedrl.cluster.nodes import own_place
 from sortedrl.cluster.weight_source import SENT_BYTES, Meeting, shipped, write_weights
 from sortedrl.cluster.worker_log import LogFolder, WorkerLog
 from sortedrl.training.cluster import CheckpointKind
-from sortedrl.training.sharded.checkpoint import write_full, write_sharded
+from sortedrl.training.sharded.checkpoint import (
+    refuse_broken_model,
+    write_full,
+    write_sharded,
+)
 from sortedrl.training.sharded.ranks import Ranks, open_ranks
 from sortedrl.training.sharded.trainer import ShardedTrainer
 from sortedrl.types import TrainBatch
@@ -128,6 +132,7 @@ class TrainerRank:
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model; the first rank does."""
+        refuse_broken_model(self._trainer)
         weights = self._trainer.weights()
         if self._trainer.ranks.is_first:
             self._trainer.model.save_pretrained(folder, state_dict=weights)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from sortedrl.config import require
-
-_COLDEST = 1e-4
+from sortedrl.config import require, require_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +26,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(
-            self.temperature == 0 or _COLDEST <= self.temperature < math.inf,
-            f"sampling.temperature must be 0 (greedy) or at least {_COLDEST}, "
-            f"got {self.temperature}",
-        )
+        require_temperature("sampling.temperature", self.temperature, is_greedy_allowed=True)
         require(
             self.top_k is None or self.top_k >= 1,
             f"sampling.top_k must be at least 1, got {self.top_k}; leave it out for all tokens",

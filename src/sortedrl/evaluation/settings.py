@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sortedrl.config import require
+from sortedrl.config import require, require_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class EvaluationSettings:
             f"{self.samples} answers per prompt at temperature 0 would all be the same; "
             "leave the temperature out, or ask for one answer",
         )
+        require_temperature("temperature", self.sampling_temperature, is_greedy_allowed=True)
         require(
             self.limit is None or self.limit >= 1, f"limit must be at least 1, got {self.limit}"
         )

@@ -30,6 +30,8 @@ def update_line(
     ]
     if numbers.get("skipped_steps"):
         words.append("SKIPPED: not finite")
+    if numbers.get("unusable_answers"):
+        words.append(f"LEFT OUT: {numbers['unusable_answers']:.0f} answers, not finite")
     if done > 0:
         words.append(f"{percent(done):>6}, {duration(seconds * (1 - done) / done)} left")
     return "  ".join(words)

@@ -70,7 +70,12 @@ def supervised_run(
         seed=settings.seed,
     )[: settings.max_steps]
     model = trained_model(settings)
-    optimiser = Optimiser(trained_parameters(model), settings.optimiser, total_steps=len(rows))
+    optimiser = Optimiser(
+        trained_parameters(model),
+        settings.optimiser,
+        total_steps=len(rows),
+        computes_in=model.dtype,
+    )
     policy = PackedModel(model)
     folder.begin(all_to_toml(settings, SupervisedSettings()))
     done: list[SupervisedStep] = []

@@ -29,19 +29,20 @@ class _Nature:
 
     aggregation: Aggregation
     kl_place: KlPlace
-    kl_estimator: KlEstimator
+    kl_in_loss: KlEstimator
+    """The estimator where the divergence enters the loss; in the reward it is always k1."""
     needs_siblings: bool
 
 
 _NATURES = MappingProxyType(
     {
-        "reinforce_pp": _Nature("token_mean", "reward", "k1", False),
+        "reinforce_pp": _Nature("token_mean", "reward", "k3", False),
         "reinforce_pp_baseline": _Nature("token_mean", "loss", "k2", True),
         "grpo": _Nature("sequence_mean", "loss", "k3", True),
         "dr_grpo": _Nature("constant", "loss", "k3", True),
-        "rloo": _Nature("constant", "reward", "k1", True),
+        "rloo": _Nature("constant", "reward", "k3", True),
         "dapo": _Nature("token_mean", "loss", "k3", True),
-        "ppo": _Nature("token_mean", "reward", "k1", False),
+        "ppo": _Nature("token_mean", "reward", "k3", False),
     }
 )
 
@@ -71,9 +72,11 @@ class Algorithm:
     kl: float = 0.0
     """Weight of the divergence from the model the run began with; 0 keeps no reference model."""
     kl_estimator: KlEstimator | None = None
-    """k1: log ratio. k2: half its square. k3: ratio - 1 - log ratio, never negative."""
+    """How the divergence is estimated. In the reward it is k1, the log ratio. In the loss it is
+    k2, half its square, or k3, ratio - 1 - log ratio. By default what belongs to its place."""
     kl_place: KlPlace | None = None
-    """Where the divergence enters: into the reward of every token, or into the loss."""
+    """Where the divergence enters: into the reward of every token, or into the loss. By default
+    what belongs to the algorithm."""
     whiten: Whitening = "batch"
     """reinforce_pp: whose rewards an answer is measured by. batch: those of its update. group:
     those of as many updates as a group has; update batches are sorted by length, so one batch
@@ -120,6 +123,18 @@ class Algorithm:
             f"got {self.dual_clip}",
         )
         require(0 <= self.kl < math.inf, f"algorithm.kl must be 0 or more, got {self.kl}")
+        require(
+            self.used_kl_place == "loss" or self.used_kl_estimator == "k1",
+            f"algorithm.kl_estimator must be 'k1' where the divergence enters the reward, got "
+            f"{self.kl_estimator!r}: it punishes a token that became less likely as much as one "
+            "that became more likely, so it hardly pulls back; leave it out, or set kl_place to "
+            "'loss'",
+        )
+        require(
+            self.used_kl_place == "reward" or self.used_kl_estimator != "k1",
+            "algorithm.kl_estimator must be 'k2' or 'k3' where the divergence enters the loss, got "
+            "'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
+        )
         require(
             math.isfinite(self.entropy), f"algorithm.entropy must be finite, got {self.entropy}"
         )
@@ -175,7 +190,9 @@ class Algorithm:
     @property
     def used_kl_estimator(self) -> KlEstimator:
         """How the divergence is estimated."""
-        return self.kl_estimator or _NATURES[self.name].kl_estimator
+        if self.kl_estimator is not None:
+            return self.kl_estimator
+        return "k1" if self.used_kl_place == "reward" else _NATURES[self.name].kl_in_loss
 
     @property
     def used_kl_place(self) -> KlPlace:

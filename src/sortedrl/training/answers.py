@@ -7,13 +7,19 @@ Axes: N answers, T answer tokens of all of them together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sortedrl.types import TrainBatch, Trajectory
+from sortedrl.types import TrainBatch, Trajectory, impossible_logprob
+
+LARGEST_REWARD = 1e12
+"""Beyond, squares and sums of rewards leave the range of 32-bit numbers."""
+_NAMED = 3
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,42 @@ class Answers:
 def trainable(batch: TrainBatch) -> tuple[Trajectory, ...]:
     """The trajectories that can be trained on: scored, and with at least one token."""
     return tuple(t for t in batch.trajectories if t.reward is not None and t.num_tokens)
+
+
+def sound(trajectories: Sequence[Trajectory], *, is_telling: bool = True) -> tuple[Trajectory, ...]:
+    """The trajectories without those whose numbers would spoil the whole update.
+
+    Whoever made such numbers has a fault, so they are told of, with the answers' names.
+    """
+    faults = {t.key: fault for t in trajectories if (fault := _fault(t)) is not None}
+    if faults and is_telling:
+        named = [
+            f"prompt {prompt}, sample {sample}: {fault}"
+            for (prompt, sample), fault in list(faults.items())[:_NAMED]
+        ]
+        more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        _LOG.warning(
+            "%d of %d answers are left out of the update (%s%s)",
+            len(faults),
+            len(trajectories),
+            "; ".join(named),
+            more,
+        )
+    return tuple(t for t in trajectories if t.key not in faults)
+
+
+def _fault(trajectory: Trajectory) -> str | None:
+    """What makes an answer unfit to be trained on, or `None`."""
+    reward = _reward(trajectory)
+    if not abs(reward) <= LARGEST_REWARD:
+        return f"its reward must lie within +-{LARGEST_REWARD:g}, got {reward}"
+    place = impossible_logprob(trajectory.logprobs)
+    if place is not None:
+        return (
+            f"the log-probability of its token {place} must be finite and at most 0, got "
+            f"{trajectory.logprobs[place]}"
+        )
+    return None
 
 
 def _reward(trajectory: Trajectory) -> float:

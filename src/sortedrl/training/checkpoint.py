@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sortedrl.errors import CheckpointError
+from sortedrl.models.plain import not_finite
 from sortedrl.whole_file import write_whole
 
 PARTIAL = ".partial"
@@ -120,6 +122,26 @@ def verify(folder: Path) -> None:
             ) from error
         if found != checksum:
             raise CheckpointError(f"{path}: checksum differs: damaged; {_USE_ANOTHER}")
+
+
+def refuse_not_finite(
+    tensors: Mapping[str, Tensor], *, together: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Raise where weights about to be written are not finite: they would be of no use to anyone.
+
+    `together` adds up what ranks found that have a part of each tensor, so that all of them raise.
+    """
+    broken = not_finite(tensors)
+    if together is not None:
+        flags = together(torch.tensor([float(name in broken) for name in tensors]))
+        broken = [name for name, flag in zip(tensors, flags.tolist(), strict=True) if flag]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise CheckpointError(
+            f"weights must be finite to be saved, but {broken[0]}{more} hold NaN or infinite "
+            "numbers: the training has diverged. They were not written, and the last checkpoint "
+            "stands; lower optimiser.learning_rate, and go on from it (--resume)"
+        )
 
 
 def write_tensors(folder: Path, name: str, *, tensors: Mapping[str, Tensor]) -> None:

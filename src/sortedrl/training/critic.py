@@ -97,17 +97,20 @@ class CriticTrainer:
         losses = []
         for chosen in mini_batches(len(answers), steps=steps, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
-            total = torch.zeros((), device=returns_T.device)
             going = passes_over(chosen, answers, sequences, budget=self._budget, team=self._team)
-            for one in going.passes:
-                places = one.places.to(returns_T.device)
-                values_T = self.critic.values(one.read(sequences))[: len(places)]
-                losses_T = value_losses(
-                    values_T, old_values_T[places], returns_T[places], clip=clip
-                )
-                part = losses_T.sum() * weight
-                part.backward()
-                total += part.detach()
-            self.optimiser.step()
-            losses.append(float(self._team.summed(total)))
+            is_to_repeat = True
+            while is_to_repeat:
+                total = torch.zeros((), device=returns_T.device)
+                for one in going.passes:
+                    places = one.places.to(returns_T.device)
+                    values_T = self.critic.values(one.read(sequences))[: len(places)]
+                    losses_T = value_losses(
+                        values_T, old_values_T[places], returns_T[places], clip=clip
+                    )
+                    part = losses_T.sum() * weight
+                    self.optimiser.backward(part)
+                    total += part.detach()
+                value = float(self._team.summed(total))
+                is_to_repeat = self.optimiser.step(loss=value).is_to_repeat
+            losses.append(value)
         return sum(losses) / len(losses)

@@ -10,12 +10,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sortedrl.models.quiet import without_bars
 from sortedrl.training.adapters import folded
+from sortedrl.training.checkpoint import refuse_not_finite
 
 
 def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
-    """Write weights, config and tokenizer; no pickle."""
+    """Write weights, config and tokenizer; no pickle, and no weights that are not finite."""
+    plain = _plain(model)
+    refuse_not_finite(dict(plain.named_parameters()))
     with without_bars():
-        _plain(model).save_pretrained(folder)
+        plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.models.attention import refuse_foreign_attention
+from sortedrl.models.plain import why_not_finite
 from sortedrl.training.layers import compiled_layers, replaced_forwards
 from sortedrl.training.logprobs import token_logprobs
 from sortedrl.training.packed_attention import INSTEAD, Row, packed_attention
@@ -177,6 +178,8 @@ def _probe(packed: PackedModel) -> None:
             "does not know; train another model"
         )
     theirs_TD = torch.cat(entered).float()
+    if not bool(theirs_TD.isfinite().all()):
+        raise ModelError(f"{name} gives hidden states that are not finite: {why_not_finite(model)}")
     gap = (ours_TD.float() - theirs_TD).norm() / theirs_TD.norm()
     allowed = 1e-3 if layer.weight.dtype == torch.float32 else 0.1
     if not gap <= allowed:

@@ -34,12 +34,18 @@ class RunningMoments:
         self._last: deque[Moments] = deque(maxlen=window)
 
     def whitened(self, values_V: Tensor, *, floor: float) -> Tensor:
-        """The values of a new update, less the mean and over the spread of the window with it."""
+        """The values of a new update, less the mean and over the spread of the window with it.
+
+        Values that are not all finite give NaN, and the window forgets them.
+        """
         # Above the lowest value, so that equal values are exactly 0 and not rounding errors.
         lowest = float(values_V.min())
         above_V = values_V - lowest
         mean = float(above_V.mean())
         squares = float(((above_V - mean) ** 2).sum())
+        if not math.isfinite(squares):
+            # Remembered, it would spoil every update of the window.
+            return values_V * math.nan
         self._last.append(Moments(len(values_V), lowest + mean, squares))
         whole = _pooled(self._last)
         if whole.size < 2:

@@ -8,6 +8,11 @@ The weights that the model computes with are changed in place, because the engin
 
 Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 or not at all. So
 16-bit weights have a 32-bit master, which gradients are added up in and AdamW works on.
+
+Small gradients would be lost in float16, which ends at 6e-8: a token of a step of a million has a
+millionth of the loss. So where the model computes in float16, `backward` multiplies the loss by a
+power of two, and `step` divides the gradients by it. A scale at which gradients overflow is
+lowered, and the caller makes the passes again (`StepOutcome.is_to_repeat`), so no batch is lost.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
 _MOMENTS = MappingProxyType({"first_moment": "exp_avg", "second_moment": "exp_avg_sq"})
 _FOREIGN = "(is it of another model or in another precision? resume with the settings of its run)"
+_FIRST_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**24
+_SCALE_FALLS_BY = 16.0
+_SCALE_RISES_AFTER = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,49 @@ class StepOutcome:
     """The learning rate of the step."""
     is_applied: bool
     """Whether the weights were changed; not if a gradient was infinite or no number."""
+    is_to_repeat: bool = False
+    """Whether the gradients overflowed in float16, and the loss is now scaled by less: the same
+    passes, made again, may give gradients that are finite."""
+
+
+class LossScale:
+    """The power of two that keeps gradients within the range of float16.
+
+    It falls when gradients overflow and doubles after a hundred steps without. Where they are not
+    finite even at 1, overflow is not the cause: the scale is what it was before that step.
+    """
+
+    def __init__(self) -> None:
+        """The usual first scale."""
+        self.value = _FIRST_SCALE
+        self._num_good = 0
+        self._before: list[float] | None = None
+
+    def fell(self) -> bool:
+        """Take note of gradients that are not finite; whether a lower scale is worth a try."""
+        before = self.state() if self._before is None else self._before
+        if self.value == 1:
+            self.load_state(before)
+            return False
+        self.value, self._num_good = max(1.0, self.value / _SCALE_FALLS_BY), 0
+        self._before = before
+        return True
+
+    def held(self) -> None:
+        """Take note of gradients that are finite."""
+        self._before = None
+        self._num_good += 1
+        if self._num_good >= _SCALE_RISES_AFTER:
+            self.value, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
+
+    def state(self) -> list[float]:
+        """What a checkpoint keeps."""
+        return [self.value, self._num_good]
+
+    def load_state(self, state: Sequence[float]) -> None:
+        """Go on from a checkpoint."""
+        value, num_good = state
+        self.value, self._num_good, self._before = float(value), int(num_good), None
 
 
 class Optimiser:
@@ -56,10 +108,13 @@ class Optimiser:
         *,
         total_steps: int | None,
         norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
+        computes_in: torch.dtype | None = None,
     ) -> None:
         """Take on the parameters that require a gradient; `total_steps` are those of the run.
 
         `norm` gives the norm of all gradients together, where this process has parts of them.
+        `computes_in` is the precision of the model, where its trained weights have another, as
+        adapters do.
         """
         require(
             settings.schedule == "constant" or total_steps is not None,
@@ -78,6 +133,8 @@ class Optimiser:
             for name, p in self._parameters.items()
         }
         self._adam = _adam(list(self._masters.values()), settings)
+        precisions = {computes_in, *(p.dtype for p in self._parameters.values())}
+        self._scale = LossScale() if torch.float16 in precisions else None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_adds_to(self._masters[name]))
             for name, parameter in self._half_parameters().items()
@@ -88,19 +145,37 @@ class Optimiser:
         """Steps that were applied."""
         return self._num_steps
 
-    def step(self) -> StepOutcome:
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by in backward passes; `None` where nothing is scaled."""
+        return None if self._scale is None else self._scale.value
+
+    def backward(self, loss: Tensor) -> None:
+        """Collect the gradients of a part of the step's loss."""
+        (loss if self._scale is None else loss * self._scale.value).backward()
+
+    def step(self, *, loss: float = 0.0) -> StepOutcome:
         """Change the weights by the gradients collected since the last step, and drop these.
 
-        Gradients that are not finite change nothing, not even the count of steps.
+        A loss or gradients that are not finite change nothing, not even the count of steps.
         """
-        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
-        norm = self._norm(gradients)
-        grad_norm = norm.item()
         rate = learning_rate_at(
             self._num_steps, settings=self._settings, total_steps=self._total_steps
         )
+        if not math.isfinite(loss):
+            self.zero_grad()
+            return StepOutcome(grad_norm=math.nan, learning_rate=rate, is_applied=False)
+        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        if self._scale is not None:
+            for gradient in gradients:
+                gradient.mul_(1 / self._scale.value)
+        norm = self._norm(gradients)
+        grad_norm = norm.item()
         is_finite = math.isfinite(grad_norm)
+        is_to_repeat = not is_finite and self._scale is not None and self._scale.fell()
         if is_finite:
+            if self._scale is not None:
+                self._scale.held()
             if self._settings.max_norm is not None:
                 clip_grads_with_norm_(self._masters.values(), self._settings.max_norm, norm)
             for group in self._adam.param_groups:
@@ -109,7 +184,12 @@ class Optimiser:
             self._copy_masters()
             self._num_steps += 1
         self.zero_grad()
-        return StepOutcome(grad_norm=grad_norm, learning_rate=rate, is_applied=is_finite)
+        return StepOutcome(
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            is_applied=is_finite,
+            is_to_repeat=is_to_repeat,
+        )
 
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""
@@ -139,7 +219,10 @@ class Optimiser:
         The tensors are the living ones: save them before the next step.
         """
         steps = {name: int(self._adam.state[p]["step"]) for name, p in self._masters.items()}
-        return self._tensors(), {"num_steps": self._num_steps, "parameter_steps": steps}
+        values: dict[str, Any] = {"num_steps": self._num_steps, "parameter_steps": steps}
+        if self._scale is not None:
+            values["loss_scale"] = self._scale.state()
+        return self._tensors(), values
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; nothing is changed unless all of it fits.
@@ -156,6 +239,9 @@ class Optimiser:
                 self._adam.state[master]["step"].fill_(parameter_steps[name])
         self._copy_masters()
         self._num_steps = num_steps
+        # One saved without a scale goes on with the first.
+        if self._scale is not None and "loss_scale" in values:
+            self._scale.load_state(values["loss_scale"])
         self.zero_grad()
 
     def _tensors(self) -> dict[str, Tensor]:

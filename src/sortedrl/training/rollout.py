@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from sortedrl.config import require
+from sortedrl.config import require, require_temperature
 from sortedrl.errors import unknown_name
 
 EngineName = Literal["native", "vllm", "sglang", "servers"]
@@ -41,11 +41,7 @@ class Rollout:
         """Refuse what cannot work."""
         names = get_args(EngineName)
         require(self.engine in names, unknown_name("engine", self.engine, names))
-        require(
-            self.temperature > 0,
-            f"rollout.temperature must be positive, got {self.temperature}; "
-            "answers without chance teach nothing",
-        )
+        require_temperature("rollout.temperature", self.temperature, is_greedy_allowed=False)
         require(
             self.cache_gib is None or self.cache_gib > 0,
             f"rollout.cache_gib must be positive, got {self.cache_gib}",

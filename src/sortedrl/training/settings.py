@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.config import EngineSettings, Schedule, require, require_temperature
 from sortedrl.data.settings import DataSettings
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.trackers import Tracking
@@ -91,6 +91,8 @@ class PeriodicEvaluation:
             f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
             "temperature out, or ask for one answer",
         )
+        if self.temperature is not None:
+            require_temperature("evaluation.temperature", self.temperature, is_greedy_allowed=True)
         require(
             self.target is None or bool(self.tasks),
             f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
@@ -127,7 +129,8 @@ class TrainSettings:
     """CPU threads; by default all cores. Tiny models are fastest with 1."""
     precision: Precision = "auto"
     """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
-    16-bit weights are rounded from fp32 masters, which the optimiser works on."""
+    16-bit weights are rounded from fp32 masters, which the optimiser works on; in float16 the
+    loss is scaled, so that small gradients are not lost."""
     schedule: Schedule = field(default_factory=Schedule)
     engine: EngineSettings = field(default_factory=EngineSettings)
     rollout: Rollout = field(default_factory=Rollout)

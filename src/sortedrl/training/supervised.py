@@ -70,13 +70,16 @@ def supervised_steps(
         of_step = [sequences[row] for row in chosen]
         answer_tokens = sum(len(sequence.answer) for sequence in of_step)
         lengths = [sequence.num_rows for sequence in of_step]
-        total = torch.zeros((), device=policy.model.device)
-        for pack in packs(lengths, budget=budget):
-            scored = policy.logprobs([of_step[index] for index in pack.indices])
-            part = -scored.logprobs_T.sum() / answer_tokens
-            part.backward()
-            total += part.detach()
-        outcome = optimiser.step()
+        is_to_repeat = True
+        while is_to_repeat:
+            total = torch.zeros((), device=policy.model.device)
+            for pack in packs(lengths, budget=budget):
+                scored = policy.logprobs([of_step[index] for index in pack.indices])
+                part = -scored.logprobs_T.sum() / answer_tokens
+                optimiser.backward(part)
+                total += part.detach()
+            outcome = optimiser.step(loss=float(total))
+            is_to_repeat = outcome.is_to_repeat
         num_bad = 0 if outcome.is_applied else num_bad + 1
         if num_bad >= max_bad:
             raise TrainingError(

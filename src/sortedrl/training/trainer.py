@@ -11,7 +11,7 @@ Axes: N answers, T answer tokens of all of them together.
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch import Tensor
 from sortedrl.errors import TrainingError
 from sortedrl.randomness import mix
 from sortedrl.training.advantages import estimate, informative
-from sortedrl.training.answers import Answers, trainable
+from sortedrl.training.answers import Answers, sound, trainable
 from sortedrl.training.critic import CriticTrainer
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import LossInputs, aggregation_weights, kl_estimates, loss
@@ -37,6 +37,8 @@ from sortedrl.training.seen import Seen
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.statistics import UpdateRecord, update_statistics
 from sortedrl.types import TrainBatch, Trajectory, Weights
+
+_LOG = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
@@ -61,6 +63,10 @@ class _Prepared:
     returns_T: Tensor | None
 
 
+class _NotFiniteError(Exception):
+    """The numbers of an update that is to be skipped, and where they came from."""
+
+
 class PolicyTrainer:
     """A `Trainer` of one model.
 
@@ -83,6 +89,7 @@ class PolicyTrainer:
         """Train the policy's model as the settings say, alone or as one process of a team."""
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
+        self._num_unusable = 0
         self.num_bad = 0
         self.last: Mapping[str, float] = {}
         self.optimiser = optimiser
@@ -107,7 +114,10 @@ class PolicyTrainer:
         Where prompts without variance are left out, the others are held back until an update
         batch of them is there; the weights have not changed meanwhile, so they are not staler.
         """
-        trajectories = (*self.held, *trainable(batch))
+        given = trainable(batch)
+        fit = sound(given, is_telling=self._team.rank == 0)
+        self._num_unusable = len(given) - len(fit)
+        trajectories = (*self.held, *fit)
         self.held = ()
         if self._settings.algorithm.drops_equal and trajectories:
             chosen = informative(Answers.of(trajectories, version=self.version)).tolist()
@@ -115,23 +125,31 @@ class PolicyTrainer:
             trajectories = tuple(trajectory for trajectory, teaches in pairs if teaches)
             if len(trajectories) < self._settings.schedule.update_batch:
                 self.held = trajectories
-                self.last = {"held": float(len(trajectories))}
+                self.last = {"held": float(len(trajectories)), **self._unusable()}
                 return
         self._train(trajectories)
 
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
         held, self.held = self.held, ()
+        self._num_unusable = 0
         if held:
             self._train(held)
         return bool(held)
 
     def _train(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
-            self.last = {}
+            self.last = self._unusable()
+            if self._num_unusable:
+                self._skip("no answer of the update can be trained on")
             return
         began = time.perf_counter()
-        prepared = self._prepare(trajectories)
+        try:
+            prepared = self._prepare(trajectories)
+        except _NotFiniteError as error:
+            self.last = {"skipped_steps": 1.0, **self._unusable()}
+            self._skip(str(error))
+            return
         seen = Seen.nothing(prepared.answers.num_tokens, device=self._policy.model.device)
         settings, seed = self._settings.optimiser, mix(self._settings.seed, self.version)
         outcomes = [
@@ -143,7 +161,6 @@ class PolicyTrainer:
         value_loss = self._train_critic(prepared, seed=seed)
         applied = [outcome for _, outcome in outcomes if outcome.is_applied]
         self.version += bool(applied)
-        self.num_bad = 0 if applied else self.num_bad + 1
         self.last = {
             **self._statistics(prepared, seen),
             **value_loss,
@@ -151,19 +168,36 @@ class PolicyTrainer:
             "grad_norm": max(outcome.grad_norm for _, outcome in outcomes),
             "learning_rate": outcomes[-1][1].learning_rate,
             "skipped_steps": float(len(outcomes) - len(applied)),
+            **self._unusable(),
+            **self._loss_scale(),
             "fill": sum(seen.fills) / len(seen.fills),
             "update_seconds": time.perf_counter() - began,
         }
-        self._refuse_ruin()
+        if applied:
+            self.num_bad = 0
+        else:
+            self._skip(_why_skipped(trajectories, prepared.answers, seen))
 
-    def _refuse_ruin(self) -> None:
+    def _skip(self, reason: str) -> None:
+        """Count an update that changed nothing, and stop where there were too many in a row."""
+        self.num_bad += 1
+        if self._team.rank == 0:
+            _LOG.warning("the update is skipped, and the weights stay: %s", reason)
         most = self._settings.optimiser.max_bad_updates
         if self.num_bad >= most:
             raise TrainingError(
                 f"{most} updates in a row had a loss or a gradient that is not finite; they were "
-                "skipped, and the weights are those before them. Lower optimiser.learning_rate or "
-                "look at the rewards, then go on from the last checkpoint (--resume)"
+                "skipped, and the weights are those before them. The last of them: "
+                f"{reason}. Lower optimiser.learning_rate or look at the rewards, then go on from "
+                "the last checkpoint (--resume)"
             )
+
+    def _unusable(self) -> dict[str, float]:
+        return {"unusable_answers": float(self._num_unusable)} if self._num_unusable else {}
+
+    def _loss_scale(self) -> dict[str, float]:
+        scale = self.optimiser.loss_scale
+        return {} if scale is None else {"loss_scale": scale}
 
     def _prepare(self, trajectories: Sequence[Trajectory]) -> _Prepared:
         algorithm, optimisation = self._settings.algorithm, self._settings.optimiser
@@ -183,6 +217,13 @@ class PolicyTrainer:
             kl_T = kl_estimates(proximal_T, reference_T, algorithm.used_kl_estimator).cpu()
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
+        for what, numbers_T in (
+            ("the trained model", proximal_T),
+            ("the reference", reference_T),
+            ("the critic", values_T),
+        ):
+            if numbers_T is not None:
+                _refuse_not_finite(numbers_T, trajectories, answers, what=what)
         found = estimate(
             answers,
             algorithm,
@@ -191,6 +232,12 @@ class PolicyTrainer:
             values_T=None if values_T is None else values_T.cpu(),
             moments=self.moments,
         )
+        for what, numbers_T in (
+            ("the advantages", found.advantages_T),
+            ("the returns", found.returns_T),
+        ):
+            if numbers_T is not None:
+                _refuse_not_finite(numbers_T, trajectories, answers, what=what)
         return _Prepared(
             answers=answers,
             sequences=sequences,
@@ -222,16 +269,19 @@ class PolicyTrainer:
             team=self._team,
         )
         seen.fills.append(going.fill)
-        seen.forget(at)
-        total = torch.zeros((), device=weights_T.device)
-        for one in going.passes:
-            total += self._pass(prepared, one, weights_T, seen)
+        num_seen = len(seen.losses)
+        while True:
+            seen.forget(at)
+            del seen.losses[num_seen:]
+            total = torch.zeros((), device=weights_T.device)
+            for one in going.passes:
+                total += self._pass(prepared, one, weights_T, seen)
+            value = float(self._team.summed(total))
+            outcome = self.optimiser.step(loss=value)
+            if not outcome.is_to_repeat:
+                break
         seen.share(at, self._team)
-        value = float(self._team.summed(total))
-        if not math.isfinite(value):
-            self.optimiser.zero_grad()
-            return value, StepOutcome(grad_norm=math.nan, learning_rate=0.0, is_applied=False)
-        return value, self.optimiser.step()
+        return value, outcome
 
     def _pass(
         self,
@@ -264,7 +314,7 @@ class PolicyTrainer:
             reference_T=None if reference_T is None else reference_T[at],
         )
         found = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
-        found.total.backward()
+        self.optimiser.backward(found.total)
         seen.current_T[at] = current_T.detach()
         seen.proximal_T[at] = proximal_T
         seen.entropy_T[at] = entropy_T.detach()
@@ -307,3 +357,35 @@ class PolicyTrainer:
 
     def _policy_logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
         return self._policy.logprobs(sequences).logprobs_T
+
+
+def _refuse_not_finite(
+    numbers_T: Tensor, trajectories: Sequence[Trajectory], answers: Answers, *, what: str
+) -> None:
+    """Raise where a number of a token is not finite, naming the answers it belongs to."""
+    is_broken_T = ~numbers_T.isfinite().cpu()
+    if bool(is_broken_T.any()):
+        raise _NotFiniteError(
+            f"{what} gave numbers that are not finite for "
+            + _named(trajectories, answers, is_broken_T)
+        )
+
+
+def _why_skipped(trajectories: Sequence[Trajectory], answers: Answers, seen: Seen) -> str:
+    """Where a loss or a gradient came from that is not finite."""
+    is_broken_T = ~(seen.current_T.isfinite() & seen.entropy_T.isfinite()).cpu()
+    if not bool(is_broken_T.any()):
+        return "every log-probability is finite, but the loss or the gradient is not"
+    return "the trained model gave log-probabilities that are not finite for " + _named(
+        trajectories, answers, is_broken_T
+    )
+
+
+def _named(trajectories: Sequence[Trajectory], answers: Answers, is_broken_T: Tensor) -> str:
+    """The answers that these tokens belong to, in words."""
+    broken = answers.owners_T[is_broken_T].unique().tolist()
+    prompt, sample = trajectories[broken[0]].key
+    return (
+        f"{len(broken)} of {len(trajectories)} answers, first of all for prompt {prompt}, "
+        f"sample {sample}"
+    )

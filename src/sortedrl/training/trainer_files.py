@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sortedrl.buffer import BufferState
 from sortedrl.buffer_store import load_buffer, save_buffer
-from sortedrl.training.checkpoint import read_tensors, write_tensors
+from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_tensors
 from sortedrl.training.trainer import PolicyTrainer
 
 _HELD = "held.bin"
@@ -19,6 +19,7 @@ _HELD = "held.bin"
 def write_trainer(trainer: PolicyTrainer, folder: Path) -> dict[str, Any]:
     """Write everything but the model; gives the counters."""
     for name, tensors in trainer_tensors(trainer).items():
+        refuse_not_finite(tensors)
         write_tensors(folder, name, tensors=tensors)
     write_held(trainer, folder)
     return trainer_counters(trainer)

@@ -34,7 +34,8 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError, ModelError, RequestError
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
-from sortedrl.types import Step, Trajectory, Weights
+from sortedrl.models.plain import why_not_finite
+from sortedrl.types import Step, Trajectory, Weights, impossible_logprob
 
 _LOGITS_BYTES = 1 << 30
 Limit = Callable[[Trajectory], int]
@@ -137,6 +138,7 @@ class NativeEngine:
         self._under_way: deque[tuple[Plan, object]] = deque()
         self._complete: list[Request] = []
         self._unreported = 0
+        self._fault: Request | None = None
         self._is_released = False
         self._try_out(model)
 
@@ -213,6 +215,7 @@ class NativeEngine:
 
     def step(self) -> Step:
         """Work until at least one token was written or an answer is complete."""
+        self._refuse_fault(self._unreported)
         finished = self._take_complete()
         decoded, self._unreported = self._unreported, 0
         prefilled = 0
@@ -226,6 +229,7 @@ class NativeEngine:
             if not self._under_way:
                 break
             decoded += self._absorb()
+            self._refuse_fault(decoded)
             finished += self._take_complete()
         return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
 
@@ -365,8 +369,7 @@ class NativeEngine:
             finished = self.step().finished
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"{type(model).__name__} cannot be driven: {error}") from error
-        if not finished:
-            raise ModelError(f"{type(model).__name__} gives logits that are no numbers")
+        assert finished, "all of the probe stands"
         refuse_other_numbers(model, finished[0])
         self.reset_stats()
 
@@ -400,7 +403,12 @@ class NativeEngine:
             request.in_flight -= 1
             request.pending -= piece.is_speculative
             if piece.life == request.life and request.finish_reason is None:
-                decoded += _apply(piece, outcome, row)
+                before = request.decoded
+                if not _has_applied(piece, outcome, row):
+                    # What was computed after it does not count.
+                    request.life += 1
+                    self._fault = self._fault or request
+                decoded += request.decoded - before
                 if request.finish_reason is not None:
                     self._planner.finish(request)
                     self._complete.append(request)
@@ -413,7 +421,22 @@ class NativeEngine:
         while self._under_way:
             self._unreported += self._absorb()
         complete, self._complete = self._complete, []
+        self._fault = None
         return [*complete, *self._planner.clear()]
+
+    def _refuse_fault(self, decoded: int) -> None:
+        """Raise for an answer whose logits are not finite, until the engine is emptied."""
+        request, model = self._fault, self._driver.model
+        if request is None:
+            return
+        self._unreported = decoded
+        prompt, sample = request.trajectory.key
+        position = len(request.tokens) - request.unchecked - request.prompt_tokens
+        raise ModelError(
+            f"{self.name}: {type(model).__name__} gives logits that are not finite for token "
+            f"{position} (counted from 0) of the answer to prompt {prompt}, sample {sample}: "
+            f"{why_not_finite(model)}"
+        )
 
     def _take_complete(self) -> list[Trajectory]:
         complete, self._complete = self._complete, []
@@ -425,12 +448,14 @@ class NativeEngine:
         return given if isinstance(given, int) else given[trajectory.prompt.id]
 
 
-def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
-    """Hand the results of a piece's rows to its request; gives the tokens it wrote."""
+def _has_applied(piece: Piece, outcome: Outcome, row: int) -> bool:
+    """Hand the results of a piece's rows to its request; not those whose logits are no numbers."""
     request = piece.request
-    before = request.decoded
     for index in range(row, row + piece.num_rows):
         token, logprob = outcome.tokens[index], outcome.logprobs[index]
+        # One number that is not finite among the logits makes every log-probability NaN.
+        if impossible_logprob((logprob,)) is not None:
+            return False
         if not request.unchecked:
             request.accept(token, logprob)
         elif outcome.gaps[index] <= request.tolerance:
@@ -440,7 +465,7 @@ def _apply(piece: Piece, outcome: Outcome, row: int) -> int:
             break
         if request.finish_reason is not None:
             break
-    return request.decoded - before
+    return True
 
 
 def _runner(

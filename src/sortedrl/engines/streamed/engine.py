@@ -261,7 +261,7 @@ class StreamedEngine:
         if not tally.has_begun and piece.tokens:
             self._prefilled += len(tally.ask.tokens) - piece.reused_tokens
         try:
-            tally.take(piece)
+            tally.take(piece, engine=self.name)
         except EngineError as error:
             self._fail(error)
             return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from sortedrl.engines.segments import joined
 from sortedrl.engines.streamed.backend import Ask, End, Piece
 from sortedrl.errors import EngineError
-from sortedrl.types import FinishReason, Key, Segment, Trajectory
+from sortedrl.types import FinishReason, Key, Segment, Trajectory, impossible_logprob
 
 
 @dataclass(slots=True, eq=False)
@@ -36,19 +36,19 @@ class Tally:
         """Whether tokens of older weights must be verified, which an outside engine cannot do."""
         return is_finite(self.tolerance)
 
-    def take(self, piece: Piece) -> None:
-        """Add the next tokens of the stream, all or none of them."""
+    def take(self, piece: Piece, *, engine: str) -> None:
+        """Add the next tokens of the stream, all or none of them; `engine` is for messages."""
         self.has_begun = True
         self.is_faulty = True
-        self._check(piece)
+        self._check(piece, engine)
         self.is_faulty = False
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.end = piece.end
 
-    def _check(self, piece: Piece) -> None:
+    def _check(self, piece: Piece, engine: str) -> None:
         tokens, logprobs = piece.tokens, piece.logprobs
-        name = f"the answer to trajectory {self.key}"
+        name = f"{engine}: the answer to prompt {self.key[0]}, sample {self.key[1]},"
         if len(tokens) != len(logprobs):
             raise EngineError(
                 f"{name} came with {len(logprobs)} log-probabilities for {len(tokens)} tokens; "
@@ -58,6 +58,15 @@ class Tally:
             raise EngineError(
                 f"{name} may have {self.ask.max_tokens} more tokens, "
                 f"got {len(self.tokens) + len(tokens)}"
+            )
+        place = impossible_logprob(logprobs)
+        if place is not None:
+            position = self.trajectory.num_tokens + len(self.tokens) + place
+            raise EngineError(
+                f"{name} came with {logprobs[place]} as the log-probability of its token "
+                f"{position} (counted from 0), which must be a finite number, at most 0: the "
+                "engine's model is damaged or overflows. Look at its weights and precision, then "
+                "go on from the last checkpoint (--resume)"
             )
 
     @property

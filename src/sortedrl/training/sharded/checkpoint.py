@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sortedrl.errors import CheckpointError
 from sortedrl.models.quiet import without_bars
-from sortedrl.training.checkpoint import write_tensors
+from sortedrl.training.checkpoint import refuse_not_finite, write_tensors
 from sortedrl.training.sharded.ranks import Ranks
 from sortedrl.training.sharded.shards import Shards, write_shard
 from sortedrl.training.sharded.trainer import ShardedTrainer
@@ -48,6 +49,7 @@ _MODEL = "model"
 def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
     """Write model and trainer as one process does; gives the counters."""
     model, ranks = trainer.model, trainer.ranks
+    _refuse_not_finite(trainer)
     failure = _Failure()
     weights = on_first(model.state_dict(keep_vars=True), ranks)
     with failure, without_bars():
@@ -92,6 +94,7 @@ def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, A
 def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
     """Write what this rank has of model and trainer; gives the counters."""
     model, ranks = trainer.model, trainer.ranks
+    _refuse_not_finite(trainer)
     failure = _Failure()
     groups = {_MODEL: _model_tensors(model), **trainer_tensors(trainer.trainer)}
     with failure, without_bars():
@@ -127,6 +130,22 @@ def read_joined(
     shards = Shards(folder)
     _load_model(model, shards.whole(_MODEL), folder)
     read_trainer(trainer, folder, counters, read=lambda _, group: shards.whole(group))
+
+
+def refuse_broken_model(trainer: ShardedTrainer) -> None:
+    """Raise on all ranks where the weights are not finite."""
+    _refuse_parts(dict(trainer.model.named_parameters()), trainer.ranks)
+
+
+def _refuse_not_finite(trainer: ShardedTrainer) -> None:
+    refuse_broken_model(trainer)
+    for tensors in trainer_tensors(trainer.trainer).values():
+        _refuse_parts(tensors, trainer.ranks)
+
+
+def _refuse_parts(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    own = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    refuse_not_finite(own, together=lambda flags: ranks.summed(flags.to(ranks.device)))
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
