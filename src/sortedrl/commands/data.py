@@ -25,17 +25,19 @@ from sortedrl.evaluation.answers import in_order
 from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import write_text
+from sortedrl.terminal import one_line, write_text
 
 HELP = """Make tasks, look at them, measure them.
 
   sortedrl data list                                           the built-in tasks
   sortedrl data show knights_knaves:people=3-4                 some rows as a person reads them
   sortedrl data show mine.jsonl --count 5                      the same for rows of your own
-  sortedrl data stats gsm8k:split=train --tokenizer MODEL      levels, and lengths in tokens
+  sortedrl data stats gsm8k:split=test --tokenizer MODEL       levels, and lengths in tokens
   sortedrl data generate knights_knaves:count=5000 --out kk.jsonl
 
-A task is a name with options (name:option=value,option=value), a file or a hub name.
+A task is a name with options (name:option=value,option=value), a file or a hub name. Of a task that
+has splits, training takes train and evaluation takes test, unless it names one (split=test); here
+it is train where there is one.
 A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
 """
 
@@ -88,7 +90,7 @@ def _task(spec: str, given: Arguments) -> Task:
     # Only the rows are looked at here, so rows of the user's own need no reward.
     is_own = spec.partition(":")[0] not in TASKS
     reward = reward_from("logic") if is_own else None
-    return opened(spec, folder=given.folder, reward=reward, data=given.data)
+    return opened(spec, split=None, folder=given.folder, reward=reward, data=given.data)
 
 
 def _list(given: Arguments) -> None:
@@ -103,23 +105,34 @@ def _list(given: Arguments) -> None:
 def _generate(tasks: Sequence[Task], given: Arguments) -> None:
     require(given.out is not None, "give the file to write: --out rows.jsonl")
     assert given.out is not None
-    lines = [json.dumps(_plain(row), ensure_ascii=False) for task in tasks for row in task.rows]
+    rows = [row for task in tasks for row in task.rows]
+    lines = [json.dumps(_plain(row), ensure_ascii=False) for row in rows]
     write_text(given.out, "\n".join(lines) + "\n")
     print(f"{len(lines):,} rows", file=sys.stderr)
+    if any("prompt" in row.fields for row in rows):
+        print(
+            f"note: the column prompt now holds the prompts, from {given.data.prompt_field!r}; "
+            "what the rows had in a column of that name is left out",
+            file=sys.stderr,
+        )
 
 
 def _plain(row: Row) -> dict[str, object]:
-    return {"prompt": row.prompt if isinstance(row.prompt, str) else list(row.prompt), **row.fields}
+    """The row as it is written: whatever column the prompt was taken from, it is `prompt`."""
+    prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
+    return {"prompt": prompt, **{k: v for k, v in row.fields.items() if k != "prompt"}}
 
 
 def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
     require(given.count >= 1, f"count must be at least 1, got {given.count}")
     chosen = [(task, row) for task in tasks for row in _spread(task.rows, given.count)]
     if given.json:
-        print(json.dumps([_plain(row) | {"task": task.name} for task, row in chosen], indent=2))
+        # A column of the row that is called so stays as it is.
+        shown = [{**_plain(row), "task": row.fields.get("task", task.name)} for task, row in chosen]
+        print(json.dumps(shown, indent=2))
         return
     for task, row in chosen:
-        print(f"── {task.name}, {row.place} ".ljust(_width(), "─"))
+        print(one_line(f"── {task.name}, {row.place} ").ljust(_width(), "─"))
         if tokenizer is None:
             _say_messages(row)
         else:
@@ -155,8 +168,9 @@ def _say_messages(row: Row) -> None:
 
 
 def _say(name: str, text: str) -> None:
+    name = one_line(name)
     wrapped = [
-        part
+        one_line(part)
         for line in text.splitlines() or [""]
         for part in textwrap.wrap(line, _width() - 4, break_on_hyphens=False) or [""]
     ]
@@ -184,6 +198,11 @@ def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments)
 
 def _measured(task: Task, tokenizer: Tokenizer | None, given: Arguments) -> dict[str, object]:
     """Counts and lengths of a task's rows."""
+    require(
+        given.max_prompt_tokens is None or given.max_prompt_tokens >= 1,
+        f"max_prompt_tokens must be at least 1, got {given.max_prompt_tokens}; leave it out for "
+        "no limit",
+    )
     prompts = [_prompt_length(row, tokenizer, given.data) for row in task.rows]
     longest = given.max_prompt_tokens
     responses = [
@@ -216,13 +235,13 @@ def _length(text: str, tokenizer: Tokenizer | None) -> int:
 
 
 def _print_stats(task: Task, measured: Mapping[str, object], *, unit: str) -> None:
-    print(f"{task.name}: {len(task.rows):,} rows")
+    print(f"{one_line(task.name)}: {len(task.rows):,} rows")
     if measured["too_long"] is not None:
         print(f"{measured['too_long']:,} prompts are too long")
     levels = measured["levels"]
     if isinstance(levels, dict) and levels:
         print("\nlevel")
-        _bars([(level, count) for level, count in levels.items()])
+        _bars([(one_line(level), count) for level, count in levels.items()])
     for name in ("prompt", "response"):
         lengths = measured[f"{name}_lengths"]
         if isinstance(lengths, list) and lengths:

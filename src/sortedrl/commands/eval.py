@@ -22,7 +22,7 @@ from sortedrl.evaluation.answers import Asked, Evaluation
 from sortedrl.evaluation.comparison import Comparison, compare
 from sortedrl.evaluation.estimates import Summary, summarise
 from sortedrl.evaluation.results import PAGE, SAMPLES, ResultsWriter, read_results
-from sortedrl.evaluation.runner import Question, Runner
+from sortedrl.evaluation.runner import Question, Runner, gold_of
 from sortedrl.evaluation.settings import EvaluationSettings
 from sortedrl.evaluation.tables import (
     Table,
@@ -39,17 +39,19 @@ from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import reward_from
 from sortedrl.tasks.spec import options_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress, table, write_text
+from sortedrl.terminal import one_line, progress, table, write_text
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 
   sortedrl eval MODEL --tasks gsm8k math500 --samples 4     a hub name, a folder or a GGUF file
-  sortedrl eval MODEL --tasks knights_knaves:people=3-7,split=test,count=500
+  sortedrl eval MODEL --tasks knights_knaves:people=3-7,count=500
   sortedrl eval MODEL --tasks mine.jsonl --reward my_module:my_reward
   sortedrl eval BEFORE AFTER --tasks gsm8k                  both, and a paired bootstrap
   sortedrl eval evals/before evals/after                    compare what was evaluated before
 
-Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume.
+Of a task that has splits, test is taken unless it names another: gsm8k:split=train.
+Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume, which
+may ask for more samples, rows and tasks, but not for fewer.
 Tasks: sortedrl data --help.
 """
 
@@ -110,7 +112,8 @@ def _tasks(given: Arguments) -> list[Task]:
     require(bool(given.tasks), "give at least one task with --tasks; see sortedrl data --help")
     reward = None if given.reward is None else reward_from(given.reward)
     tasks = [
-        opened(spec, folder=given.folder, reward=reward, data=given.data) for spec in given.tasks
+        opened(spec, split="test", folder=given.folder, reward=reward, data=given.data)
+        for spec in given.tasks
     ]
     if len({task.name for task in tasks}) < len(tasks):
         raise ConfigError(f"each task can be given once, got {', '.join(given.tasks)}")
@@ -134,6 +137,9 @@ def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) 
                 label=label,
                 settings=_told(given, model),
                 asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
+                questions={
+                    t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
+                },
                 resume=given.resume,
             )
         )
@@ -212,13 +218,13 @@ def _print(
     comparisons: Sequence[Comparison],
 ) -> None:
     for evaluation, summary in zip(evaluations, summaries, strict=True):
-        print(evaluation.label)
+        print(one_line(evaluation.label))
         _table(summary_table(summary))
         for note in notes(evaluation, summary):
-            print(f"note: {note}")
+            print(one_line(f"note: {note}"))
         print()
     for comparison in comparisons:
-        print(f"{comparison.before} against {comparison.after}, paired by prompt")
+        print(one_line(f"{comparison.before} against {comparison.after}, paired by prompt"))
         _table(comparison_table(comparison))
         print()
 

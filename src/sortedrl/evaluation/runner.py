@@ -63,7 +63,7 @@ class Runner:
         first = 0
         for question in questions:
             for index, row in enumerate(question.rows):
-                prompt = Prompt(id=first + index, tokens=row.tokens, fields=row.fields)
+                prompt = Prompt(id=first + index, tokens=row.tokens, fields=row.fields, end=row.end)
                 self._questions[prompt.id] = (question, index)
                 self._trajectories += [
                     Trajectory(
@@ -133,8 +133,8 @@ def _answer(
         prompt_id=index,
         sample_index=trajectory.sample_index,
         level=_words(fields.get("level")),
-        question=_question(fields),
-        gold=_words(fields.get("answer")),
+        question=question.rows[index].question,
+        gold=gold_of(fields),
         response=response,
         reward=None if score is None else score.reward,
         parts={} if score is None else dict(score.parts),
@@ -147,12 +147,9 @@ def _answer(
     )
 
 
-def _question(fields: Mapping[str, object]) -> str:
-    prompt = fields["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    assert isinstance(prompt, list)
-    return str(prompt[-1]["content"])
+def gold_of(fields: Mapping[str, object]) -> str | None:
+    """The gold answer of a row in words."""
+    return _words(fields.get("answer"))
 
 
 def _words(value: object) -> str | None:
