@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sortedrl.rewards.boxed import boxed_answer
-from sortedrl.rewards.latex import bracketed, folded, parts, tidied
+from sortedrl.rewards.maths.reading import boxed_answer
+from sortedrl.rewards.maths.reading import bracketed, folded, parts, tidied
 from sortedrl.rewards.maths import math_reward
-from sortedrl.rewards.numerals import numeral
+from sortedrl.rewards.maths.numbers import numeral
 from sortedrl.rewards.score import NoScoreError, checked_score
 from sortedrl.types import Prompt
 
