@@ -12,7 +12,7 @@ Both are tidied, split into parts, and each part is read as the first of these t
 What the gold is decides how the answer is compared. Where it is a number the answer must be one:
 `2 + 3`, `\gcd(12, 18)` and `10/2` are ways to restate a question. Where it is a formula the answer
 must be worked out as far as the gold is, and not be copied from the question. Both rules are off
-with `allow_unevaluated`. The parts of a list may come in any order, the places of a tuple in theirs.
+with `allow_unevaluated`. The parts of a list may come in any order, the places of a tuple may not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from sortedrl.rewards.maths.formulas import same_formula, unevaluated
 from sortedrl.rewards.maths.numbers import Numeral, numeral
@@ -40,10 +41,21 @@ _MOST_PARTS = 64
 _LONGEST_QUESTION = 20_000
 _FLOAT_NOISE = Fraction(1, 10**14)
 _IN_BASE = re.compile(r"(?P<digits>-?[0-9A-Z]++)_\{?(?P<base>[0-9]++)\}?")
-_LABEL = re.compile(r"(?P<label>\((?P<letter>[A-J])\)|(?P<bare>[A-J])[).:])(?P<rest>(?: .*+)?)", re.DOTALL)
+_LABEL = re.compile(
+    r"(?P<label>\((?P<letter>[A-J])\)|(?P<bare>[A-J])[).:])(?P<rest>(?: .*+)?)", re.DOTALL
+)
 _ANY_LABEL = re.compile(r"\([A-J]\)|\b[A-J]\b")
 _EMPTY = frozenset(
-    [r"\emptyset", r"\{\}", "emptyset", "theemptyset", "nullset", "empty", "nosolution", "nosolutions"]
+    [
+        r"\emptyset",
+        r"\{\}",
+        "emptyset",
+        "theemptyset",
+        "nullset",
+        "empty",
+        "nosolution",
+        "nosolutions",
+    ]
 )
 _NAME = re.compile(
     r"(?P<head>(?:[A-Za-z]++|\\(?:alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|lambda"
@@ -127,6 +139,9 @@ def num_parts(gold: str) -> int:
 
 def _readings(tidy: str, *, is_gold: bool) -> list[list[str]]:
     """The lists of parts that a text can be: a comma can separate thousands or parts."""
+    found = sides(tidy)
+    if len(found) == 2 and found[1].startswith(r"\{") and _is_name(found[0]):
+        tidy = found[1]
     if numeral(tidy, is_gold=is_gold) is not None:
         is_list = "," in tidy and ",0" not in tidy
         return [[tidy], parts(tidy)] if is_list else [[tidy]]
@@ -159,10 +174,12 @@ def _compare_lists(golds: list[str], answers: list[str], rules: Rules) -> Verdic
         return _compare_one(golds[0], answers[0], rules)
     if len(golds) == 1:
         inside = bracketed(golds[0])
-        return _UNEQUAL if inside is None else _compare_in_order(inside[1], answers, rules)
+        is_tuple = inside is not None and inside[0] == "()"
+        return _compare_in_order(inside[1], answers, rules) if inside and is_tuple else _UNEQUAL
     if len(answers) == 1:
         inside = bracketed(answers[0])
-        answers = answers if inside is None else inside[1]
+        is_list = inside is not None and inside[0] in ("()", "[]")
+        answers = inside[1] if inside and is_list else answers
     return _compare_in_any_order(golds, answers, rules)
 
 
@@ -198,17 +215,24 @@ def _compare_one(gold: str, answer: str, rules: Rules) -> Verdict:
     if folded(gold) == folded(answer):
         return _EQUAL
     wanted, given = _values(gold, rules), _values(answer, rules)
-    if wanted is not None and given is None and len(sides(gold)) == 1:
-        return _UNEQUAL  # an equation says nothing about a value
-    if wanted is None or given is None:
+    if wanted is None:
         return _compare_formulas(gold, answer, rules)
-    if _has_other_name(gold, answer):
-        return _UNEQUAL
     numbers = [numeral(value, is_gold=True) for value in wanted]
     known = [number for number in numbers if number is not None]
-    if len(known) == len(numbers):
+    is_number = len(known) == len(numbers)
+    if given is None:
+        # An equation says nothing about a value, but can be that of a curve.
+        is_value = is_number or len(sides(gold)) == 1
+        return _UNEQUAL if is_value else _compare_formulas(gold, answer, rules)
+    if _has_other_name(gold, answer):
+        return _UNEQUAL
+    if is_number:
         return _compare_numbers(wanted, known, given, rules)
-    gold, answer = wanted[-1], given[-1]
+    return _compare_values(wanted[-1], given[-1], rules)
+
+
+def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
+    """Compare what is neither a list nor a number."""
     if folded(gold) == folded(answer):
         return _EQUAL
     if is_words(gold):
@@ -237,21 +261,26 @@ def _compare_numbers(
         value = known[-1].value
         decimals = 6 + (max(0, -_magnitude(value)) if value else 0)
         return Verdict(same_formula(golds[-1], answers[-1], decimals=decimals) is True)
+    is_worked_out = False
     for number, answer in zip(read, answers, strict=True):
         if number is None:
             return _UNEQUAL
-        is_met = any(
-            same_number(gold, number, rules) and not _restates(gold, text, number, answer, rules)
+        met = [
+            text
             for gold, text in zip(known, golds, strict=True)
-        )
-        if not is_met:
+            if same_number(gold, number, rules)
+        ]
+        if not met:
             return _UNEQUAL
-    return _EQUAL
+        if not any(_restates(text, number, answer, rules) for text in met):
+            is_worked_out = True
+    return Verdict(is_worked_out)
 
 
-def _restates(gold: Numeral, wanted: str, number: Numeral, answer: str, rules: Rules) -> bool:
-    """Whether a number with the right value is a sum to be worked out, or the question's own."""
-    if rules.allow_unevaluated or folded(wanted) == folded(answer):
+def _restates(wanted: str, number: Numeral, answer: str, rules: Rules) -> bool:
+    """Whether a number with the right value is a division to be done, or the question's own."""
+    gold = numeral(wanted, is_gold=True)
+    if rules.allow_unevaluated or gold is None or folded(wanted) == folded(answer):
         return False
     if number.is_division and not gold.is_division:
         return True
@@ -274,21 +303,29 @@ def _compare_formulas(gold: str, answer: str, rules: Rules) -> Verdict:
 
 def _is_copied(text: str, rules: Rules) -> bool:
     """Whether the text stands in the question, and is more than a word or a whole number."""
-    short = folded(text)
-    if short.isalnum() or not rules.question:
+    wanted = folded(text).replace(" ", "")
+    if wanted.isalnum() or not wanted or not rules.question:
         return False
-    question = folded(tidied(rules.question[-_LONGEST_QUESTION:]))
-    place = question.find(short)
+    words = tidied(rules.question[-_LONGEST_QUESTION:].replace("$", " $ ")).split(" ")
+    question = "".join(map(folded, words))
+    gaps = set(accumulate(len(folded(word)) for word in words)) | {0}
+    place = question.find(wanted)
     while place >= 0:
-        around = question[max(0, place - 1) : place], question[place + len(short) :][:1]
-        if not any(sign.isalnum() or sign in ("\\", "^", "_") for sign in around if sign):
+        end = place + len(wanted)
+        is_start = place in gaps or not _is_joined(question[place - 1])
+        if is_start and (end in gaps or not _is_joined(question[end])):
             return True
-        place = question.find(short, place + len(short))
+        place = question.find(wanted, end)
     return False
 
 
+def _is_joined(sign: str) -> bool:
+    """Whether what stands beside this sign is part of something longer."""
+    return sign.isalnum() or sign in "\\^_"
+
+
 def _values(tidy: str, rules: Rules) -> list[str] | None:
-    r"""What a part gives for a value: itself, or what `x =` or a worked sum before it is said to be.
+    r"""What a part gives for a value: itself, or what `x` or a sum before `=` is said to be.
 
     Several where a chain gives several numbers. `None` for an equation that gives no value, such
     as `|x| = 7`, or relates only names.
@@ -332,8 +369,8 @@ def _has_other_name(gold: str, answer: str) -> bool:
     """Whether both give a value to a letter, and not to the same: `y = 1`, `x = 1`."""
     heads = []
     for text in (gold, answer):
-        first = sides(text)[0]
-        name = _NAME.fullmatch(first) if len(sides(text)) > 1 else None
+        found = sides(text)
+        name = _NAME.fullmatch(found[0]) if len(found) > 1 else None
         if name is None:
             return False
         heads.append(name["head"].strip().casefold())

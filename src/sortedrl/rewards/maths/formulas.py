@@ -29,7 +29,8 @@ _OPERATOR = re.compile(r"\\(?:sum|prod|int|oint|lim)(?![A-Za-z])")
 _UNEVALUATED = {
     kind: re.compile(pattern)
     for kind, pattern in {
-        "sum": r"\\(?:sum|prod|int|oint|iint|lim|limsup|liminf|sup|inf)(?![A-Za-z])|[\u2211\u222b\u220f]",
+        "sum": r"\\(?:sum|prod|i?int|oint|lim(?:sup|inf)?|sup|inf)(?![A-Za-z])"
+        "|[\u2211\u222b\u220f]",
         "count": r"!|\\(?:d?t?binom|choose)(?![A-Za-z])",
         "divisor": r"\b(?:gcd|lcm|hcf|GCD|LCM|HCF)\b|\\(?:gcd|lcm|phi|varphi|sigma|tau)\s?\(",
         "remainder": r"\\(?:bmod|pmod|mod)(?![A-Za-z])|\bmod\b|%\s?[0-9]",

@@ -12,7 +12,7 @@ or that name another number are none. No number has more than 1,000 digits.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -46,7 +46,7 @@ _FORMS: tuple[tuple[Form, re.Pattern[str]], ...] = (
     (
         "fraction",
         re.compile(
-            rf"(?:(?P<mixed>[0-9]++) )?(?P<over>{_INTEGER}) ?/ ?(?P<under>-?(?:{_INTEGER}))"
+            rf"(?:(?P<mixed>[0-9]++) )?(?P<over>{_INTEGER})\.? ?/ ?(?P<under>-?(?:{_INTEGER}))"
             r"(?![.,]?[0-9])"
         ),
     ),
@@ -69,32 +69,29 @@ _MAGNITUDES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-_NUMBER_WORDS = {
-    word: value
-    for value, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen twenty".split()
-    )
-}
+_COUNTS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty"
+)
+_NUMBER_WORDS = {word: value for value, word in enumerate(_COUNTS.split())}
+_OTHER_NUMBERS = (
+    "thirty forty fifty sixty seventy eighty ninety half halves thirds fourths fifths sixths "
+    "sevenths eighths ninths tenths hundredths thousandths tens infinity inf nan"
+)
+_OPERATIONS = (
+    "plus minus over divided multiplied factorial choose root sqrt mod modulo pi sin cos tan csc "
+    "cot log exp abs gcd lcm det lim max arcsin arccos arctan imaginary abc xyz"
+)
+_HEDGES = (
+    "and or not nor but either neither except unless maybe perhaps than if else versus wrong "
+    "incorrect false no none never unknown"
+)
 _NO_UNIT = frozenset(
-    # Other numbers.
-    [
-        *_NUMBER_WORDS,
-        *_MAGNITUDES,
-        *"thirty forty fifty sixty seventy eighty ninety half halves thirds fourths fifths sixths "
-        "sevenths eighths ninths tenths hundredths thousandths tens infinity inf nan "
-        # What is done with a number.
-        "plus minus over divided multiplied factorial choose root sqrt mod modulo pi sin cos tan "
-        "csc cot log exp abs gcd lcm det lim max arcsin arccos arctan imaginary abc xyz "
-        # What makes it no answer, or two.
-        "and or not nor but either neither except unless maybe perhaps than if else versus wrong "
-        "incorrect false no none never unknown".split(),
-    ]
+    [*_NUMBER_WORDS, *_MAGNITUDES, *f"{_OTHER_NUMBERS} {_OPERATIONS} {_HEDGES}".split()]
 )
 _NO_FIRST_WORD = frozenset(["squared", "cubed", "a", "to", "of"])
-_NO_LAST_WORD = frozenset(  # 5 third graders are five, 1 third is not
-    "third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth".split()
-)
+_PARTS = "third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth"
+_NO_LAST_WORD = frozenset(_PARTS.split())  # 5 third graders are five, 1 third is not one
 _ORDINALS = frozenset(["st", "nd", "rd", "th"])
 # Spellings of one unit, so that 5 m is not 5 km; other words are units of which nothing is known.
 _UNITS = {
@@ -132,14 +129,12 @@ _UNITS = {
     )
     for spelling in spellings.split()
 }
-_ABBREVIATIONS = frozenset(
-    [
-        *(one for one in _UNITS if len(one) > 1),
-        *"lbs hrs mins secs yds qt pt nm um mL dL cL kL ns Hz kHz MHz GHz mph kph kmh fps rpm kW MW "
-        "Wh kWh kJ MJ eV keV MeV GeV kV Pa kPa MPa atm mol mM kN Nm cal kcal EUR GBP INR cts ct AU "
-        "ly pc kpc Mpc mT in of at to on per sq cu pm am dB ppm mmHg KB MB GB TB".split(),
-    ]
+_SHORT_UNITS = (
+    "lbs hrs mins secs yds qt pt nm um mL dL cL kL ns Hz kHz MHz GHz mph kph kmh fps rpm kW MW Wh "
+    "kWh kJ MJ eV keV MeV GeV kV Pa kPa MPa atm mol mM kN Nm cal kcal EUR GBP INR cts ct AU ly pc "
+    "kpc Mpc mT as in of at to on per sq cu pm am dB ppm mmHg KB MB GB TB"
 )
+_ABBREVIATIONS = frozenset([*(unit for unit in _UNITS if len(unit) > 1), *_SHORT_UNITS.split()])
 _LETTER_UNITS = frozenset("mgshLlNJWVAKCFTa")
 
 
@@ -164,13 +159,20 @@ class Numeral:
         return not self.step and self.value.denominator == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Unit:
-    """What stands behind a number."""
+    """What stands behind a number, as far as it was read."""
 
     scale: int = 1
     is_percent: bool = False
-    name: str | None = None
+    names: set[str] = field(default_factory=set)
+    num_words: int = 0
+    last_word: str = ""
+
+    @property
+    def name(self) -> str | None:
+        """The unit, where it is one that is known."""
+        return next(iter(self.names)) if len(self.names) == 1 else None
 
 
 def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
@@ -183,41 +185,48 @@ def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
     text = without_text_commands(tidy).removeprefix(r"\approx").strip()
     if text.casefold() in _NUMBER_WORDS:
         return Numeral(Fraction(_NUMBER_WORDS[text.casefold()]), Fraction(0))
-    text = _CURRENCY.sub("", text, count=1)
-    is_negative = text.startswith("-")
-    text = text[1:].lstrip() if text[:1] in ("-", "+") else text
-    rest = None
-    if text.startswith("("):
-        text, closing, rest = text[1:].partition(")")
-        text = text.strip()
-        if not closing or (text.startswith("-") and is_negative):
-            return None
-        if text.startswith("-"):
-            text, is_negative = text[1:].lstrip(), True
-        if "," in text:
-            return None  # a tuple
-    text = _CURRENCY.sub("", text, count=1)
+    signed = _signed(text)
+    if signed is None:
+        return None
+    sign, digits, behind = signed
     for form, pattern in _FORMS:
-        found = pattern.match(text)
+        found = pattern.match(digits)
         if found is None:
             continue
-        behind = text[found.end() :]
-        if rest is not None and behind.strip():
+        rest = digits[found.end() :]
+        if behind is not None and rest.strip():
             return None
         number = _number(found.groupdict(), form)
-        unit = _unit(behind if rest is None else rest, is_gold=is_gold)
-        if number is None or unit is None:
-            continue
-        sign = -unit.scale if is_negative else unit.scale
-        return Numeral(
-            number.value * sign,
-            number.step * unit.scale,
-            form,
-            unit.is_percent,
-            unit.name,
-            number.is_division,
-        )
+        unit = _unit(rest if behind is None else behind, is_gold=is_gold)
+        if number is not None and unit is not None:
+            return replace(
+                number,
+                value=number.value * sign * unit.scale,
+                step=number.step * unit.scale,
+                form=form,
+                is_percent=unit.is_percent,
+                unit=unit.name,
+            )
     return None
+
+
+def _signed(text: str) -> tuple[int, str, str | None] | None:
+    """The sign of a number, its digits, and what follows the parentheses around it, if any.
+
+    `None` where there are two signs, or the parentheses are those of a tuple.
+    """
+    text = _CURRENCY.sub("", text, count=1)
+    sign = -1 if text.startswith("-") else 1
+    text = text[1:].lstrip() if text[:1] in ("-", "+") else text
+    if not text.startswith("("):
+        return sign, _CURRENCY.sub("", text, count=1), None
+    inside, closing, behind = text[1:].partition(")")
+    inside = inside.strip()
+    if not closing or "," in inside or (inside.startswith("-") and sign < 0):
+        return None
+    if inside.startswith("-"):
+        sign, inside = -1, inside[1:].lstrip()
+    return sign, inside, behind
 
 
 def without_unit(tidy: str) -> str:
@@ -274,47 +283,60 @@ def _integer(digits: str | None) -> int:
 def _unit(text: str, *, is_gold: bool) -> _Unit | None:
     """What stands behind a number, read to its end; `None` where that is more than a unit."""
     text = text.replace("per cent", "percent")
-    scale, is_percent, names, num_words = 1, False, set[str](), 0
-    place, last, ends_open = 0, "", False
+    found = _Unit()
+    place, ends_open = 0, False
     while place < len(text):
         token = _UNIT_TOKEN.match(text, place)
         if token is None:
             return None
-        ends_open = token[0] in ("/", "-", r"\cdot", r"\frac")
         word = token["word"]
-        if word is not None:
-            singular = word.lower().removesuffix("s")
-            if num_words == 0 and singular in _MAGNITUDES:
-                scale *= _MAGNITUDES[singular]
-            elif singular in ("percent", "percentage", "pct"):
-                is_percent = True
-            elif _is_unit_word(word, is_attached=place == 0, is_gold=is_gold, is_first=not num_words):
-                num_words, last = num_words + 1, word.lower()
-                names.update(_UNITS[one] for one in (word, singular) if one in _UNITS)
-            else:
-                return None
-        elif token["percent"]:
-            if is_percent or num_words:
-                return None
-            is_percent = True
-        elif token["degree"]:
-            if num_words:
-                return None
-            num_words, names = 1, {"degree"}
-        elif token["power"]:
-            if num_words == 0 or not text[place - 1].isalpha() and text[place - 1] not in " )}":
-                return None
-        elif token["quotes"]:
-            if place > 0:
-                return None
-            num_words = 1
+        is_unit = _take_sign(found, token) if word is None else _take_word(found, token, is_gold)
+        if not is_unit:
+            return None
+        ends_open = token[0] in ("/", "-", r"\cdot", r"\frac")
         place = token.end()
-    is_bare = num_words == 0 and scale == 1 and not is_percent
-    if ends_open or num_words > _MOST_UNIT_WORDS or (is_bare and text.strip(" .")):
+    is_bare = found.num_words == 0 and found.scale == 1 and not found.is_percent
+    if (
+        ends_open
+        or (is_bare and text.strip(" ."))
+        or found.num_words > _MOST_UNIT_WORDS
+        or found.last_word.lower() in _NO_LAST_WORD
+        or _is_initials(found.last_word)
+        or text.count("(") != text.count(")")
+    ):
         return None
-    if last in _NO_LAST_WORD or text.count("(") != text.count(")"):
-        return None
-    return _Unit(scale, is_percent, names.pop() if len(names) == 1 else None)
+    return found
+
+
+def _take_word(found: _Unit, token: re.Match[str], is_gold: bool) -> bool:
+    """Add a word to a unit; whether it can be part of one."""
+    word = token["word"]
+    singular = word.lower().removesuffix("s")
+    if found.num_words == 0 and singular in _MAGNITUDES:
+        found.scale *= _MAGNITUDES[singular]
+        return True
+    if singular in ("percent", "percentage", "pct"):
+        found.is_percent = True
+        return True
+    is_first = found.num_words == 0
+    found.num_words += 1
+    found.last_word = word
+    found.names.update(_UNITS[one] for one in (word, singular) if one in _UNITS)
+    return _is_unit_word(word, is_attached=token.start() == 0, is_gold=is_gold, is_first=is_first)
+
+
+def _take_sign(found: _Unit, token: re.Match[str]) -> bool:
+    """Add a sign to a unit; whether it can stand there."""
+    if token["percent"]:
+        is_first = not found.is_percent and found.num_words == 0
+        found.is_percent = True
+        return is_first
+    if token["degree"] or token["quotes"]:
+        is_first = found.num_words == 0 and (bool(token["degree"]) or token.start() == 0)
+        found.num_words += 1
+        found.names.update(["degree"] if token["degree"] else [])
+        return is_first
+    return not token["power"] or found.num_words > 0
 
 
 def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool) -> bool:
@@ -324,9 +346,19 @@ def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool
         return False
     if word in _ABBREVIATIONS or word.startswith("\\") or (is_attached and lower in _ORDINALS):
         return True
+    if len(word) > 1 and lower.removesuffix("s") in _UNITS:
+        return True
+    if is_attached:
+        return False
     if len(word) == 1:
-        return word in _LETTER_UNITS and not is_attached and not is_gold
+        return word in _LETTER_UNITS and not is_gold
+    has_vowel = not set("aeiouy").isdisjoint(lower)
+    is_plural = word[:-1].isupper() and word.endswith("s")  # CDs
     if len(word) <= 3:
-        is_word = set(lower) & set("aeiou") or (word[:2].isupper() and word.endswith("s"))
-        return len(word) == 3 and bool(is_word) and not is_attached and not is_gold
-    return word != word.upper()
+        return not is_gold and (_is_initials(word) or (len(word) == 3 and (has_vowel or is_plural)))
+    return is_plural or (has_vowel and not word.isupper())
+
+
+def _is_initials(word: str) -> bool:
+    """Whether the word is two letters that can stand before another one: 3 DS games."""
+    return len(word) == 2 and word.isupper() and word not in _ABBREVIATIONS

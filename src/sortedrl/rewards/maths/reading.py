@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 from sortedrl.rewards.tags import conclusion
 
@@ -48,13 +49,16 @@ class Box:
 class Answer:
     """What a response answers."""
 
-    last: str
-    """The content of the last complete box."""
-    all: tuple[str, ...]
-    """The contents of the last boxes that stand near each other, `last` among them."""
-    is_list: bool
-    """Whether nothing but commas, `and` and `or` stands between the last box and the one before,
-    which says something else: then the answer is the list."""
+    joined: tuple[str, ...]
+    """The contents of the last complete box and of those before it, as far as nothing but commas,
+    `and` and `or` stands between them: each claims to be the answer, or a part of it."""
+    near: tuple[str, ...]
+    """The contents of the last boxes that stand near each other, `joined` at their end."""
+
+    @property
+    def last(self) -> str:
+        """The content of the last complete box."""
+        return self.joined[-1]
 
 
 def boxed_answer(
@@ -83,15 +87,25 @@ def read_answer(
     boxes = _boxes(text)
     if not boxes:
         return None
-    first = len(boxes) - 1
-    while first > 0 and boxes[first].start - boxes[first - 1].end <= _GREATEST_GAP:
-        first -= 1
-    found = tuple(text[box.inner].strip() for box in boxes[first:])
-    is_list = False
-    if len(found) > 1 and found[-2] != found[-1]:
-        gap = text[boxes[-2].end : boxes[-1].start]
-        is_list = _JOINED.fullmatch(gap) is not None and _SEPARATED.search(gap) is not None
-    return Answer(found[-1], found, is_list)
+    gaps = [text[one.end : other.start] for one, other in pairwise(boxes)]
+    contents = tuple(text[box.inner].strip() for box in boxes)
+    return Answer(
+        joined=contents[-1 - _num_last(gaps, _is_separator) :],
+        near=contents[-1 - _num_last(gaps, lambda gap: len(gap) <= _GREATEST_GAP) :],
+    )
+
+
+def _num_last(gaps: list[str], is_small: Callable[[str], bool]) -> int:
+    """How many gaps at the end are small."""
+    return sum(1 for _ in takewhile(is_small, reversed(gaps)))
+
+
+def _is_separator(gap: str) -> bool:
+    return (
+        len(gap) <= _GREATEST_GAP
+        and _JOINED.fullmatch(gap) is not None
+        and _SEPARATED.search(gap) is not None
+    )
 
 
 def _boxes(text: str) -> list[Box]:
@@ -207,7 +221,7 @@ _PIECE = re.compile(
     r"|(?P<equals>(?<![<>!:\\])=(?!=)|\\approx(?![A-Za-z])|\\in(?![A-Za-z]))"
 )
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})++(?!,?[0-9])")
+_THOUSANDS = re.compile(r"(?<![0-9.,(\[])[0-9]{1,3}(?:,[0-9]{3})++(?!,?[0-9])")
 _DEEPEST = 12
 
 

@@ -77,13 +77,23 @@ def math_reward(
 
 
 def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
-    """Compare with the last box, or with several where they are, or the gold is, a list."""
+    """Compare with the last box, or with several.
+
+    A list may be given in boxes that stand near each other. Where one thing is asked for, boxes
+    that are joined by `or` must all be right.
+    """
     golds = [gold] if isinstance(gold, str) else gold
-    is_many = len(golds) > 1 or num_parts(golds[0]) > 1
-    boxes = [answer.last]
-    if len(answer.all) > 1 and (answer.is_list or (is_many and num_parts(answer.last) == 1)):
-        boxes = list(answer.all)
-    if sum(map(len, boxes)) > _LONGEST_ANSWER:
+    if len(golds) == 1 and num_parts(golds[0]) == 1:
+        boxes = list(dict.fromkeys(answer.joined))
+        if _is_too_long(boxes):
+            return Verdict(False)
+        verdicts = [compare(golds[0], box, rules) for box in boxes]
+        return Verdict(
+            all(verdict.is_equal for verdict in verdicts),
+            all(verdict.is_gold_read for verdict in verdicts),
+        )
+    boxes = list(answer.near) if num_parts(answer.last) == 1 else [answer.last]
+    if _is_too_long(boxes):
         return Verdict(False)
     if len(golds) == len(boxes) == 1:
         return compare(golds[0], boxes[0], rules)
@@ -91,6 +101,10 @@ def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
     if verdict.is_equal or len(boxes) == len(set(boxes)):
         return verdict
     return compare_all(golds, list(dict.fromkeys(boxes)), rules)
+
+
+def _is_too_long(boxes: Sequence[str]) -> bool:
+    return sum(map(len, boxes)) > _LONGEST_ANSWER
 
 
 @contextmanager
