@@ -458,7 +458,7 @@ TABLE_TEXT = r"""
   + 5 \mathrm{~cm}^{2} ;; 5\,\mathrm{m/s} ;; 5 \text{ m/s}^2 ;; 5 m ;; 5 km/h ;; 5 square feet
   + 5 feet squared ;; 5 apples ;; 5 (apples) ;; 5 red apples ;; 5 cups of flour ;; 5 times
   + 5 times as many ;; 5 units ;; 5 pens ;; 5 mph ;; 5 t-shirts ;; 5 DVDs ;; 5 DS games
-  + 5 third graders ;; 5 CDs
+  + 5 third graders ;; 5 CDs ;; 5 p.m. ;; 5 eggs/day
   + 5 hours per day ;; 5\text{ hours} ;; 5^\circ ;; 5^{\circ} ;; 5^\circ C ;; 5 degrees ;; 5\%
   + 5 percent ;; \text{5} ;; \text{5 apples} ;; \textbf{5} ;; \mathbf{5} ;; **5** ;; {5}
   + {{5}} ;; \{5\} ;; five ;; \text{five} ;; x=5 ;; x = 5 ;; 5=x ;; 5=5 ;; f(x)=5 ;; f(3) = 5

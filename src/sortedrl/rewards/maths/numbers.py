@@ -282,7 +282,7 @@ def _integer(digits: str | None) -> int:
 
 def _unit(text: str, *, is_gold: bool) -> _Unit | None:
     """What stands behind a number, read to its end; `None` where that is more than a unit."""
-    text = text.replace("per cent", "percent")
+    text = text.replace("per cent", "percent").replace("a.m", "am").replace("p.m", "pm")
     found = _Unit()
     place, ends_open = 0, False
     while place < len(text):
