@@ -29,10 +29,9 @@ from pathlib import Path
 
 import tyro
 
-from sortedrl.rewards.boxed import boxed_answer
-from sortedrl.rewards.latex import is_words, parts, tidied
 from sortedrl.rewards.maths import math_reward
-from sortedrl.rewards.numerals import numeral
+from sortedrl.rewards.maths.numbers import numeral
+from sortedrl.rewards.maths.reading import boxed_answer, is_words, parts, tidied
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource, source_of
@@ -100,11 +99,13 @@ def written(gold: object) -> str:
 def respelled(gold: str) -> str | None:
     """The gold in another spelling; `None` where there is no safe one."""
     tidy = tidied(gold)
-    number = numeral(tidy)
+    number = numeral(tidy, is_gold=True)
     if number is not None:
         double, sign = 2 * number.value, "%" if number.is_percent else ""
         if number.step:
             return None if sign else f"{float(number.value):.12e}"
+        if number.is_whole:
+            return f"{int(number.value):,}.00{sign}"
         return rf"\dfrac{{{double.numerator}}}{{{2 * double.denominator}}}{sign}"
     if is_words(tidy) or len(parts(tidy)) != 1 or "," in tidy or _NO_FORMULA.search(tidy):
         return None

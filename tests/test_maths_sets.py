@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.rewards.boxed import boxed_answer
+from sortedrl.rewards.maths.reading import boxed_answer
 from sortedrl.rewards.maths import math_reward
 from sortedrl.tasks.maths import INSTRUCTION, MathsSettings, maths_examples, maths_rows
 from sortedrl.tasks.maths_sets import MATHS_SETS

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import threading
 import time
 from fractions import Fraction
@@ -10,10 +11,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sortedrl.rewards.boxed import boxed_answer
-from sortedrl.rewards.latex import bracketed, folded, parts, tidied
 from sortedrl.rewards.maths import math_reward
-from sortedrl.rewards.numerals import numeral
+from sortedrl.rewards.maths.numbers import numeral
+from sortedrl.rewards.maths.reading import (
+    boxed_answer,
+    bracketed,
+    folded,
+    parts,
+    read_answer,
+    sides,
+    spelled,
+    tidied,
+)
 from sortedrl.rewards.score import NoScoreError, checked_score
 from sortedrl.types import Prompt
 
@@ -39,8 +48,8 @@ WRITE_INTEGER = {
     "thin thousands": lambda n: f"{n:,}".replace(",", r",\!"),
     "braced thousands": lambda n: f"{n:,}".replace(",", "{,}"),
     "decimal": lambda n: f"{n}.0",
-    "fraction": lambda n: rf"\dfrac{{{3 * n}}}{{3}}",
-    "slash": lambda n: f"{2 * n}/2",
+    "commas and dollars": lambda n: f"{n:,} dollars",
+    "square feet": lambda n: rf"{n:,} \text{{ square feet}}",
     "mathematics": lambda n: f"${n}$",
     "assigned": lambda n: f"x = {n}",
     "unit": lambda n: rf"{n}\text{{ cm}}^2",
@@ -52,6 +61,7 @@ WRITE_INTEGER = {
     "full stop": lambda n: f"{n}.",
     "Unicode minus": lambda n: f"{n}".replace("-", "\u2212"),
 }
+WITH_UNIT = {"unit", "unit in letters", "commas and dollars", "square feet", "degrees"}
 FRACTIONS = st.fractions(-1000, 1000, max_denominator=10**4).filter(
     lambda value: value.denominator > 1
 )
@@ -67,8 +77,7 @@ WRITE_FRACTION = {
 
 @given(
     INTEGERS,
-    # A gold with a unit in letters could be a product.
-    st.sampled_from(sorted(WRITE_INTEGER.keys() - {"unit in letters"})),
+    st.sampled_from(sorted(WRITE_INTEGER.keys() - WITH_UNIT)),
     st.sampled_from(sorted(WRITE_INTEGER)),
 )
 @settings(max_examples=400)
@@ -76,6 +85,63 @@ def test_a_whole_number_equals_itself_in_every_notation_and_no_other(number, gol
     wanted = WRITE_INTEGER[gold](number)
     assert is_right(wanted, WRITE_INTEGER[answer](number))
     assert not is_right(wanted, WRITE_INTEGER[answer](number + 1))
+
+
+WRITE_UNEVALUATED = {
+    "fraction": lambda n: rf"\dfrac{{{3 * n}}}{{3}}",
+    "slash": lambda n: f"{2 * n}/2",
+    "sum": lambda n: f"{n - 1} + 1",
+    "difference": lambda n: f"{n + 7} - 7",
+    "product": lambda n: rf"{n} \times 1",
+    "dot": lambda n: rf"{n} \cdot 1",
+    "power": lambda n: f"({n})^1",
+    "root": lambda n: rf"\sqrt[3]{{{n**3}}}",
+    "divisor": lambda n: rf"\gcd({n}, {2 * n})",
+    "binomial": lambda n: rf"\binom{{{n}}}{{1}}",
+    "sum over": lambda n: rf"\sum_{{i=1}}^{{1}} {n}",
+    "integral": lambda n: rf"\int_0^1 {n} \, dx",
+    "limit": lambda n: rf"\lim_{{x \to 0}} {n}",
+    "floor": lambda n: rf"\lfloor {n}.5 \rfloor",
+    "bars": lambda n: f"|{n}|",
+    "equation": lambda n: f"|x| = {n}",
+    "factorial": lambda n: rf"{n} \cdot 1!",
+}
+
+
+@given(INTEGERS, st.sampled_from(sorted(WRITE_UNEVALUATED)))
+def test_a_number_that_is_not_worked_out_is_no_answer_to_a_number(number, way):
+    assert not is_right(str(number), WRITE_UNEVALUATED[way](number))
+
+
+@pytest.mark.parametrize(
+    "way", sorted(WRITE_UNEVALUATED.keys() - {"equation", "sum over", "limit"})
+)
+def test_evaluations_may_take_expressions_with_the_right_value(way):
+    if way != "integral":
+        response = rf"\boxed{{{WRITE_UNEVALUATED[way](6)}}}"
+        assert score("6", response, allow_unevaluated=True)["correct"] == 1.0
+        assert score("7", response, allow_unevaluated=True)["correct"] == 0.0
+
+
+NOT_A_UNIT = ["million", "thousand", "i", "x", "n", "k", "!", "!!", "xy", "abc", "pi", "e", "plus"]
+
+
+@given(st.integers(2, 10**6), st.sampled_from(NOT_A_UNIT), st.sampled_from(["", " ", r"\ "]))
+def test_what_changes_a_number_is_no_unit(number, suffix, space):
+    assert not is_right(str(number), f"{number}{space}{suffix}")
+    assert not is_right(str(number), f"{number}{space}{suffix} 7")
+
+
+@given(st.integers(1, 99), st.integers(1, 98), st.integers(2, 99))
+def test_a_mixed_number_is_not_the_fraction_with_its_digits(whole, over, under):
+    over = over % under or 1
+    mixed, value = f"{whole} {over}/{under}", whole + Fraction(over, under)
+    assert is_right(mixed, rf"{whole}\frac{{{over}}}{{{under}}}")
+    assert is_right(mixed, f"{value.numerator}/{value.denominator}")
+    assert is_right(mixed, f"{whole}{over}/{under}") is (
+        value == Fraction(f"{whole}{over}") / under
+    )
+    assert not is_right(f"{whole}{over}", f"{whole} {over}")
 
 
 @given(FRACTIONS, st.sampled_from(sorted(WRITE_FRACTION)))
@@ -384,6 +450,212 @@ UNEQUAL = [
 ]
 
 
+# For each gold, answers that are right (+) and answers that are wrong (-).
+TABLE_TEXT = r"""
+5
+  + 5 ;; +5 ;; (5) ;; 5.0 ;; 5. ;; 05 ;; $5$ ;; \$5 ;; 5\$ ;; \$ 5.00 ;; USD 5 ;; 5 USD
+  + 5 dollars ;; 5\text{ dollars} ;; 5 cm ;; 5cm ;; 5days ;; 5 cm^2 ;; 5\ \text{cm}^2
+  + 5 \mathrm{~cm}^{2} ;; 5\,\mathrm{m/s} ;; 5 \text{ m/s}^2 ;; 5 m ;; 5 km/h ;; 5 square feet
+  + 5 feet squared ;; 5 apples ;; 5 (apples) ;; 5 red apples ;; 5 cups of flour ;; 5 times
+  + 5 times as many ;; 5 units ;; 5 pens ;; 5 mph ;; 5 t-shirts ;; 5 DVDs ;; 5 DS games
+  + 5 third graders ;; 5 CDs ;; 5 p.m. ;; 5 eggs/day
+  + 5 hours per day ;; 5\text{ hours} ;; 5^\circ ;; 5^{\circ} ;; 5^\circ C ;; 5 degrees ;; 5\%
+  + 5 percent ;; \text{5} ;; \text{5 apples} ;; \textbf{5} ;; \mathbf{5} ;; **5** ;; {5}
+  + {{5}} ;; \{5\} ;; five ;; \text{five} ;; x=5 ;; x = 5 ;; 5=x ;; 5=5 ;; f(x)=5 ;; f(3) = 5
+  + x_1 = 5 ;; \theta = 5 ;; AB = 5 ;; \angle ABC = 5^\circ ;; \text{Area} = 5 ;; Total cost = 5
+  + 2+3=5 ;; 10/2 = 5 ;; \sqrt{25}=5 ;; x = 2+3 = 5 ;; x = \frac{10}{2} = 5 ;; x=5.0=5
+  + \approx 5 ;; x \approx 5 ;; The answer is 5 ;; Answer: 5 ;; \text{Total: } 5 ;; 5e0
+  + 5 \times 10^0 ;; \boxed{5} ;; \left(5\right) ;; 5.000 ;; 5, ;; 5th ;; (C) 5
+  + \textbf{(C)}\ 5 ;; \text{(C) }5
+  - 4 ;; -5 ;; 5.5 ;; 5.0001 ;; 55 ;; 5 5 ;; 0 5 ;; 5,5 ;; 5, 6 ;; 5 or 6 ;; 5 \text{ or } 6
+  - 5 and 6 ;; 4 or 5 ;; \pm 5 ;; 5 (not 6) ;; 5 not 6 ;; not 5 ;; x is not 5 ;; 5 million
+  - 5 thousand ;; 5 hundred ;; 5 dozen ;; 5k ;; 5M ;; 5 k ;; 5! ;; 5!! ;; 5i ;; 5 i
+  - 5\mathrm{i} ;; 5\text{i} ;; 5x ;; 5 x ;; 5xy ;; 5abcd ;; 5 xyz ;; 5 AB ;; 5 DS ;; 5xxxx
+  - 5 abc ;; 5 xy
+  - 5 n ;; 5e3 ;; 5e ;; 5 e ;; 5 pi ;; 5\pi ;; 5 \cdot 10^3 ;; 5 \times 10 ;; 0x5 ;; 2+3 ;; 1+4
+  - 10-5 ;; 5+0 ;; 5 \cdot 1 ;; 5*1 ;; 5^1 ;; 10/2 ;; \frac{10}{2} ;; \frac{5}{1.0} ;; 15 \div 3
+  - \sqrt{25} ;; \sqrt[3]{125} ;; |-5| ;; |5| ;; \log_2 32 ;; \lfloor 5.5\rfloor
+  - \lceil 4.2 \rceil ;; \binom{5}{1} ;; \gcd(10,15) ;; gcd(10,15) ;; \max(4,5)
+  - \sum_{i=1}^{5} 1 ;; \int_0^5 dx ;; \lim_{x \to 5} x ;; 12 \bmod 7 ;; 5 \pmod 7
+  - \sin 90^\circ + 4 ;; 2^2+1 ;; 5... ;; 5\ldots ;; V ;; |x|=5 ;; x^2=5 ;; 2x=5 ;; x+y=5 ;; x>5
+  - x \ge 5 ;; x \neq 5 ;; \neq 5 ;; 4=5 ;; 5=4 ;; 5=6=5 ;; x=5=6 ;; 5<6 ;; [5] ;; (5, 5) ;; 5:1
+  - 5/ ;; /5 ;; 5- ;; --5 ;; -(-5) ;; +-5 ;; 5_8 ;; 5^2 ;; 5^\circ 30' ;; 5 squared ;; 5 cubed
+  - 5 and a half ;; 5 halves ;; 5 thirds ;; 1 fifth ;; 5 factorial ;; 5 over 2 ;; 5 plus one
+  - 5 or so ;; five or so ;; five or six ;; 5 hours 30 minutes ;; 5 cm 2 mm ;; 5 minus ;; NaN
+  - nan ;; inf ;; \infty ;; \text{} ;; }{ ;; \frac{}{} ;; 5\frac{}{} ;; 5 a ;; 5 to 6 ;; 5-6
+  - 5--6 ;; 5\frac12 ;; 5 1/2 ;; 5 0/2 ;; ? ;; 5? ;; (B) or (C) ;; at least 5 ;; 5 or more
+  - \boxed{5}\boxed{6}
+12
+  + 12 ;; 12\text{ cm} ;; 1 dozen ;; 12.00
+  - 1 2 ;; 1, 2 ;; 1,2 ;; 12 34 ;; 1{2 ;; 1\,2 ;; 4!/2 ;; 3 \cdot 4 ;; 144^{1/2} ;; 6 + 6
+  - 3!+3! ;; \frac{24}{2} ;; 24/2
+1000
+  + 1000 ;; 1,000 ;; 1 000 ;; 1\,000 ;; 1,\!000 ;; 1{,}000 ;; \$1,000 ;; 1,000 dollars
+  + 1,000.00 ;; 1 thousand ;; 1e3 ;; 10^3 ;; 10^{3} ;; 1 \times 10^3 ;; 1,000\text{ m}
+  + 1 000 m
+  - 1.000 ;; 1,00 ;; 1,0,0,0 ;; 1, 000 ;; 1,0000 ;; 1.000,0 ;; 100 0 ;; 1 0 0 0 ;; 10 \times 100
+  - 1k ;; 1 K ;; 10^{2} ;; 10^4 ;; (1,000)x
+1080
+  + 1,080 square feet ;; 1,080 \text{ square feet} ;; 1{,}080\text{ ft}^2 ;; 1080 sq ft
+  + 1080 square feet
+  - 1,08 ;; 1,080,000 ;; 1,080 and 5 feet ;; 1,080, 5 square feet
+5000000
+  + 5 million ;; 5 \text{ million} ;; \$5 million ;; \$5\text{ million dollars} ;; 5,000,000
+  + 5 \times 10^6 ;; 5e6
+  - 5 ;; 5 billion ;; 5 millionths ;; 5 m
+\frac{3}{2}
+  + 1.5 ;; 3/2 ;; \frac32 ;; \dfrac{3}{2} ;; 1\frac12 ;; 1 \frac{1}{2} ;; 1 1/2 ;; 6/4
+  + \frac{-3}{-2} ;; 150\% ;; \frac{3}{2}\text{ cm} ;; 3/2 cm ;; 1.50
+  - 11/2 ;; 1.1/2 ;; 1+1/2 ;; 1+\frac12 ;; 2/3 ;; -3/2 ;; 1 1 ;; 1 \cdot \frac{3}{2} ;; 1 3/2
+  - \frac{1.5}{1} ;; 3/2/1 ;; 3 ;; 1 -1/2 ;; \frac{\sqrt 9}{2} ;; 3 2 ;; 3:2
+1 1/2
+  + 1.5 ;; 3/2 ;; 1\frac{1}{2}
+  - 11/2 ;; 5.5 ;; 1 1 / 3 ;; 1/2
+11/2
+  + 5.5 ;; 5 1/2 ;; 5\frac12 ;; \frac{11}{2} ;; 22/4
+  - 1 1/2 ;; 1.5 ;; 1\frac12 ;; 11 2
+-1 1/2
+  + -1.5 ;; -3/2 ;; -1\frac12 ;; -\frac{3}{2} ;; \frac{-3}{2} ;; \frac{3}{-2} ;; -(3/2)
+  + (-3/2)
+  - -1/2 ;; 1 1/2 ;; -11/2 ;; -0.5
+3 4/5
+  + 3.8 ;; 19/5 ;; 3\frac45
+  - 34/5 ;; 6.8 ;; 3 5/4 ;; 3, 4/5
+\frac13
+  + 1/3 ;; 0.\overline{3} ;; 0.33333 ;; 0.3333 ;; 0.33333\ldots ;; 2/6 ;; 33.3333\%
+  - 0.33 ;; 0.3 ;; 0.34 ;; 1 3 ;; 0.\overline{4} ;; \overline{3}
+0.05
+  + 5\% ;; 0.05 ;; .05 ;; 1/20 ;; \frac{1}{20} ;; 5e-2 ;; 5 \times 10^{-2} ;; 5 per cent
+  - 5 ;; 0.5 ;; 50\% ;; 5^{-2}
+5\%
+  + 5 ;; 0.05 ;; 5 \% ;; 5 percent ;; 5.0\% ;; x = 5\%
+  - 500 ;; 0.5 ;; 50\% ;; 5!
+15\text{ cm}
+  + 15 ;; 15 cm ;; 15\text{ centimeters} ;; 15 centimetre
+  - 15 m ;; 15 km ;; 15\text{ inches} ;; 1.5
+90^\circ
+  + 90 ;; 90 degrees ;; 90^{\circ} ;; \angle A = 90^\circ ;; 90\degree
+  - 90 radians ;; 90^\circ 30^\circ ;; \frac{\pi}{2} ;; 45^\circ + 45^\circ ;; 2 \cdot 45^\circ
+-7
+  + -7 ;; - 7 ;; x=-7 ;; (-7)
+  - 7 ;; --7 ;; \pm 7 ;; -(-7) ;; 0-7 ;; -7! ;; 7-
+x=7
+  + 7 ;; x=7 ;; 7=x ;; x = 7.0
+  - y=7 ;; |x|=7 ;; x=-7 ;; x=7 or x=-7 ;; x=\pm 7 ;; x>7 ;; 2x=14
+y=-1
+  + y=-1 ;; -1 ;; y = -1.0
+  - x=-1 ;; y=1
+83810205
+  + 83810205 ;; 83,810,205 ;; 12345 \times 6789 = 83810205
+  - 12345 \times 6789 ;; 12345 \cdot 6789 ;; 12345*6789 ;; 12345(6789) ;; 6789 + 83803416
+120
+  + 120 ;; 5! = 120
+  - 5! ;; \binom{16}{2} ;; \frac{240}{2} ;; 2 \cdot 60 ;; \prod_{k=1}^5 k ;; P(6,3) ;; \Gamma(6)
+  - 1*2*3*4*5
+2\sqrt{3}
+  + \sqrt{12} ;; \sqrt{3} \cdot 2 ;; \frac{6}{\sqrt{3}} ;; x = 2\sqrt{3} ;; 2\sqrt3\text{ cm}
+  + 2 \cdot 3^{1/2}
+  - 3.46 ;; \tan 60^\circ \cdot 2 ;; |x|=2\sqrt{3} ;; x^2 = 2\sqrt{3} ;; \sqrt{4!/2}
+  - \pm 2\sqrt{3} ;; 2\sqrt{3}, 1
+16\pi
+  + \pi \cdot 16 ;; 16 \pi \text{ cm}^2 ;; A = 16\pi
+  - \sqrt{256}\pi ;; \int_0^{16} \pi \, dx ;; 16 ;; 50.27 ;; 16p
+3+4i
+  + 4i+3 ;; z = 3+4i ;; 3 + 4\mathrm{i}
+  - 7 ;; 3-4i ;; 3+4 ;; |z| = 3+4i ;; 3,4
+x^2+3x+2
+  + (x+1)(x+2) ;; 2+3x+x^2 ;; (x+1)(x+2) = x^2+3x+2 ;; y = x^2+3x+2
+  - x^2+3x+1 ;; \int (2x+3) dx + 2 ;; x^2+3x+2=0 ;; z = x^2 + 1
+B
+  + B ;; (B) ;; \text{(B)} ;; \textbf{(B)} ;; B) ;; B. ;; b ;; (B) 12 ;; \textbf{(B) } 12
+  + B: 12 ;; \text{B} ;; \mathrm{(B)}
+  - C ;; (B) or (C) ;; B or C ;; B and C ;; (B), (C) ;; (B)(C) ;; B, C ;; BC ;; B C ;; not B
+  - (B) not (C) ;; A or B ;; (A) 12, (B) 13 ;; B or (C) ;; \text{B or C} ;; ABCDE
+  - (B) 12 (C) 13 ;; B/C
+\text{A, B}
+  + A and B ;; (A), (B) ;; B, A ;; \text{A and B} ;; A, B ;; A or B
+  - A ;; B ;; AB ;; A, B, C ;; A, A
+\text{east}
+  + east ;; East ;; \text{East}.
+  - west ;; east or west ;; 5 ;; north east
+\emptyset
+  + \emptyset ;; \varnothing ;; \{\} ;; \{ \} ;; \phi ;; \text{empty set} ;; \text{no solution}
+  + \left\{\right\}
+  - 0 ;; \{0\} ;; \{\emptyset\} ;; () ;; x ;; 1
+\{1,2\}
+  + 1,2 ;; 2,1 ;; \{2, 1\} ;; 1 and 2 ;; 1; 2 ;; x \in \{1, 2\} ;; x=1, x=2 ;; x = 1 or x = 2
+  - 1 ;; 12 ;; 1,2,3 ;; 1,1 ;; [1,2) ;; 1 2 ;; 1, 2, 2 ;; \{1\}
+-2, 2
+  + \pm 2 ;; 2,-2 ;; x = \pm 2 ;; \{-2, 2\} ;; 2 and -2
+  - 2 ;; -2 ;; \pm 3 ;; |x|=2 ;; -2,3 ;; \pm 2, 2
+(1, 2)
+  + (1,2) ;; \left(1, 2\right) ;; x=1, y=2 ;; (1.0, 2)
+  - (2,1) ;; [1,2] ;; (1,2] ;; (1,3) ;; 12 ;; (1,2),(3,4) ;; (1+0, 2) ;; (\sqrt{1}, 2)
+  - (1, 2, 2)
+[2,5)
+  + [2,5) ;; 2 \le x < 5 ;; x \in [2, 5)
+  - (2,5) ;; [2,5] ;; (2,5] ;; 2,5 ;; 2 < x < 5 ;; [2,6)
+(2,251,252)
+  + (2, 251, 252)
+  - 2251252 ;; (2,252,251)
+7 \times 10^{37}
+  + 7e37 ;; 7.0 \cdot 10^{37} ;; 7 x 10^37 ;; 70 \times 10^{36}
+  - 7 ;; 7 \times 10^{36} ;; 10^{37} ;; 7^{37}
+52_8
+  + 52_8 ;; 52_{8} ;; 52
+  - 52_9 ;; 42 ;; 5 2 ;; 52.0
+\mbox{four}
+  + four ;; 4 ;; Four
+  - five ;; 5 ;; 2+2
+3:30 p.m.
+  + 3:30 PM ;; 3{:}30 \text{ p.m.}
+  - 3:30 a.m. ;; 3:31 p.m. ;; 330
+0
+  + 0 ;; 0.0 ;; zero ;; x=0
+  - 1e-30 ;; 5-5 ;; \sin 0 ;; - ;; 0! ;; 0x ;; \emptyset ;; O
+100
+  + 100 ;; 100.0 ;; 1e2 ;; 1 hundred
+  - 10 \times 10 ;; 10^2 \cdot 1 ;; 5050/50.5 ;; 99+1 ;; 1 00 ;; 9^{9^{9}}
+"""
+UNICODE = [
+    ("5", "5\u20ac", True),
+    ("5", "5\xb0", True),
+    ("5", "\u22485", True),
+    ("5", "\uff15", True),
+    ("5", "5\u2026", False),
+    ("5", "\u4e94", False),
+    ("5", "\u0665", False),
+    ("1000", "\uff11\uff10\uff10\uff10", True),
+    ("\\frac{3}{2}", "1\xbd", True),
+    ("-7", "\u22127", True),
+    ("83810205", "12345 \xd7 6789", False),
+    ("\\emptyset", "\u2205", True),
+]
+
+
+def table():
+    """Gold, answer and verdict of every line."""
+    gold, cases = "", {}
+    for line in TABLE_TEXT.strip().splitlines():
+        if line.startswith("  "):
+            for answer in line[4:].split(";;"):
+                cases.setdefault(gold, []).append((answer.strip(), line[2] == "+"))
+        else:
+            gold = line
+    for gold, answer, verdict in UNICODE:
+        cases.setdefault(gold, []).append((answer, verdict))
+    return cases
+
+
+TABLE = table()
+
+
+@pytest.mark.parametrize("gold", TABLE)
+def test_every_answer_of_the_table_gets_its_verdict(gold):
+    found = [(answer, is_right(gold, answer)) for answer, _ in TABLE[gold]]
+    assert [case for case in found if case not in TABLE[gold]] == []
+
+
 @pytest.mark.parametrize(("gold", "answer"), EQUAL)
 def test_the_same_answer_in_other_words_is_right(gold, answer):
     assert is_right(gold, answer)
@@ -420,6 +692,126 @@ def test_what_would_take_for_ever_is_wrong_at_once(answer):
     assert not is_right("5", answer)
     assert not is_right(["5", "6"], answer)
     assert time.process_time() - began < 10
+
+
+SEED_TEXT = r"""
+30^\circ ;; { ;; \frac ;; ( ;; , ;; \text{ ;; 7 ;; \boxed{ ;; - ;; ^ ;; \left( ;; [ ;; \{ ;; }
+;; () ;; 1, ;; 1,000, ;; ' ;; . ;; \ ;; |x| ;; = ;; x= ;; _ ;; x_{ ;; ^{ ;; ! ;; % ;; \pm ;; \sqrt{
+;; \frac{ ;; \frac{1}{2} ;; 1+ ;; ab ;; a- ;; (A) ;; \in ;; \mathrm{ ;; cm^2 ;; / ;; 1/ ;; 0.
+;; 10^ ;; \prime ;; ^\prime ;; \, ;; ,\! ;; 9^{ ;; \sum ;; e5 ;; <x ;; x!
+"""
+SEEDS = [seed.strip() for seed in SEED_TEXT.split(";;")]
+SEEDS += [" ", "a ", "1 ", "cm ", "million ", "and ", "or ", "\n", "\t", "\u200b", "\u00bd"]
+
+
+def seconds_of(function, text):
+    spent = []
+    for _ in range(3):
+        began = time.process_time()
+        function(text)
+        spent.append(time.process_time() - began)
+    return min(spent)
+
+
+@pytest.mark.parametrize(
+    "function", [tidied, folded, spelled, parts, sides, numeral, bracketed, read_answer]
+)
+def test_reading_takes_time_in_proportion_to_the_text(function):
+    for seed in SEEDS:
+        short, long = (seed * (length // len(seed)) for length in (2_000, 16_000))
+        assert seconds_of(function, long) < 20 * seconds_of(function, short) + 0.05, seed
+
+
+@pytest.mark.parametrize(
+    ("gold", "lengths"),
+    [
+        ("5", (12, 100, 400, 1_900)),
+        (r"\text{B}", (12, 400)),
+        (["1", "2"], (12, 400)),
+        ("x+1", (12, 60)),
+    ],
+)
+def test_no_repetition_makes_an_answer_right_or_slow(gold, lengths):
+    for seed in SEEDS:
+        for length in lengths:
+            text = seed * max(2, length // len(seed))
+            answer = text + "y" + "}" * text.count("{")
+            began = time.process_time()
+            assert score(gold, rf"\boxed{{{answer}}}")["correct"] == 0.0, answer
+            assert time.process_time() - began < 4, answer
+
+
+def test_an_answer_that_runs_out_of_time_is_wrong_and_says_so():
+    before = signal.getsignal(signal.SIGALRM)
+    response = r"\boxed{(x+1)^3 - x^3 - 3x^2 - 2x}"
+    given = score("x+1", response, wrong=-1.0, time_limit_seconds=0.0005)
+    assert given == {"reward": -1.0, "correct": 0.0, "answered": 1.0, "timed_out": 1.0}
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert score("x+1", response)["correct"] == 1.0
+
+
+# Several boxes, and the question.
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{1}, \boxed{2}",
+        r"$x = \boxed{2}$ or $x = \boxed{1}$.",
+        r"The first is $\boxed{1}$. The second is $\boxed{2}$.",
+        "\\boxed{1}\n\n\\boxed{2}",
+        r"So \boxed{1} and \boxed{2}, that is, \boxed{1} and \boxed{2}.",
+        r"First \boxed{1}. So it is \boxed{1, 2}",
+    ],
+)
+def test_the_parts_of_a_list_may_stand_in_several_boxes(response):
+    for gold in ("1, 2", ["1", "2"], r"\{1,2\}"):
+        assert score(gold, response)["correct"] == 1.0
+    assert score(["1", "2", "3"], response)["correct"] == 0.0
+    assert score(["1", "3"], response)["correct"] == 0.0
+
+
+def test_boxes_in_a_list_are_no_way_to_guess():
+    for response in (
+        r"\boxed{4} or \boxed{5}",
+        r"\boxed{4}, \boxed{5}",
+        r"\boxed{4} and \boxed{5}",
+    ):
+        assert score("5", response)["correct"] == 0.0
+        assert score("4", response)["correct"] == 0.0
+    assert score("5", r"\boxed{5}, \boxed{5}")["correct"] == 1.0
+    both = r"It is \boxed{15\frac{39}{40}}, or $\boxed{\frac{639}{40}}$ inches."
+    assert score(r"\frac{639}{40}", both)["correct"] == 1.0
+    assert score("5", r"\boxed{4}? No, it is \boxed{5}")["correct"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("question", "gold", "answer"),
+    [
+        (r"Simplify $\frac{84}{144}$.", r"\frac{7}{12}", r"\frac{84}{144}"),
+        (r"Simplify $\sqrt{45}$.", r"3\sqrt{5}", r"\sqrt{45}"),
+        ("Expand $(x+2)(x+5)$.", "x^2+7x+10", "(x+2)(x+5)"),
+        ("Write 0.75 as a fraction.", r"\frac{3}{4}", "0.75"),
+        ("What is $10^3$?", "1000", "10^3"),
+        ("Factor $x^2 - 1$ completely.", "(x-1)(x+1)", "x^2-1"),
+    ],
+)
+def test_an_expression_copied_from_the_question_is_no_answer(question, gold, answer):
+    messages = [{"role": "user", "content": question}]
+    assert not is_right(gold, answer, prompt=question)
+    assert not is_right(gold, answer, prompt=messages)
+    assert is_right(gold, answer)
+    assert is_right(gold, gold, prompt=f"{question} Is it ${gold}$?")
+    fields = {"prompt": question}
+    given = score(gold, rf"\boxed{{{answer}}}", fields=fields, allow_unevaluated=True)
+    assert given["correct"] == 1.0
+
+
+def test_a_sum_of_letters_is_a_name_only_where_it_is_asked_for():
+    assert is_right("33", "m+n = 33", prompt="It is $m/n$ in lowest terms. Find $m+n$.")
+    assert not is_right("33", "m+n = 33")
+    assert not is_right("33", "m+n = 33", prompt="Let $m+n = 33$. Find $m$.")
 
 
 def test_a_measured_gold_is_met_by_a_rounded_number():
@@ -471,7 +863,9 @@ def test_a_gold_may_be_text_a_number_or_a_list(gold):
     assert is_right(gold, "72")
 
 
-@pytest.mark.parametrize("gold", [None, "", " . ", [], [""], True, {"a": 1}])
+@pytest.mark.parametrize(
+    "gold", [None, "", " . ", [], [""], True, {"a": 1}, float("nan"), float("inf")]
+)
 def test_a_gold_that_is_none_is_refused_aloud(gold):
     with pytest.raises(NoScoreError, match="gold answer"):
         score(gold, r"\boxed{5}")
@@ -482,7 +876,9 @@ def test_a_row_without_a_gold_is_refused_aloud():
         math_reward(Prompt(id=0, fields={"question": "?"}), r"\boxed{5}")
 
 
-@pytest.mark.parametrize("fields", [{"alternatives": "5"}, {"error": "small"}])
+@pytest.mark.parametrize(
+    "fields", [{"alternatives": "5"}, {"error": "small"}, {"error": float("nan")}]
+)
 def test_fields_of_the_wrong_kind_are_refused_aloud(fields):
     with pytest.raises(NoScoreError, match=next(iter(fields))):
         score("5", r"\boxed{4}", fields=fields)

@@ -15,8 +15,7 @@ from types import MappingProxyType
 
 from sortedrl.data.files import Record
 from sortedrl.errors import DataError
-from sortedrl.rewards.boxed import boxed_answer
-from sortedrl.rewards.latex import parts, tidied
+from sortedrl.rewards.maths.reading import boxed_answer, parts, tidied
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")

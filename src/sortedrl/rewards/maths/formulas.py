@@ -5,7 +5,8 @@ Where the library itself fails, or would take for ever:
 - an answer that it cannot read, or cannot compare with the gold, is not equal;
 - a gold that it cannot read is no formula: that is `None`, neither equal nor unequal;
 - an answer with a tower of powers, a huge factorial, or a sum where the gold has none is not
-  equal. This catches the plain cases; for the rest the caller needs a time limit.
+  equal, nor is one that is nested deeper than any answer needs. This catches the plain cases; for
+  the rest the caller needs a time limit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,34 @@ from functools import lru_cache
 from typing import Any
 
 from sortedrl.errors import ConfigError
-from sortedrl.rewards.numerals import without_unit
+from sortedrl.rewards.maths.numbers import without_unit
 
 _LONGEST = 400
+_DEEPEST = 8
+_MOST_BARS = 8
 _OPERATOR = re.compile(r"\\(?:sum|prod|int|oint|lim)(?![A-Za-z])")
+# What is left to be worked out, by kinds: an answer may have those that its gold has.
+_UNEVALUATED = {
+    kind: re.compile(pattern)
+    for kind, pattern in {
+        "sum": r"\\(?:sum|prod|i?int|oint|lim(?:sup|inf)?|sup|inf)(?![A-Za-z])"
+        "|[\u2211\u222b\u220f]",
+        "count": r"!|\\(?:d?t?binom|choose)(?![A-Za-z])",
+        "divisor": r"\b(?:gcd|lcm|hcf|GCD|LCM|HCF)\b|\\(?:gcd|lcm|phi|varphi|sigma|tau)\s?\(",
+        "remainder": r"\\(?:bmod|pmod|mod)(?![A-Za-z])|\bmod\b|%\s?[0-9]",
+        "floor": r"\\[lr](?:floor|ceil)(?![A-Za-z])",
+        "extreme": r"\\(?:max|min|det|deg|dim|arg)(?![A-Za-z])",
+        "angle": r"\\(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?(?![A-Za-z])|\\(?:Re|Im)(?![A-Za-z])",
+        "logarithm": r"\\(?:log|ln|lg|exp)(?![A-Za-z])|e\s?\^",
+        "root": r"\\sqrt(?![A-Za-z])|\^\s?\{[^{}]*+[/.]|\^\s?\{[^{}]*+\\frac",
+    }.items()
+}
 _FACTORIAL = re.compile(r"\d{4}[\s)}]*!|![\s)}]*!|binom\s*\{\s*\d{5}")
 _RAISED = re.compile(r"[)}]\^")
 _EXPONENT = re.compile(r"\^\s*(?:[{(](?P<group>.*)|(?P<token>-?\d+|.))", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ")
+_DEGREES = re.compile(r"(?<![0-9.])([0-9]++(?:\.[0-9]++)?) ?\^\\circ")
 _SYMBOL = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
 _IMAGINARY = re.compile(r"(?<![A-Za-z_\\])i(?=[A-Za-z]?(?![A-Za-z]))")
 # Names that the library cannot read, because it takes E and e for Euler's number.
@@ -48,7 +67,9 @@ def same_formula(gold: str, answer: str, *, decimals: int) -> bool | None:
     """
     if not _TRIGONOMETRY.search(gold):
         gold, answer = without_unit(gold), without_unit(answer)
-    if len(answer) > _LONGEST or set(_costs(answer)) - set(_costs(gold)):
+    if len(answer) > _LONGEST or _depth(answer) > _DEEPEST or answer.count("|") > _MOST_BARS:
+        return False
+    if set(_costs(answer)) - set(_costs(gold)):
         return False
     if _SYMBOL.fullmatch(gold):
         # The library compares a lone symbol by its letters, so that 2x/2 would not be x.
@@ -64,6 +85,20 @@ def same_formula(gold: str, answer: str, *, decimals: int) -> bool | None:
         timeout_seconds=None,
     )
     return bool(is_equal)
+
+
+def unevaluated(formula: str) -> set[str]:
+    """The kinds of operations in a formula that are left to be worked out."""
+    return {kind for kind, pattern in _UNEVALUATED.items() if pattern.search(formula)}
+
+
+def _depth(formula: str) -> int:
+    """How deep its brackets are nested, of whatever kind."""
+    depth = deepest = 0
+    for sign in formula:
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _costs(formula: str) -> Iterator[str]:
