@@ -34,7 +34,12 @@ def segments(draw):
 def states(draw):
     def trajectory(number, *, is_ready=False):
         return Trajectory(
-            prompt=Prompt(id=number, tokens=draw(token_lists), fields=draw(fields)),
+            prompt=Prompt(
+                id=number,
+                tokens=draw(token_lists),
+                fields=draw(fields),
+                end=draw(st.none() | st.text(max_size=5)),
+            ),
             sample_index=0,
             group=draw(st.integers(0, 3)),
             seed=draw(st.integers(0, 2**64 - 1)),

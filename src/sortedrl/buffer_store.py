@@ -38,7 +38,7 @@ def save_buffer(state: BufferState, path: Path) -> None:
         "next_prompt": state.next_prompt,
         "num_trained": state.num_trained,
         "prompts": [
-            [prompt.id, payload.tokens(prompt.tokens), dict(prompt.fields)]
+            [prompt.id, payload.tokens(prompt.tokens), dict(prompt.fields), prompt.end]
             for prompt in prompts.values()
         ],
     }
@@ -112,8 +112,10 @@ def _row(trajectory: Trajectory, payload: _Payload) -> list[object]:
 
 def _state(header: dict[str, Any], reader: _Reader) -> BufferState:
     prompts = {
-        number: Prompt(id=number, tokens=reader.read(tokens), fields=fields)
-        for number, tokens, fields in header["prompts"]
+        number: Prompt(
+            id=number, tokens=reader.read(tokens), fields=fields, end=end[0] if end else None
+        )
+        for number, tokens, fields, *end in header["prompts"]
     }
     lists = {
         name: tuple(_trajectory(row, prompts, reader) for row in header[name]) for name in _LISTS

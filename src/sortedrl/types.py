@@ -31,6 +31,9 @@ class Prompt:
     id: int
     tokens: Sequence[int] = ()
     fields: Mapping[str, object] = field(default_factory=lambda: _NO_FIELDS)
+    """What the reward is given: the columns of the row under their own names."""
+    end: str | None = None
+    """How the text ends that the model sees; `None` where it is not known."""
 
     def __eq__(self, other: object) -> bool:
         """Equal content is equal, whatever sequence type holds the tokens."""
@@ -39,6 +42,7 @@ class Prompt:
             and self.id == other.id
             and list(self.tokens) == list(other.tokens)
             and self.fields == other.fields
+            and self.end == other.end
         )
 
     def __hash__(self) -> int:

@@ -88,7 +88,7 @@ def _task(spec: str, given: Arguments) -> Task:
     # Only the rows are looked at here, so rows of the user's own need no reward.
     is_own = spec.partition(":")[0] not in TASKS
     reward = reward_from("logic") if is_own else None
-    return opened(spec, folder=given.folder, reward=reward, data=given.data)
+    return opened(spec, split=None, folder=given.folder, reward=reward, data=given.data)
 
 
 def _list(given: Arguments) -> None:
@@ -103,20 +103,33 @@ def _list(given: Arguments) -> None:
 def _generate(tasks: Sequence[Task], given: Arguments) -> None:
     require(given.out is not None, "give the file to write: --out rows.jsonl")
     assert given.out is not None
-    lines = [json.dumps(_plain(row), ensure_ascii=False) for task in tasks for row in task.rows]
+    rows = [row for task in tasks for row in task.rows]
+    lines = [json.dumps(_plain(row), ensure_ascii=False) for row in rows]
     write_text(given.out, "\n".join(lines) + "\n")
     print(f"{len(lines):,} rows", file=sys.stderr)
+    if any("prompt" in row.fields for row in rows):
+        print(
+            f"note: the column prompt now holds the prompts, from {given.data.prompt_field!r}; "
+            "what the rows had in a column of that name is left out",
+            file=sys.stderr,
+        )
 
 
 def _plain(row: Row) -> dict[str, object]:
-    return {"prompt": row.prompt if isinstance(row.prompt, str) else list(row.prompt), **row.fields}
+    """The row as it is written: whatever column the prompt was taken from, it is `prompt`."""
+    prompt = row.prompt if isinstance(row.prompt, str) else list(row.prompt)
+    return {"prompt": prompt, **{k: v for k, v in row.fields.items() if k != "prompt"}}
 
 
 def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) -> None:
     require(given.count >= 1, f"count must be at least 1, got {given.count}")
     chosen = [(task, row) for task in tasks for row in _spread(task.rows, given.count)]
     if given.json:
-        print(json.dumps([_plain(row) | {"task": task.name} for task, row in chosen], indent=2))
+        # A column of the row that is called so stays as it is.
+        shown = [_plain(row) for _, row in chosen]
+        for (task, _), row in zip(chosen, shown, strict=True):
+            row.setdefault("task", task.name)
+        print(json.dumps(shown, indent=2))
         return
     for task, row in chosen:
         print(f"── {task.name}, {row.place} ".ljust(_width(), "─"))
@@ -184,6 +197,11 @@ def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments)
 
 def _measured(task: Task, tokenizer: Tokenizer | None, given: Arguments) -> dict[str, object]:
     """Counts and lengths of a task's rows."""
+    require(
+        given.max_prompt_tokens is None or given.max_prompt_tokens >= 1,
+        f"max_prompt_tokens must be at least 1, got {given.max_prompt_tokens}; leave it out for "
+        "no limit",
+    )
     prompts = [_prompt_length(row, tokenizer, given.data) for row in task.rows]
     longest = given.max_prompt_tokens
     responses = [

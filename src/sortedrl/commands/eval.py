@@ -110,7 +110,8 @@ def _tasks(given: Arguments) -> list[Task]:
     require(bool(given.tasks), "give at least one task with --tasks; see sortedrl data --help")
     reward = None if given.reward is None else reward_from(given.reward)
     tasks = [
-        opened(spec, folder=given.folder, reward=reward, data=given.data) for spec in given.tasks
+        opened(spec, split="test", folder=given.folder, reward=reward, data=given.data)
+        for spec in given.tasks
     ]
     if len({task.name for task in tasks}) < len(tasks):
         raise ConfigError(f"each task can be given once, got {', '.join(given.tasks)}")

@@ -67,12 +67,21 @@ def rendered(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> Rendered:
     messages = _messages(row)
     _refuse_chat_tags(messages, row)
     is_begun = messages[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        list(messages),
-        tokenize=False,
-        add_generation_prompt=not is_begun,
-        continue_final_message=is_begun,
-    )
+    from jinja2 import TemplateError  # comes with what gives tokenizers
+
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=not is_begun,
+            continue_final_message=is_begun,
+        )
+    except (TemplateError, ValueError) as error:
+        raise DataError(
+            row.place,
+            f"the tokenizer's chat template refuses the prompt ({error}); change its messages, or "
+            "set data.chat to 'off'",
+        ) from error
     return Rendered(text, tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sortedrl.data.files import Record, plain
+from sortedrl.data.files import Record, record_of
 from sortedrl.errors import ConfigError, DataError
 
 
@@ -13,6 +13,7 @@ def read_hub(name: str, *, subset: str | None, split: str) -> Iterator[Record]:
     """The records of one split of a data set, in order."""
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ConfigError(
             f"{name}: reading data sets by name needs `datasets`; pip install 'sortedrl[data]'"
@@ -20,15 +21,19 @@ def read_hub(name: str, *, subset: str | None, split: str) -> Iterator[Record]:
     try:
         if (Path(name) / "dataset_info.json").exists():
             loaded = datasets.load_from_disk(name)
+            if loaded.split not in (None, split):
+                raise ValueError(f"it is the split {str(loaded.split)!r}")
         elif (Path(name) / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(name)[split]
         else:
             loaded = datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, DatasetsError) as error:
         raise DataError(
             name,
             f"cannot be loaded as a data set with split {split!r}: {error}; "
-            "check the name and the connection, or give a local file",
+            "check the name and the connection, name another split (split=...), or give a local "
+            "file",
         ) from error
-    for number, values in enumerate(loaded, start=1):
-        yield Record(f"{name}/{split}:{number}", {key: plain(v) for key, v in values.items()})
+    # Plain Python values, whatever the data set was saved to give.
+    for number, values in enumerate(loaded.with_format(None), start=1):
+        yield record_of(values, f"{name}/{split}:{number}")

@@ -20,10 +20,13 @@ class Row:
     prompt: str | tuple[Message, ...]
     fields: Mapping[str, object]
     place: str
+    question: str | None = None
+    """What is asked, without the instructions around it; `None` where they are not told apart."""
 
     @property
     def text(self) -> str:
         """The question as a person reads it: the last thing the user says."""
         if isinstance(self.prompt, str):
             return self.prompt
-        return self.prompt[-1]["content"]
+        said = [message["content"] for message in self.prompt if message["role"] == "user"]
+        return said[-1] if said else self.prompt[-1]["content"]

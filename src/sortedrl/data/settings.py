@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sortedrl.config import require
+from sortedrl.data.files import is_utf8
+
 ChatUse = Literal["auto", "on", "off"]
 
 
@@ -22,3 +25,10 @@ class DataSettings:
     chat: ChatUse = "auto"
     """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
     on: the same, and a tokenizer without a template is refused. off: plain text as it stands."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.system is None or is_utf8(self.system),
+            f"system must be UTF-8 text, got {self.system!a:.80}",
+        )

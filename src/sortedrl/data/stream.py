@@ -11,7 +11,6 @@ same prompts under the same ids, in the middle of an epoch too.
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,10 @@ class TokenizedRow:
 
     tokens: Sequence[int]
     fields: Mapping[str, object]
+    question: str = ""
+    """As a person reads it."""
+    end: str | None = None
+    """How the text ends that the model sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ def tokenized(
     kept, num_too_long = [], 0
     for number, row in enumerate(rows, start=1):
         prompt = rendered(row, tokenizer, chat=chat)
-        if len(prompt.tokens) > (max_prompt_tokens or math.inf):
+        if max_prompt_tokens is not None and len(prompt.tokens) > max_prompt_tokens:
             num_too_long += 1
         else:
-            kept.append(TokenizedRow(array("i", prompt.tokens), _fields(row, prompt)))
+            kept.append(_tokenized(row, prompt))
         if advance is not None:
             advance(number)
     if not kept:
@@ -128,7 +131,7 @@ class PromptStream:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
         row = self._rows[self._order[place]]
-        return Prompt(id=position, tokens=row.tokens, fields=row.fields)
+        return Prompt(id=position, tokens=row.tokens, fields=row.fields, end=row.end)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         rows = range(len(self._rows))
@@ -137,8 +140,17 @@ class PromptStream:
         return sorted(rows, key=lambda row: mix(self._seed, epoch, row))
 
 
-def _fields(row: Row, rendered: Rendered) -> Mapping[str, object]:
-    """What the reward finds: the row, its place, and how the text the model saw ends."""
+def _tokenized(row: Row, rendered: Rendered) -> TokenizedRow:
+    """The row with what the reward finds: its columns, its prompt and its place.
+
+    Columns of the row's own come first: `prompt`, `prompt_end` and `place` are only added where
+    the row has no columns of these names.
+    """
     prompt = row.prompt if isinstance(row.prompt, str) else [dict(m) for m in row.prompt]
     end = rendered.text[-_END_CHARACTERS:]
-    return {**row.fields, "prompt": prompt, "prompt_end": end, "place": row.place}
+    return TokenizedRow(
+        tokens=array("i", rendered.tokens),
+        fields={"prompt": prompt, "prompt_end": end, "place": row.place, **row.fields},
+        question=row.text,
+        end=end,
+    )

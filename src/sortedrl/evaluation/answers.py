@@ -91,8 +91,13 @@ def in_order(levels: Iterable[str]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Words before numbers; of two numbers without leading zeros the longer is the larger."""
     pieces = re.split(r"([0-9]+)", name)
-    return [(1, int(piece), "") if piece.isdigit() else (0, 0, piece) for piece in pieces if piece]
+    return [
+        (1, len(piece.lstrip("0")), piece.lstrip("0")) if number % 2 else (0, 0, piece)
+        for number, piece in enumerate(pieces)
+        if piece
+    ]
 
 
 def _check_siblings(answers: Sequence[Answer], *, place: str) -> None:

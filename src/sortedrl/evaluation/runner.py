@@ -7,7 +7,7 @@ the noise of an answer depends on the seed, its task, its row and its number, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedrl.data.stream import TokenizedRow
@@ -63,7 +63,7 @@ class Runner:
         first = 0
         for question in questions:
             for index, row in enumerate(question.rows):
-                prompt = Prompt(id=first + index, tokens=row.tokens, fields=row.fields)
+                prompt = Prompt(id=first + index, tokens=row.tokens, fields=row.fields, end=row.end)
                 self._questions[prompt.id] = (question, index)
                 self._trajectories += [
                     Trajectory(
@@ -133,7 +133,7 @@ def _answer(
         prompt_id=index,
         sample_index=trajectory.sample_index,
         level=_words(fields.get("level")),
-        question=_question(fields),
+        question=question.rows[index].question,
         gold=_words(fields.get("answer")),
         response=response,
         reward=None if score is None else score.reward,
@@ -145,14 +145,6 @@ def _answer(
         finish_reason=trajectory.finish_reason,
         failure=outcome.failure,
     )
-
-
-def _question(fields: Mapping[str, object]) -> str:
-    prompt = fields["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    assert isinstance(prompt, list)
-    return str(prompt[-1]["content"])
 
 
 def _words(value: object) -> str | None:

@@ -68,9 +68,11 @@ def conclusion(response: str, *, is_prefilled: bool = False) -> str:
 def starts_in_thoughts(prompt: Prompt) -> bool:
     """Whether the text the model saw ends in `<think>`, so that a response starts inside it.
 
-    `prompt_end` says how that text ends; without it the prompt itself is looked at.
+    Where it is not known how that text ends, `prompt_end` or `prompt` among the fields say.
     """
-    seen = prompt.fields.get("prompt_end", prompt.fields.get("prompt"))
+    seen: object = prompt.end
+    if seen is None:
+        seen = prompt.fields.get("prompt_end", prompt.fields.get("prompt"))
     if isinstance(seen, Sequence) and not isinstance(seen, str):
         last = seen[-1] if seen else None
         seen = last.get("content") if isinstance(last, Mapping) else None

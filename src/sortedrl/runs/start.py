@@ -75,7 +75,13 @@ def _cut_off(out: Path) -> str:
 
 def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
     """Train on written answers until the run ends."""
-    task = opened(settings.task, folder=settings.folder, reward=_NO_REWARD, data=settings.data)
+    task = opened(
+        settings.task,
+        split="train",
+        folder=settings.folder,
+        reward=_NO_REWARD,
+        data=settings.data,
+    )
     from sortedrl.runs.supervised import supervised_run
 
     with Stopping(tell) as stopping, progress(1.0) as advance:

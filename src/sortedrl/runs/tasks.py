@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sortedrl.config import require
+from sortedrl.data.files import SUFFIXES
 from sortedrl.data.settings import DataSettings
+from sortedrl.errors import ConfigError
 from sortedrl.rewards.source import RewardSource
 from sortedrl.tasks.catalogue import open_task, reward_from
-from sortedrl.tasks.spec import options_from
-from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress
-from sortedrl.training.settings import TrainSettings
+from sortedrl.tasks.knights.canonical import Split
+from sortedrl.tasks.spec import options_from, parsed
+from sortedrl.tasks.task import Task, shared_rows
+from sortedrl.terminal import progress, tell
+from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
 
 
 def opened(
-    spec: str, *, folder: Path | None, reward: RewardSource | None, data: DataSettings
+    spec: str,
+    *,
+    split: Split | None,
+    folder: Path | None,
+    reward: RewardSource | None,
+    data: DataSettings,
 ) -> Task:
-    """The task of a spec; without a folder the one that $SORTEDRL_DATA names is taken."""
+    """The task of a spec; without a folder the one that $SORTEDRL_DATA names is taken.
+
+    `split` is what its user takes where the spec names none; to train on another is warned of.
+    """
+    if split == "train":
+        _warn_of_test_rows(spec)
     environment = os.environ.get("SORTEDRL_DATA")
     with progress(1.0) as show:
         return open_task(
             spec,
+            split=split,
             folder=folder or (Path(environment) if environment else None),
             reward=reward,
             data=data,
@@ -32,14 +47,14 @@ def opened(
 
 
 def training_tasks(settings: TrainSettings) -> tuple[Task, list[Task]]:
-    """The task that a run is trained on, and those it is evaluated on.
+    """The task that a run is trained on, and those it is evaluated on, with other rows.
 
     The options of the reward hold for held-out tasks that are scored by the same function too.
     """
     options = options_from(settings.reward_options)
-    task, *held_out = (
-        _with_reward(settings, spec) for spec in (settings.task, *settings.evaluation.tasks)
-    )
+    task = _with_reward(settings, settings.task, split="train")
+    held_out = [_with_reward(settings, spec, split="test") for spec in settings.evaluation.tasks]
+    task = _apart(task, held_out, settings.evaluation)
     function = task.reward.function
     return _with_options(task, options), [
         _with_options(other, options) if other.reward.function == function else other
@@ -47,9 +62,51 @@ def training_tasks(settings: TrainSettings) -> tuple[Task, list[Task]]:
     ]
 
 
-def _with_reward(settings: TrainSettings, spec: str) -> Task:
+def _warn_of_test_rows(spec: str) -> None:
+    if spec.lower().endswith(SUFFIXES):
+        return
+    split = parsed(spec)[1].get("split", "train")
+    if "test" in split:
+        tell(
+            f"warning: {spec} trains on the split {split!r}, which is kept for evaluation; "
+            "scores of this model on it will mean nothing"
+        )
+
+
+def _apart(task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation) -> Task:
+    """The task without rows that are evaluated on; by default a task that has such is refused."""
+    if evaluation.shared_rows == "allow":
+        return task
+    left_out: set[int] = set()
+    for other in held_out:
+        asked = other.rows[: evaluation.limit]
+        shared = shared_rows(task.rows, asked)
+        if not shared.asked:
+            continue
+        found = (
+            f"{len(shared.asked):,} of the {len(asked):,} rows of {other.name} ask what is "
+            f"trained on in {task.name} (the first: {asked[shared.asked[0]].place})"
+        )
+        if evaluation.shared_rows == "refuse":
+            raise ConfigError(
+                f"evaluation.tasks must not ask what is trained on, but {found}; evaluate on "
+                "other rows (another split, seed or file), or set evaluation.shared_rows to "
+                "leave_out, so that they are not trained on, or to allow"
+            )
+        tell(f"{found}; {len(shared.trained):,} rows are not trained on")
+        left_out |= shared.trained
+    rows = [row for number, row in enumerate(task.rows) if number not in left_out]
+    require(
+        bool(rows),
+        f"evaluation.shared_rows is leave_out, and every row of {task.name} is evaluated on; "
+        "evaluate on other rows",
+    )
+    return replace(task, rows=rows) if left_out else task
+
+
+def _with_reward(settings: TrainSettings, spec: str, *, split: Split) -> Task:
     reward = None if settings.reward is None else reward_from(settings.reward)
-    return opened(spec, folder=settings.folder, reward=reward, data=settings.data)
+    return opened(spec, split=split, folder=settings.folder, reward=reward, data=settings.data)
 
 
 def _with_options(task: Task, options: Mapping[str, object]) -> Task:

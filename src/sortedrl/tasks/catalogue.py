@@ -1,12 +1,15 @@
 """All tasks by name: what a spec such as `gsm8k:split=train` stands for.
 
 knights_knaves    generated puzzles                people=3-7,count=1000,seed=0,split=train
-logic_rl          the published puzzles            path=FOLDER
+logic_rl          the published puzzles            path=FOLDER,split=train
 gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv, mawps
-                  maths questions                  split=test
+                  maths questions                  split=train
 reasoning_gym     a task of reasoning-gym          name=countdown,count=100
 rows.jsonl        the user's own file (.jsonl, .json, .parquet)
 owner/name        the user's own data set by its hub name, or a folder with it: split=train
+
+Where a spec names no split, it is the one that its user asks for: training takes train, evaluation
+takes test. A set that has no such split is refused, so that nobody trains on test rows unawares.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from sortedrl.data.columns import rows_of, with_system
 from sortedrl.data.files import SUFFIXES, read_records
 from sortedrl.data.hub import read_hub
 from sortedrl.data.settings import DataSettings
-from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.rewards.source import RewardSource
 from sortedrl.tasks.gym import GymSettings, gym_rows
+from sortedrl.tasks.knights.canonical import Split
 from sortedrl.tasks.knights.published import published_rows
 from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
 from sortedrl.tasks.maths import MathsSettings, maths_rows
@@ -53,6 +57,8 @@ class PublishedSettings:
 
     path: Path
     """A file, or a folder with files at any depth."""
+    split: Split | None = None
+    """Of a folder, leave out the files whose names begin with the other split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class HubSettings:
 def open_task(
     spec: str,
     *,
+    split: Split | None = None,
     folder: Path | None = None,
     reward: RewardSource | None = None,
     data: DataSettings | None = None,
@@ -75,18 +82,23 @@ def open_task(
 ) -> Task:
     """The task a spec stands for.
 
-    `folder` holds the files of the maths sets and of the published puzzles. A `reward` given takes
-    the place of the task's own; the user's own rows need one. `data` says which column is what in
-    the user's own rows, and which system message to put before the prompts of all. Where making
-    rows takes long, `advance` is told what share of them is there.
+    `split` is taken where the spec names none, and refused where there is none of that name;
+    without either it is `train` wherever there is one. `folder` holds the files of the maths sets
+    and of the published puzzles. A `reward` given takes the place of the task's own; the user's own
+    rows need one. `data` says which column is what in the user's own rows, and which system message
+    to put before the prompts of all. Where making rows takes long, `advance` is told what share of
+    them is there.
     """
     data = data if data is not None else DataSettings()
-    name, options = parsed(spec)
+    is_file = spec.lower().endswith(SUFFIXES) and Path(spec).is_file()
+    name, options = (spec, {}) if is_file else parsed(spec)
     if name in TASKS:
-        task = _built_in(spec, name, options, folder=folder, advance=advance)
+        task = _built_in(spec, name, options, split=split, folder=folder, advance=advance)
         task = task if reward is None else replace(task, reward=reward)
     else:
-        task = _own(spec, name, options, reward=reward, data=data)
+        task = _own(spec, name, options, split=split, reward=reward, data=data)
+    if not task.rows:
+        raise DataError(spec, "must hold at least one row, has none; check the path and the split")
     if data.system is None:
         return task
     return replace(task, rows=[with_system(row, data.system) for row in task.rows])
@@ -118,15 +130,16 @@ def _own(
     name: str,
     options: Mapping[str, str],
     *,
+    split: Split | None,
     reward: RewardSource | None,
     data: DataSettings,
 ) -> Task:
     """Rows of the user's own."""
-    if name.endswith(SUFFIXES):
+    if name.lower().endswith(SUFFIXES) or Path(name).is_file():
         require(not options, f"task {spec!r}: a file has no options")
         records = read_records(Path(name))
     elif "/" in name or Path(name).is_dir():
-        hub = settings_from(HubSettings, options, spec=spec)
+        hub = settings_from(HubSettings, {"split": split or "train", **options}, spec=spec)
         records = read_hub(name, subset=hub.subset, split=hub.split)
     else:
         raise ConfigError(
@@ -146,9 +159,12 @@ def _built_in(
     name: str,
     options: Mapping[str, str],
     *,
+    split: Split | None,
     folder: Path | None,
     advance: Callable[[float], None] | None,
 ) -> Task:
+    if split is not None and name in ("knights_knaves", "logic_rl"):
+        options = {"split": split, **options}
     if name == "knights_knaves":
         knights = settings_from(KnightsSettings, options, spec=spec)
         reward = REWARDS["compact" if knights.style == "compact" else "logic"]
@@ -160,11 +176,39 @@ def _built_in(
         if "path" not in options:
             raise ConfigError("task logic_rl needs the path of its files: logic_rl:path=FOLDER")
         published = settings_from(PublishedSettings, options, spec=spec)
-        rows = published_rows(published.path)
+        rows = published_rows(published.path, split=published.split)
         return Task(name=spec, rows=rows, reward=REWARDS["logic"])
     if name == "reasoning_gym":
         gym = settings_from(GymSettings, options, spec=spec)
         return Task(name=spec, rows=gym_rows(gym), reward=REWARDS["reasoning_gym"])
-    where = {} if "folder" in options else {"folder": folder}
-    maths = settings_from(MathsSettings, options, spec=spec, name=name, **where)
+    if "folder" in options:
+        folder = Path(options["folder"])
+    elif folder is not None:
+        options = {"folder": str(folder), **options}
+    if "split" not in options:
+        options = {"split": _maths_split(spec, name, split, folder=folder), **options}
+    maths = settings_from(MathsSettings, options, spec=spec, name=name)
     return Task(name=spec, rows=maths_rows(maths), reward=REWARDS["maths"])
+
+
+def _maths_split(spec: str, name: str, split: Split | None, *, folder: Path | None) -> str:
+    """The split of a maths set that is meant where none is named."""
+    found = MATHS_SETS[name]
+    splits = found.hub_splits if folder is None else found.files
+    if split is None:
+        return next(iter(splits))  # train comes first
+    if split in splits:
+        return split
+    other = next(iter(splits))
+    where = "" if folder is None or split not in found.hub_splits else f" in {folder}"
+    hub = f", leave out the folder ({found.hub} on the hub has one)" if where else ""
+    if split == "train":
+        raise ConfigError(
+            f"task {spec!r}: training takes the split 'train', and {name} has none{where}, only "
+            f"rows to evaluate on; train on another set, such as gsm8k or math{hub}, or write "
+            f"{name}:split={other} to train on its test rows all the same"
+        )
+    raise ConfigError(
+        f"task {spec!r}: evaluation takes the split 'test', and {name} has none{where}; evaluate "
+        f"on another set, such as gsm8k or math500{hub}, or write {name}:split={other}"
+    )

@@ -112,6 +112,7 @@ def _row(
         prompt=({"role": "user", "content": content},),
         fields=found,
         place=f"reasoning_gym/{settings.name}, seed {settings.seed}: {number + 1}",
+        question=question,
     )
 
 

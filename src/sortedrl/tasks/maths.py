@@ -29,7 +29,8 @@ class MathsSettings:
     """The set: gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv or
     mawps."""
     split: str = "test"
-    """train or test; only gsm8k has both in files, math has only train."""
+    """train or test; only gsm8k has both in files, math has only train. Training takes train and
+    evaluation test, unless told otherwise."""
     folder: Path | None = None
     """The folder with the files of the sets, one folder each; by default they are loaded from
     the hub."""
@@ -81,4 +82,9 @@ def _row(example: Example, place: str, settings: MathsSettings) -> Row:
     fields: dict[str, object] = {"answer": example.answer, **example.fields}
     if settings.split == "train" and example.solution is not None:
         fields["response"] = example.solution
-    return Row(prompt=({"role": "user", "content": content},), fields=fields, place=place)
+    return Row(
+        prompt=({"role": "user", "content": content},),
+        fields=fields,
+        place=place,
+        question=question,
+    )

@@ -7,6 +7,7 @@ Golds come out normal: no `$`, no thousands separators, `27` instead of `27.0`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _COUNTED = re.compile(r"(?P<answer>.*\S)\s+\((?P<unit>[^()]*)\)", re.DOTALL)
 _SOLVED_BEFORE = "Final answer: The final answer is"
+_MOST_DIGITS = 18
 _TEST_ONLY: Mapping[str, str] = MappingProxyType({"test": "test"})
 
 
@@ -83,8 +85,8 @@ def _math(record: Record) -> Example | None:
 
 def _aime(record: Record) -> Example:
     answer = _text(record, "answer").strip()
-    if not answer.isdecimal():
-        raise DataError(record.place, f"the answer must be a whole number, got {answer!r}")
+    if not answer.isdecimal() or len(answer) > _MOST_DIGITS:
+        raise DataError(record.place, f"the answer must be a whole number, got {answer!r:.80}")
     return Example(
         question=_text(record, "problem", "question"),
         answer=str(int(answer)),
@@ -143,9 +145,12 @@ def _error(record: Record) -> float | None:
     if error is None:
         return None
     try:
-        return float(str(error))
+        tolerance = float(str(error))
     except ValueError as reason:
-        raise DataError(record.place, f"error must be a number, got {error!r}") from reason
+        raise DataError(record.place, f"error must be a number, got {error!r:.80}") from reason
+    if not math.isfinite(tolerance):
+        raise DataError(record.place, f"error must be a finite number, got {error!r:.80}")
+    return tolerance
 
 
 def _svamp(record: Record) -> Example:
@@ -290,11 +295,15 @@ def _number(record: Record, *names: str) -> str:
         raise DataError(
             record.place, f"`{names[0]}` must be a number, got {value!r:.80}"
         ) from error
+    if not math.isfinite(number):
+        raise DataError(record.place, f"`{names[0]}` must be a finite number, got {value!r:.80}")
     return str(int(number)) if number.is_integer() else f"{number:.12g}"
 
 
 def _level(record: Record, *names: str) -> int | None:
     """The level as a whole number: 5, 5.0 or `Level 5`; `None` where it is not known."""
     value = _column(record, *names)
-    digits = re.search(r"\d+", str(value))
-    return None if digits is None or digits[0] == "0" else int(digits[0])
+    digits = re.search(r"[0-9]+", str(value))
+    if digits is None or digits[0] == "0" or len(digits[0]) > _MOST_DIGITS:
+        return None
+    return int(digits[0])

@@ -32,6 +32,8 @@ def parsed(spec: str) -> tuple[str, Mapping[str, str]]:
             raise ConfigError(
                 f"task {spec!r}: an option must be written option=value, got {part!r}"
             )
+        if option.strip() in options:
+            raise ConfigError(f"task {spec!r}: the option {option.strip()} must be given once")
         options[option.strip()] = value.strip()
     return name, options
 

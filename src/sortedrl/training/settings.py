@@ -66,7 +66,10 @@ class PeriodicEvaluation:
     """What the model is asked now and then, and when it is good enough."""
 
     tasks: tuple[str, ...] = ()
-    """Held-out tasks, such as knights_knaves:people=3-7,split=test,count=200."""
+    """Held-out tasks, such as knights_knaves:people=3-7,count=200; by default their split test."""
+    shared_rows: Literal["refuse", "leave_out", "allow"] = "refuse"
+    """What to do about held-out rows that ask what is trained on: refuse the run, leave them out
+    of the training, or allow them."""
     every: int = 50
     """Updates between two evaluations; there is one before the first update and one at the end."""
     samples: int = 1
@@ -104,7 +107,8 @@ class TrainSettings:
     model: str = "tiny"
     """A hub name, a folder, a GGUF file, or tiny: a small model made from nothing."""
     task: str = "knights_knaves:people=3-5,count=4096,style=compact"
-    """What it is trained on: a task (sortedrl data --help), a file of rows, or a hub name."""
+    """What it is trained on: a task (sortedrl data --help), a file of rows, or a hub name; by
+    default its split train."""
     out: Path = Path("runs/train")
     """The folder of the run: config, events, metrics, checkpoints, the trained model."""
     seed: int = 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from sortedrl.data.files import Record, read_records
 from sortedrl.data.row import Row
 from sortedrl.errors import DataError, unknown_name
+from sortedrl.tasks.knights.canonical import Split
 from sortedrl.tasks.knights.cast import Roles
 from sortedrl.tasks.knights.puzzle import parse_puzzle
 from sortedrl.tasks.knights.rows import row_in_words
@@ -21,16 +22,25 @@ from sortedrl.tasks.knights.solver import solutions
 _Value = TypeVar("_Value")
 
 
-def published_rows(path: Path) -> list[Row]:
+def published_rows(path: Path, *, split: Split | None = None) -> list[Row]:
     """The rows of a Parquet file, or of all such files in a folder and the folders inside it.
 
+    Of a folder the files whose names begin with another split than `split` are left out.
     Their place is `file:row`, with rows counted from 1.
     """
     if not path.is_dir():
         return _rows(path)
-    files = sorted(path.rglob("*.parquet"))
-    if not files:
+    found = sorted(path.rglob("*.parquet"))
+    if not found:
         raise DataError(path, "a folder of puzzles must hold Parquet files, found none")
+    others = [name for name in get_args(Split) if split is not None and name != split]
+    files = [file for file in found if not file.stem.startswith(tuple(others))]
+    if not files:
+        raise DataError(
+            path,
+            f"must hold files of the split {split!r}, found only {found[0].name} and the like; "
+            f"write split={others[0]} to take them all the same",
+        )
     return [row for file in files for row in _rows(file)]
 
 
