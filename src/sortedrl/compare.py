@@ -16,6 +16,10 @@ from sortedrl.simulate.lengths import Lengths
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Key, Prompt
 
+PREDICTION_ERROR = 0.1
+"""The error of a simulated speed: most of the runs in docs/results.md are predicted to this share.
+Differences that are smaller say nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

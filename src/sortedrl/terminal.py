@@ -1,7 +1,8 @@
 """Words, tables and progress on the terminal.
 
 Results go to standard output; progress goes to standard error, live on a terminal and as an
-occasional plain line elsewhere.
+occasional plain line elsewhere. Nothing that is shown is read as markup, and what would move the
+cursor is replaced: names come from users, and from files of others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from sortedrl.errors import DataError
 from sortedrl.whole_file import write_whole
@@ -32,12 +34,13 @@ def progress(total: float) -> Iterator[Advance]:
     if not console.is_terminal:
         yield _plain(total)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as live:
         task = live.add_task("", total=total)
 
         def advance(what: str, done: float) -> None:
-            live.update(task, description=what, completed=done)
+            live.update(task, description=one_line(what), completed=done)
 
         yield advance
 
@@ -48,15 +51,24 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for number, name in enumerate(columns):
         # Where the terminal is too narrow, names are folded and numbers stay whole.
         if number:
-            grid.add_column(name, justify="right", no_wrap=True)
+            grid.add_column(Text(one_line(name)), justify="right", no_wrap=True)
         else:
-            grid.add_column(name, overflow="fold")
+            grid.add_column(Text(one_line(name)), overflow="fold")
     for row in rows:
-        grid.add_row(*row)
+        grid.add_row(*(Text(one_line(cell)) for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
     console.print(grid)
+
+
+def one_line(text: str) -> str:
+    """The text as one line that only shows and does nothing else.
+
+    >>> one_line("[easy]" + chr(27) + "[2J" + chr(10))
+    '[easy]�[2J�'
+    """
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def tell(line: str) -> None:

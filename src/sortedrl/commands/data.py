@@ -25,7 +25,7 @@ from sortedrl.evaluation.answers import in_order
 from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import write_text
+from sortedrl.terminal import one_line, write_text
 
 HELP = """Make tasks, look at them, measure them.
 
@@ -132,7 +132,7 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
         print(json.dumps(shown, indent=2))
         return
     for task, row in chosen:
-        print(f"── {task.name}, {row.place} ".ljust(_width(), "─"))
+        print(one_line(f"── {task.name}, {row.place} ").ljust(_width(), "─"))
         if tokenizer is None:
             _say_messages(row)
         else:
@@ -168,8 +168,9 @@ def _say_messages(row: Row) -> None:
 
 
 def _say(name: str, text: str) -> None:
+    name = one_line(name)
     wrapped = [
-        part
+        one_line(part)
         for line in text.splitlines() or [""]
         for part in textwrap.wrap(line, _width() - 4, break_on_hyphens=False) or [""]
     ]
@@ -234,13 +235,13 @@ def _length(text: str, tokenizer: Tokenizer | None) -> int:
 
 
 def _print_stats(task: Task, measured: Mapping[str, object], *, unit: str) -> None:
-    print(f"{task.name}: {len(task.rows):,} rows")
+    print(f"{one_line(task.name)}: {len(task.rows):,} rows")
     if measured["too_long"] is not None:
         print(f"{measured['too_long']:,} prompts are too long")
     levels = measured["levels"]
     if isinstance(levels, dict) and levels:
         print("\nlevel")
-        _bars([(level, count) for level, count in levels.items()])
+        _bars([(one_line(level), count) for level, count in levels.items()])
     for name in ("prompt", "response"):
         lengths = measured[f"{name}_lengths"]
         if isinstance(lengths, list) and lengths:

@@ -152,7 +152,7 @@ def _device(entry: Entry, found: Sequence[Device]) -> str | None:
 
 
 def _print(entries: Sequence[Entry], found: Sequence[Device]) -> None:
-    console = Console(highlight=False, markup=False, width=_width())
+    console = Console(highlight=False, markup=False, emoji=False, width=_width())
     for device in found:
         console.print(_device_line(device), soft_wrap=True)
     console.print()

@@ -22,7 +22,7 @@ from sortedrl.evaluation.answers import Asked, Evaluation
 from sortedrl.evaluation.comparison import Comparison, compare
 from sortedrl.evaluation.estimates import Summary, summarise
 from sortedrl.evaluation.results import PAGE, SAMPLES, ResultsWriter, read_results
-from sortedrl.evaluation.runner import Question, Runner
+from sortedrl.evaluation.runner import Question, Runner, gold_of
 from sortedrl.evaluation.settings import EvaluationSettings
 from sortedrl.evaluation.tables import (
     Table,
@@ -39,7 +39,7 @@ from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import reward_from
 from sortedrl.tasks.spec import options_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress, table, write_text
+from sortedrl.terminal import one_line, progress, table, write_text
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 
@@ -135,6 +135,9 @@ def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) 
                 label=label,
                 settings=_told(given, model),
                 asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
+                questions={
+                    t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
+                },
                 resume=given.resume,
             )
         )
@@ -213,13 +216,13 @@ def _print(
     comparisons: Sequence[Comparison],
 ) -> None:
     for evaluation, summary in zip(evaluations, summaries, strict=True):
-        print(evaluation.label)
+        print(one_line(evaluation.label))
         _table(summary_table(summary))
         for note in notes(evaluation, summary):
-            print(f"note: {note}")
+            print(one_line(f"note: {note}"))
         print()
     for comparison in comparisons:
-        print(f"{comparison.before} against {comparison.after}, paired by prompt")
+        print(one_line(f"{comparison.before} against {comparison.after}, paired by prompt"))
         _table(comparison_table(comparison))
         print()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.arguments import parse_over_settings, to_toml
-from sortedrl.compare import Outcome, row
+from sortedrl.compare import PREDICTION_ERROR, Outcome, row
 from sortedrl.report.pareto import Point, pareto
 from sortedrl.simulate.settings import Simulation
 from sortedrl.terminal import percent, progress, thousands, write_text
@@ -67,7 +67,12 @@ def _words(tuned: Tuned) -> list[str]:
         f"{len(tuned.tried)} settings simulated, {len(tuned.allowed)} meet the constraints",
         f"best:  {_describe(tuned.best)}",
         f"yours: {_describe(tuned.current)}",
-        f"gain:  {tuned.gain:.2f} x trained tokens per second of the whole run",
+        f"gain:  {tuned.gain:.2f} x trained tokens per second of the whole run"
+        + (
+            f", within the error of such predictions ({PREDICTION_ERROR:.0%})"
+            if tuned.gain < 1 + PREDICTION_ERROR
+            else ""
+        ),
         "",
         "fastest for its staleness (of tokens, mean), least stale first:",
     ]

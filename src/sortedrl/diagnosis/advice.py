@@ -1,6 +1,7 @@
 """Remedies tried on the simulation of a run: those that gain become advice.
 
-Of the options of a proposal the mildest is taken that gains nearly as much as the best.
+Of the options of a proposal the mildest is taken that gains nearly as much as the best. A gain that
+is smaller than the simulation's own error on this very run is no gain: it is noted, not advised.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ class Advice:
     """The run as it is, simulated; `None` where the remedy is not predicted."""
     after: Forecast | None = None
     """The run with the changes, simulated."""
+    error: float = 0.0
+    """How far the simulation is off where it can be checked, as a share: on the run as it is."""
+
+    @property
+    def is_beyond_error(self) -> bool:
+        """Whether the predicted change in speed is larger than the prediction's own error."""
+        return self.gain is not None and abs(self.gain - 1) > self.error
 
     @property
     def gain(self) -> float | None:
@@ -48,8 +56,13 @@ class Advice:
 class Trial:
     """Tries proposals on the simulation of a run; each setting is simulated once."""
 
-    def __init__(self, world: World, *, trajectories: int) -> None:
-        """Simulate the run as it is; forecasts speak of so many trained trajectories."""
+    def __init__(
+        self, world: World, *, trajectories: int, measured: Forecast, fit_error: float
+    ) -> None:
+        """Simulate the run as it is, and hold it against what was measured.
+
+        Forecasts speak of so many trained trajectories. `fit_error` is that of the fitted costs.
+        """
         self._simulation = world.simulation
         self._least_gain = LEAST_GAIN if world.simulation.lengths.replay else _LEAST_DRAWN_GAIN
         self._trajectories = trajectories
@@ -61,6 +74,7 @@ class Trial:
                 trajectories=trajectories,
                 stop_after=world.compared_trajectories,
             )
+        self.error = max(abs(gain_of(measured, self.compared) - 1), fit_error)
 
     def judged(self, tried: Sequence[Proposal]) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
         """The proposals that help as advice, best first, and notes on those that do not."""
@@ -76,11 +90,19 @@ class Trial:
             if self._is_worth_it(chosen):
                 advice.append(chosen)
             else:
-                gain = 100 * ((chosen.gain or 1) - 1)
-                notes.append(f"Tried {chosen.remedy}: {gain:+.1f} % predicted, not advised.")
+                notes.append(self._note(chosen))
         unique = {entry.remedy: entry for entry in reversed(advice)}
         ranked = sorted(unique.values(), key=lambda a: (_ORDER.index(a.about), -(a.gain or 0)))
         return tuple(ranked), tuple(dict.fromkeys(notes))
+
+    def _note(self, advice: Advice) -> str:
+        gain = 100 * ((advice.gain or 1) - 1)
+        is_uncertain = not advice.is_beyond_error and self.error >= LEAST_GAIN - 1
+        why = f", within the prediction's own error of {100 * self.error:.1f} %"
+        return (
+            f"Tried {advice.remedy}: {gain:+.1f} % predicted{why if is_uncertain else ''}, not "
+            "advised."
+        )
 
     def _best(self, proposal: Proposal) -> Advice | None:
         """The mildest option that gains nearly as much as the best."""
@@ -108,13 +130,15 @@ class Trial:
             about=proposal.about,
             before=self.before,
             after=after,
+            error=self.error,
         )
 
     def _is_worth_it(self, advice: Advice) -> bool:
         gain = advice.gain or 0
         if advice.about == "memory":
             return gain > 2 - LEAST_GAIN
-        return advice.about == "learning" or gain >= self._least_gain
+        is_gain = gain >= self._least_gain and advice.is_beyond_error
+        return advice.about == "learning" or is_gain
 
     def _simulated(self, simulation: Simulation) -> Forecast:
         return simulated(simulation, trajectories=self._trajectories)

@@ -56,29 +56,50 @@ class Diagnosis:
         """The diagnosis in one sentence."""
         if self.reason is not None:
             return self.reason
-        best = next((entry for entry in self.advice if (entry.gain or 0) >= LEAST_GAIN), None)
+        best = next(
+            (a for a in self.advice if (a.gain or 0) >= LEAST_GAIN and a.is_beyond_error), None
+        )
         if best is not None:
-            return f"Set {best.remedy}: predicted to train {_times(best.gain or 1)}."
+            error = f", with an error of {100 * best.error:.0f} %" if self._is_off else ""
+            return f"Set {best.remedy}: predicted to train {_times(best.gain or 1)}{error}."
         busy = 1.0 if self.measured is None else 1 - self.measured.bubble
+        least = (
+            f"by more than the prediction's own error of {100 * self.doubt:.0f} %"
+            if self._is_off
+            else "by 2 %"
+        )
         return (
             f"The slots were busy in {100 * busy:.0f} % of the rollout; nothing here makes the "
-            "run faster by 2 %."
+            f"run faster {least}."
         )
+
+    @property
+    def doubt(self) -> float:
+        """The error of the predictions: what they miss this run by, or its costs, if that is more.
+
+        A gain that is smaller is not advised.
+        """
+        return max(abs(self.error or 0.0), self.fit_error or 0.0)
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether the predictions miss by more than the least gain that is spoken of."""
+        return self.doubt > LEAST_GAIN - 1
 
     @property
     def trust(self) -> str | None:
         """How far to believe the predictions, in words; `None` where there are none."""
         if self.error is None or self.fit_error is None:
             return None
-        doubt = max(abs(self.error), self.fit_error)
         words = (
             f"Simulated as it was, the run trains {100 * abs(self.error):.1f} % "
             f"{'more' if self.error > 0 else 'fewer'} tokens per second than measured, and the "
             f"fitted costs miss the seconds between two events by {100 * self.fit_error:.1f} %."
         )
         return (
-            f"{words} Smaller gains than {100 * doubt:.0f} % are a guess."
-            if doubt > 0.05
+            f"{words} Gains that are smaller than this error of {100 * self.doubt:.1f} % are not "
+            "advised."
+            if self._is_off
             else words
         )
 
@@ -107,14 +128,20 @@ def diagnose(
     costs = _in_turn(fitted.costs, events)
     world = observed_world(events, observed, schedule=known, engine=engine, costs=costs, seed=seed)
     run = measure(events).run
-    trial = Trial(world, trajectories=run.trajectories)
+    measured = forecast(run, trajectories=run.trajectories)
+    trial = Trial(
+        world,
+        trajectories=run.trajectories,
+        measured=measured,
+        fit_error=fitted.relative_error,
+    )
     ledger = run.ledger
     took = [event.took_seconds for event in events if isinstance(event, Update)]
     waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
     found = Findings(
         schedule=known,
         engine=world.simulation.engine,
-        measured=forecast(run, trajectories=run.trajectories),
+        measured=measured,
         discarded_per_trained=ledger.discarded / max(1, ledger.trained),
         idle=idle(events),
         num_prompts=observed.num_prompts,

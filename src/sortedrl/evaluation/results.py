@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, NoReturn, Self, get_args
 
 from sortedrl.errors import DataError, unknown_name
@@ -44,7 +44,9 @@ class ResultsWriter:
     """Appends answers to a folder as they come.
 
     A folder that already holds answers is taken up only with `resume`, and only by the same model
-    under the same settings; more may be asked than before.
+    under the same settings. More may be asked than before, but not less: the numbers are those of
+    all answers in the folder, so it must hold no others than are asked for. Where the questions of
+    a task are given, each with its gold answer, they must be those that were answered.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ResultsWriter:
         label: str,
         settings: Mapping[str, object],
         asked: Mapping[str, Asked],
+        questions: Mapping[str, Sequence[tuple[str, str | None]]] = MappingProxyType({}),
         resume: bool = False,
     ) -> None:
         """Open the folder, and write down what is asked."""
@@ -62,6 +65,7 @@ class ResultsWriter:
             label=label, answers=(), asked=dict(asked), settings=_plain(folder, settings)
         )
         self._answers = _taken_up(folder, head=self._head, resume=resume)
+        _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +155,53 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
     before = _read_head(folder / SUMMARY)
     if before is not None:
         _check_same(folder, before, head)
+    _check_asked(folder, answers, head.asked)
     return answers
+
+
+def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, Asked]) -> None:
+    """Refuse to go on with fewer tasks, rows or samples than there are answers to."""
+    for name in dict.fromkeys(answer.task for answer in answers):
+        of_task = [answer for answer in answers if answer.task == name]
+        if name not in asked:
+            raise DataError(
+                folder,
+                f"holds {len(of_task)} answers to the task {name}, which is not asked for; ask "
+                "for it too, or choose another folder",
+            )
+        for what, there, now in (
+            ("rows", 1 + max(answer.prompt_id for answer in of_task), asked[name].prompts),
+            ("samples", 1 + max(answer.sample_index for answer in of_task), asked[name].samples),
+        ):
+            if now < there:
+                raise DataError(
+                    folder,
+                    f"holds answers for {there} {what} of {name}, more than the {now} that are "
+                    f"asked for; ask for at least {there}, or choose another folder",
+                )
+
+
+def _check_questions(
+    folder: Path,
+    answers: Sequence[Answer],
+    questions: Mapping[str, Sequence[tuple[str, str | None]]],
+) -> None:
+    """Refuse to go on with other rows than there are answers to."""
+    for answer in answers:
+        if answer.task not in questions:
+            continue
+        question, gold = questions[answer.task][answer.prompt_id]
+        for what, was, now in (
+            ("question", answer.question, question),
+            ("gold answer", answer.gold, gold),
+        ):
+            if was != now:
+                raise DataError(
+                    folder,
+                    f"holds answers to other rows of {answer.task}: the {what} of row "
+                    f"{answer.prompt_id + 1} was {was!r:.80} and is {now!r:.80}; choose another "
+                    "folder",
+                )
 
 
 def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:

@@ -7,7 +7,7 @@ the noise of an answer depends on the seed, its task, its row and its number, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.data.stream import TokenizedRow
@@ -134,7 +134,7 @@ def _answer(
         sample_index=trajectory.sample_index,
         level=_words(fields.get("level")),
         question=question.rows[index].question,
-        gold=_words(fields.get("answer")),
+        gold=gold_of(fields),
         response=response,
         reward=None if score is None else score.reward,
         parts={} if score is None else dict(score.parts),
@@ -145,6 +145,11 @@ def _answer(
         finish_reason=trajectory.finish_reason,
         failure=outcome.failure,
     )
+
+
+def gold_of(fields: Mapping[str, object]) -> str | None:
+    """The gold answer of a row in words."""
+    return _words(fields.get("answer"))
 
 
 def _words(value: object) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from sortedrl.compare import PREDICTION_ERROR
 from sortedrl.config import Schedule
 from sortedrl.plan.advice import Change, advice, count, size
 from sortedrl.plan.cards import Card
@@ -198,6 +199,11 @@ def _prediction_lines(prediction: Prediction, slots: int) -> list[str]:
         f"{prediction.trained_per_second:,.0f} with updates; rollout takes "
         f"{prediction.rollout_share:.0%} of the time",
     ]
+    if abs(prediction.hours / prediction.sync_hours - 1) < PREDICTION_ERROR:
+        text.append(
+            "           the difference to sync is within the error of such predictions "
+            f"({PREDICTION_ERROR:.0%})"
+        )
     if prediction.slots < slots:
         text.append(
             f"           the cache has room for about {prediction.slots} answers at a time, "

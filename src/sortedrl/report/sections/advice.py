@@ -70,7 +70,12 @@ def _entry(entry: Advice) -> str:
 
 
 def _gain(entry: Advice, gain: float) -> str:
-    """A ratio of speeds in words."""
+    """A ratio of speeds in words; where it is within its own error, only that it is."""
+    if not entry.is_beyond_error and entry.error >= 0.005:
+        return (
+            f"about as fast: {100 * (gain - 1):+.1f} % predicted, with an error of "
+            f"{100 * entry.error:.1f} %"
+        )
     if gain < 1:
         return f"{100 * (1 - gain):.0f} % slower, predicted"
     beyond = " beyond what the run has shown" if entry.about == "extrapolation" else ""
