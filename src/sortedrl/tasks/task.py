@@ -55,14 +55,14 @@ def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
 def _keys(row: Row) -> Iterator[str]:
     """What a row asks, in the forms by which it can be found again."""
     if isinstance(row.prompt, str):
-        yield _folded(row.prompt)
+        yield _spaced(row.prompt)
     else:
         said = [message for message in row.prompt if message["role"] != "system"]
         while said and said[-1]["role"] == "assistant":  # the beginning of an answer
             said.pop()
-        yield _folded("\n".join(message["content"] for message in said))
+        yield _spaced("\n".join(message["content"] for message in said))
     if row.question is not None:
-        yield _folded(row.question)
+        yield _spaced(row.question)
     statements = row.fields.get("statements")
     if isinstance(statements, str):
         try:
@@ -73,5 +73,6 @@ def _keys(row: Row) -> Iterator[str]:
             yield canonical_key(puzzle)
 
 
-def _folded(text: str) -> str:
-    return " ".join(text.split()).casefold()
+def _spaced(text: str) -> str:
+    """The text with single spaces; capitals stay, as they tell compact puzzles apart."""
+    return " ".join(text.split())
