@@ -110,10 +110,57 @@ def test_a_histogram_counts_every_row(said):
     assert sum(counts) == 30 == len(measured["response_lengths"])
 
 
+def test_the_prompt_that_was_asked_for_is_written(said, tmp_path, capsys):
+    path, out = tmp_path / "mine.jsonl", tmp_path / "out.jsonl"
+    own = {"question": "right", "prompt": "wrong", "place": "Paris", "task": "mine"}
+    path.write_text(json.dumps(own | {"gold": 3}) + "\n")
+    words = ["--prompt-field", "question", "--answer-field", "gold"]
+    main(["data", "generate", str(path), "--out", str(out), *words])
+    assert "what the rows had in a column of that name is left out" in capsys.readouterr().err
+    written = json.loads(out.read_text())
+    assert written == {"prompt": "right", "place": "Paris", "task": "mine", "answer": 3}
+    assert json.loads(said("show", str(path), "--json", *words)) == [written]
+    assert json.loads(said("show", str(out), "--json")) == [written]
+
+
+def test_rows_of_others_cannot_write_to_the_terminal(said, tmp_path):
+    path = tmp_path / "theirs.jsonl"
+    path.write_text(json.dumps({"prompt": "a\x1b[2Jb", "\x1b]0;": "\x07", "level": "\x1b[31m"}))
+    for verb in ("show", "stats"):
+        assert "\x1b" not in said(verb, str(path))
+
+
+def test_a_maths_set_is_shown_by_its_training_rows_where_it_has_some(said, tmp_path):
+    for split in ("train", "test"):
+        rows = {"question": f"{split}?", "answer": "#### 1"}
+        (tmp_path / "gsm8k").mkdir(exist_ok=True)
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps(rows))
+    assert "train?" in said("show", "gsm8k", "--folder", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl.gz", "rows"])
+def test_a_file_of_another_kind_is_called_so(refused, tmp_path, name):
+    (tmp_path / name).write_text("a,b")
+    assert "must end in .jsonl, .json or .parquet" in refused("show", str(tmp_path / name))
+
+
+def test_a_file_without_rows_is_refused(refused, tmp_path):
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    for verb in ("show", "stats"):
+        assert "must hold at least one row" in refused(verb, str(tmp_path / "none.jsonl"))
+
+
+def test_a_file_may_have_a_colon_in_its_name(said, tmp_path):
+    (tmp_path / "10:30.jsonl").write_text('{"prompt": "how"}')
+    assert "how" in said("show", str(tmp_path / "10:30.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (["show"], "give at least one task"),
+        (["show", "knights_knaves:count=1,count=2"], "the option count must be given once"),
+        (["stats", "knights_knaves:count=1", "--max-prompt-tokens", "0"], "at least 1, got 0"),
         (["show", "knight_knaves"], "did you mean 'knights_knaves'"),
         (["show", "knights_knaves:peple=3-4"], "did you mean 'people'"),
         (["show", "knights_knaves:people=three"], "must be a number, got 'three'"),

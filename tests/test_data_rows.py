@@ -9,8 +9,9 @@ from sortedrl.data.columns import rows_of, with_system
 from sortedrl.data.files import Record
 from sortedrl.data.row import Row
 from sortedrl.data.settings import DataSettings
-from sortedrl.data.stream import tokenized
+from sortedrl.data.stream import PromptStream, tokenized
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.rewards.tags import starts_in_thoughts
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<system>", "<assistant>", "how", "many", "be", "brief"]
 TEMPLATE = (
@@ -154,6 +155,41 @@ def test_no_prompt_that_fits_is_refused():
         tokenized([row("how many")], tokenizer(), max_prompt_tokens=2)
     with pytest.raises(ConfigError, match="no rows"):
         tokenized([], tokenizer())
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_of_no_tokens_is_not_no_limit(limit):
+    with pytest.raises(ConfigError, match=f"max_prompt_tokens = {limit} tokens"):
+        tokenized([row("how many")], tokenizer(), max_prompt_tokens=limit)
+
+
+def test_columns_of_the_users_own_reach_the_reward_whatever_they_are_called():
+    values = {"place": "Paris", "prompt": "p", "prompt_end": "<think>", "end": 1, "question": "q"}
+    (asked,) = rows({"text": "how", **values}, prompt_field="text")
+    (only,) = tokenized([asked], tokenizer()).rows
+    assert only.fields == values
+    (prompt,) = PromptStream([only]).take(1)
+    assert prompt.fields == values
+    assert prompt.end == "<s><user> how <assistant>"
+    assert not starts_in_thoughts(prompt)
+    assert only.question == "how"
+
+
+def test_a_prompt_that_the_template_refuses_is_named():
+    strict = tokenizer(template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"rows.jsonl:7: .* refuses .*roles must alternate"):
+        rendered(row("how"), strict, chat="auto")
+
+
+def test_the_question_is_what_the_user_says_last():
+    begun = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "<think>"}]
+    (only,) = rows({"prompt": begun})
+    assert only.text == "how"
+
+
+def test_a_system_message_must_be_text():
+    with pytest.raises(ConfigError, match="system must be UTF-8 text"):
+        DataSettings(system="\udcff")
 
 
 def test_the_reward_finds_the_prompt_and_its_place_among_the_fields():

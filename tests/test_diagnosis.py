@@ -14,6 +14,7 @@ from sortedrl.diagnosis.schedule import observed_schedule
 from sortedrl.events import Begin, Update
 from sortedrl.meter import measure
 from sortedrl.simulate.costs import CostSettings
+from sortedrl.simulate.fit import fit
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.settings import Simulation
@@ -147,6 +148,30 @@ def test_speed_is_given_best_first_and_only_from_two_per_cent_on():
         gains = [entry.gain for entry in diagnosed(simulation).advice if entry.about == "speed"]
         assert gains == sorted(gains, reverse=True)
         assert all(gain >= 1.02 for gain in gains)
+
+
+@pytest.mark.parametrize("case", ["the tail of groups asks for lookahead", "so does a small one"])
+@pytest.mark.parametrize("error", [0.0, 0.05, 0.1, 0.5])
+def test_a_gain_within_the_error_of_its_prediction_is_noted_and_not_advised(
+    case, error, monkeypatch
+):
+    simulation, _, _ = SPEED[case]
+    events, _ = run_of(simulation)
+    monkeypatch.setattr(
+        "sortedrl.diagnosis.diagnosis.fit",
+        lambda *given, **named: replace(fit(*given, **named), relative_error=error),
+    )
+    found = diagnose(events)
+    gain = 1 + max(entry.gain - 1 for entry in diagnosed(simulation).advice)
+    assert found.doubt >= error
+    assert all(entry.gain - 1 > found.doubt for entry in found.advice)
+    if gain - 1 > found.doubt:
+        assert found.summary.startswith("Set schedule.lookahead")
+    else:
+        assert f"by more than the prediction's own error of {100 * error:.0f} %" in found.summary
+        assert any(f"own error of {100 * error:.1f} %, not advised" in n for n in found.notes)
+    if error:
+        assert f"this error of {100 * error:.1f} % are not advised" in found.trust
 
 
 def test_updates_that_cost_by_the_token_are_not_made_cheaper_by_larger_ones():

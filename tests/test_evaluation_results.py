@@ -133,6 +133,33 @@ def test_more_may_be_asked_when_a_run_is_resumed(tmp_path):
     assert read_results(tmp_path).asked == asked
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"sums": Asked(prompts=3, samples=1)}, "for 2 samples of sums, more than the 1 that"),
+        ({"sums": Asked(prompts=1, samples=2)}, "for 2 rows of sums, more than the 1 that"),
+        ({"maths": Asked(prompts=3, samples=2)}, "2 answers to the task sums, which is not asked"),
+    ],
+)
+def test_less_cannot_be_asked_when_a_run_is_resumed(tmp_path, asked, told):
+    filled(tmp_path, [answer(0, 1), answer(1, 0)])
+    before = (tmp_path / SUMMARY).read_bytes()
+    with pytest.raises(DataError, match=told):
+        opened(tmp_path, resume=True, asked=asked)
+    assert (tmp_path / SUMMARY).read_bytes() == before
+
+
+def test_answers_to_other_rows_are_not_mixed(tmp_path):
+    one = answer(1, 0)
+    filled(tmp_path, [one])
+    same = [("?", None), (one.question, one.gold), ("?", None)]
+    opened(tmp_path, resume=True, questions={"sums": same}).close()
+    for question, gold in ((one.question, "another"), ("another", one.gold)):
+        others = [same[0], (question, gold), same[2]]
+        with pytest.raises(DataError, match=r"of row 2 was .* and is 'another'"):
+            opened(tmp_path, resume=True, questions={"sums": others})
+
+
 def test_settings_that_json_has_no_form_for_are_told_in_words(tmp_path):
     settings = {"path": tmp_path, "sizes": (1, 2)}
     opened(tmp_path, settings=settings).close()

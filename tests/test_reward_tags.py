@@ -100,3 +100,5 @@ def test_how_the_text_the_model_saw_ends_goes_before_the_prompt():
     fields = {"prompt": "Solve it.", "prompt_end": "<|assistant|>\n<think>\n"}
     assert starts_in_thoughts(Prompt(id=0, fields=fields))
     assert not starts_in_thoughts(Prompt(id=0, fields={"prompt": "<think>", "prompt_end": "Go."}))
+    assert not starts_in_thoughts(Prompt(id=0, end="Go.", fields={"prompt_end": "<think>"}))
+    assert starts_in_thoughts(Prompt(id=0, end="<think>", fields={"prompt_end": "a column"}))

@@ -23,6 +23,33 @@ def test_a_table_keeps_its_columns_whole(capsys):
     assert lines[2].rstrip().endswith("22")
 
 
+NASTY = [
+    *("[easy]", "[/]", "[/nope]", "[bold]x[/bold]", "[link=http://a]b[/link]", "[#ff0000]c", ":x:"),
+    *("\\[d]", "{task.description}", "%s", "[@click=e]", "[[", "]"),
+]
+
+
+def test_nothing_in_a_table_is_read_as_markup(capsys):
+    table(NASTY[:3], [[text, text, "1"] for text in NASTY])
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == NASTY[:3]
+    assert [line.split() for line in lines] == [[text, text, "1"] for text in NASTY]
+
+
+def test_a_cell_stays_on_its_line_and_moves_no_cursor(capsys):
+    table(["name"], [["a\nb\x1b[2J\r\ud800"]])
+    assert capsys.readouterr().out.splitlines()[1].rstrip() == "a\ufffdb\ufffd[2J\ufffd\ufffd"
+
+
+def test_nothing_in_a_progress_bar_is_read_as_markup(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    for text in NASTY:
+        with progress(1.0) as advance:
+            advance(text, 0.5)
+        assert text in capsys.readouterr().err
+
+
 def test_numbers_read_well():
     assert percent(0.1234) == "12.3 %"
     assert thousands(12345.6) == "12,346"

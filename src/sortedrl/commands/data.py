@@ -32,10 +32,12 @@ HELP = """Make tasks, look at them, measure them.
   sortedrl data list                                           the built-in tasks
   sortedrl data show knights_knaves:people=3-4                 some rows as a person reads them
   sortedrl data show mine.jsonl --count 5                      the same for rows of your own
-  sortedrl data stats gsm8k:split=train --tokenizer MODEL      levels, and lengths in tokens
+  sortedrl data stats gsm8k:split=test --tokenizer MODEL       levels, and lengths in tokens
   sortedrl data generate knights_knaves:count=5000 --out kk.jsonl
 
-A task is a name with options (name:option=value,option=value), a file or a hub name.
+A task is a name with options (name:option=value,option=value), a file or a hub name. Of a task that
+has splits, training takes train and evaluation takes test, unless it names one (split=test); here
+it is train where there is one.
 A file has one row per line: a prompt (text or chat messages), and whatever the reward needs.
 """
 

@@ -44,12 +44,14 @@ from sortedrl.terminal import one_line, progress, table, write_text
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 
   sortedrl eval MODEL --tasks gsm8k math500 --samples 4     a hub name, a folder or a GGUF file
-  sortedrl eval MODEL --tasks knights_knaves:people=3-7,split=test,count=500
+  sortedrl eval MODEL --tasks knights_knaves:people=3-7,count=500
   sortedrl eval MODEL --tasks mine.jsonl --reward my_module:my_reward
   sortedrl eval BEFORE AFTER --tasks gsm8k                  both, and a paired bootstrap
   sortedrl eval evals/before evals/after                    compare what was evaluated before
 
-Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume.
+Of a task that has splits, test is taken unless it names another: gsm8k:split=train.
+Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume, which
+may ask for more samples, rows and tasks, but not for fewer.
 Tasks: sortedrl data --help.
 """
 

@@ -118,10 +118,10 @@ def reward_from(address: str) -> RewardSource:
 
 def described() -> Iterator[tuple[str, str]]:
     """Every built-in task with one line about it."""
-    yield "knights_knaves", "generated puzzles of 2 to 8 people, with a split that never overlaps"
+    yield "knights_knaves", "generated puzzles of 2 to 8 people, train and test never overlap"
     yield "logic_rl", "the published puzzles, 3 to 7 people, from Parquet files"
     for name, found in MATHS_SETS.items():
-        yield name, f"maths questions ({found.hub})"
+        yield name, f"maths questions, {' and '.join(found.hub_splits)} ({found.hub})"
     yield "reasoning_gym", "any task of reasoning-gym by its name"
 
 
