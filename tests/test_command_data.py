@@ -1,6 +1,9 @@
 """`sortedrl data` as a person uses it."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -159,6 +162,7 @@ def test_a_file_may_have_a_colon_in_its_name(said, tmp_path):
     ("words", "reason"),
     [
         (["show"], "give at least one task"),
+        (["show", "mine\udcff.jsonl"], "must be written in UTF-8"),
         (["show", "knights_knaves:count=1,count=2"], "the option count must be given once"),
         (["stats", "knights_knaves:count=1", "--max-prompt-tokens", "0"], "at least 1, got 0"),
         (["show", "knight_knaves"], "did you mean 'knights_knaves'"),
@@ -183,3 +187,14 @@ def test_a_malformed_file_is_refused_with_its_line(refused, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "x"}\n{"question": "y"}\n')
     assert "bad.jsonl:2: unknown column 'prompt'" in refused("show", str(path))
+
+
+def test_an_encoding_without_the_characters_ends_nothing(mine):
+    done = subprocess.run(
+        [sys.executable, "-m", "sortedrl", "data", "show", str(mine)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert b"prompt: question 0" in done.stdout

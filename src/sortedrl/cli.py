@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from sortedrl import __version__
 from sortedrl.errors import SortedRLError, unknown_name
@@ -57,6 +58,9 @@ Every command explains itself: sortedrl compare --help
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it went well, 2 if the input cannot be used, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A character that the terminal's encoding lacks is written in another way, not refused.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0

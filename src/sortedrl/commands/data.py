@@ -128,9 +128,7 @@ def _show(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments) 
     chosen = [(task, row) for task in tasks for row in _spread(task.rows, given.count)]
     if given.json:
         # A column of the row that is called so stays as it is.
-        shown = [_plain(row) for _, row in chosen]
-        for (task, _), row in zip(chosen, shown, strict=True):
-            row.setdefault("task", task.name)
+        shown = [{**_plain(row), "task": row.fields.get("task", task.name)} for task, row in chosen]
         print(json.dumps(shown, indent=2))
         return
     for task, row in chosen:

@@ -32,7 +32,7 @@ def read_hub(name: str, *, subset: str | None, split: str) -> Iterator[Record]:
             name,
             f"cannot be loaded as a data set with split {split!r}: {error}; "
             "check the name and the connection, name another split (split=...), or give a local "
-            "file",
+            "file; files of the maths sets are looked for in --folder, or in $SORTEDRL_DATA",
         ) from error
     # Plain Python values, whatever the data set was saved to give.
     for number, values in enumerate(loaded.with_format(None), start=1):

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from sortedrl.config import require
 from sortedrl.data.columns import rows_of, with_system
-from sortedrl.data.files import SUFFIXES, read_records
+from sortedrl.data.files import SUFFIXES, is_utf8, read_records
 from sortedrl.data.hub import read_hub
 from sortedrl.data.settings import DataSettings
 from sortedrl.errors import ConfigError, DataError, unknown_name
@@ -89,6 +89,7 @@ def open_task(
     to put before the prompts of all. Where making rows takes long, `advance` is told what share of
     them is there.
     """
+    require(is_utf8(spec), f"a task must be written in UTF-8, got {spec!a}; rename the file")
     data = data if data is not None else DataSettings()
     is_file = spec.lower().endswith(SUFFIXES) and Path(spec).is_file()
     name, options = (spec, {}) if is_file else parsed(spec)
