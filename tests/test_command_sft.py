@@ -56,7 +56,17 @@ def test_it_learns_and_the_model_is_evaluated_and_trained_on(capsys, tmp_path):
     assert ending["loss"] < found[0] / 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "warm" / "model")
     model = tmp_path / "warm" / "model"
-    words = ["--tasks", PUZZLES, "--limit", "2", "--max-tokens", "8", "--workers", "1", "--json"]
+    words = [
+        "--tasks",
+        f"{PUZZLES},split=train",
+        "--limit",
+        "2",
+        "--max-tokens",
+        "8",
+        "--workers",
+        "1",
+        "--json",
+    ]
     out, _ = said(capsys, ["eval", model, *words])
     assert json.loads(out)["evaluations"][0]["rows"][0]["prompts"] == 2
     write_world(tmp_path)
