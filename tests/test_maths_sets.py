@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.rewards.maths.reading import boxed_answer
 from sortedrl.rewards.maths import math_reward
+from sortedrl.rewards.maths.reading import boxed_answer
 from sortedrl.tasks.maths import INSTRUCTION, MathsSettings, maths_examples, maths_rows
 from sortedrl.tasks.maths_sets import MATHS_SETS
 from sortedrl.types import Prompt
