@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.errors import DataError
-from sortedrl.rewards.claim_words import ROLES, vocabulary_fault
-from sortedrl.rewards.claims import Claims, Unclear, read_claims
+from sortedrl.rewards.claims import ROLES, Claims, Unclear, read_claims, vocabulary_fault
 from sortedrl.rewards.tags import Untagged, read_tags, starts_in_thoughts
 from sortedrl.types import Prompt
 
