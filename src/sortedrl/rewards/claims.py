@@ -112,9 +112,10 @@ _WORDS: Mapping[_Kind, str] = {
     "deduction that this those there here follows following follow means mean implies imply shows "
     "show answer answers solution solutions result results final correct complete unique "
     "consistent assignment identities roles am at last well ok okay finished done first "
-    "firstly second secondly third thirdly next lastly fourth fifth sixth seventh eighth sum up let's let us me summarize "
-    "summarise exactly precisely reasoning analysis logic clear evident certain sure confident "
-    "yes alright end such gives give tells leads meaning summarized",
+    "firstly second secondly third thirdly next lastly fourth fifth sixth seventh eighth sum up "
+    "let's let us me summarize summarise exactly precisely reasoning analysis "
+    "logic clear evident certain sure confident yes alright end such gives give tells leads "
+    "meaning summarized",
     "only": "only",
     "reason": "because since due given based from per by according after considering under upon "
     "for having putting",

@@ -10,6 +10,8 @@ The fields of the prompt that count:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from sortedrl.rewards.boxed import boxed_answer
 from sortedrl.rewards.equality import Tolerance, Verdict, compare, compare_all
 from sortedrl.rewards.latex import parts, tidied
@@ -51,6 +53,11 @@ def math_reward(
                 return {"reward": right, "correct": 1.0, "answered": 1.0}
     unread = {} if all(verdict.is_gold_read for verdict in verdicts) else {"unread_gold": 1.0}
     return {"reward": wrong, "correct": 0.0, "answered": 1.0, **unread}
+
+
+def lowest_math_reward(options: Mapping[str, float]) -> float:
+    """The lowest reward with these options."""
+    return min(options[grade] for grade in ("right", "wrong", "no_answer"))
 
 
 def _compare(gold: str | list[str], answer: str, tolerance: Tolerance) -> Verdict:
