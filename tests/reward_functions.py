@@ -68,19 +68,22 @@ def by_word(prompt, response):  # noqa: C901
             children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(int(rest))]
             _ = [child.wait() for child in children]
         case "share":
-            size, name, *crash = rest.split(":")
-            memory = shared_memory.SharedMemory(name, create=True, size=int(size) << 20)
-            for start in range(0, memory.size, 1 << 20):
-                memory.buf[start : start + (1 << 20)] = bytes(1 << 20)
-            if crash:
-                os._exit(3)
-            time.sleep(60)
+            _share(*rest.split(":"))
         case "deaf":
             signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
             ctypes.PyDLL(None).sleep(60)  # holds the interpreter, so that no other thread can run
         case "torch":
             return float("torch" in sys.modules or "numpy" in sys.modules)
     return 1.0
+
+
+def _share(size, name, crash=""):
+    memory = shared_memory.SharedMemory(name, create=True, size=int(size) << 20)
+    for start in range(0, memory.size, 1 << 20):
+        memory.buf[start : start + (1 << 20)] = bytes(1 << 20)
+    if crash:
+        os._exit(3)
+    time.sleep(60)
 
 
 DAEMON = """

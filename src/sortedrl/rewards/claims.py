@@ -472,7 +472,7 @@ class _Reader:
                 self._bracket(is_knight)
                 continue
             self._take("comma")
-            if self._next == "reason" or (self._next and self._tokens[self._place].text == "as"):
+            if self._gives_reason():
                 if not self._skip_reason():
                     self._place = place
                     return
@@ -483,6 +483,10 @@ class _Reader:
                 return
             self._require(bool(self._tokens[self._place].value) == is_knight)
             self._place += 1
+
+    def _gives_reason(self) -> bool:
+        token = self._tokens[self._place] if self._place < len(self._tokens) else None
+        return token is not None and (token.kind == "reason" or token.text == "as")
 
     def _bracket(self, is_knight: bool) -> None:
         """A remark in brackets, without names; what it says of roles and lies must agree."""

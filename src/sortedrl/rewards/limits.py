@@ -164,9 +164,8 @@ def _descendants(root: int) -> Iterator[int]:
 def _children(pid: int) -> list[int]:
     """The children of all threads of a process."""
     if not _LISTS_CHILDREN:
-        return [
-            int(path.name) for path in _PROC.glob("[0-9]*") if _stat(path.name)[1:2] == [str(pid)]
-        ]
+        everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
+        return [child for child in everybody if _stat(child)[1:2] == [str(pid)]]
     children: list[int] = []
     with suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():

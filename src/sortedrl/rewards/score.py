@@ -79,16 +79,17 @@ def values_of_batch(returned: object, num_answers: int) -> list[object]:
             {name: column[place] for name, column in columns.items()}
             for place in range(num_answers)
         ]
-    is_list = isinstance(returned, Iterable) and not isinstance(
-        returned, str | bytes | Mapping | Set
-    )
-    if isinstance(returned, _Array):
-        is_list = isinstance(returned.tolist(), list)  # not a number, which cannot be iterated
-    if not is_list:
+    # A number in the shape of an array cannot be iterated, though its type can.
+    is_number = isinstance(returned, _Array) and not isinstance(returned.tolist(), list)
+    if (
+        not isinstance(returned, Iterable)
+        or isinstance(returned, str | bytes | Mapping | Set)
+        or is_number
+    ):
         raise NoScoreError(
             f"a batched reward must return one score for each answer, got {returned!r:.100}"
         )
-    values = list(returned)
+    values: list[object] = list(returned)
     if len(values) != num_answers:
         raise NoScoreError(
             f"a batched reward must return one score for each of the {num_answers} answers, "
