@@ -119,7 +119,7 @@ def _score_all(pool: RewardPool, calls: int) -> None:
 
 
 def _serial(name: str, calls: int) -> None:
-    function, _ = load(RewardSource(f"{HERE}:{name}"))
+    function = load(RewardSource(f"{HERE}:{name}")).function
     for _ in range(calls):
         function(PROMPT, RESPONSE)
 

@@ -62,7 +62,7 @@ class Watch(TrainerCallback):
     def __init__(self, job: Job, rows: Sequence[AskedRow]) -> None:
         self.job = job
         self.rows = rows
-        self.reward, _ = load(RewardSource(job.reward, dict(job.reward_options)))
+        self.reward = load(RewardSource(job.reward, dict(job.reward_options))).function
         self.clock = WallClock()
         self.window = _Window()
         self.asked = 0

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.errors import DataError
-from sortedrl.rewards.claim_words import vocabulary_fault
-from sortedrl.rewards.claims import Claims, Unclear, read_claims
+from sortedrl.rewards.claims import Claims, Unclear, read_claims, vocabulary_fault
 from sortedrl.rewards.knights_knaves import logic_reward
 from sortedrl.rewards.score import checked_score
 from sortedrl.types import Prompt
@@ -139,6 +138,89 @@ PHRASINGS = {
     "everyone": together_if_all_are_alike,
 }
 
+# What people write around claims: every mixture of these is an honest answer.
+PREFIXES = [
+    *("", "I conclude that ", "We can conclude that ", "Therefore, ", "Final answer: ", "So, "),
+    *(
+        "Thus, we have ",
+        "In conclusion, ",
+        "The answer is that ",
+        "It follows that ",
+        "To sum up, ",
+    ),
+    *("**Answer:** ", "### Final Answer\n\n", "Based on the statements above, ", "Answer - "),
+    *("From the above, it is clear that ", "The only possible solution is that ", "Clearly, "),
+    *(
+        "My final answer is ",
+        "This means that ",
+        "As a result, ",
+        "As shown above, ",
+        "Upon review, ",
+    ),
+    *("By elimination, ", "The identities are as follows:\n", "It has been established that "),
+    *("After careful analysis, I conclude that ", "Without a doubt, ", "Here's the answer:\n\n"),
+    *("Having checked every case, ", "It turns out that ", "\u2705 ", "Yes, ", "One can see that "),
+    *("Okay, so ", "All in all, ", "This tells us that ", "We must have ", "\\(\\) "),
+]
+MARKERS = [
+    *("", "({n}) ", "{n}) ", "{n}. ", "[{n}] ", "- ", "* ", "+ ", "\u2022 ", "\u2713 ", "\u2705 "),
+    *("\u2714\ufe0f ", "> ", "#{n} ", "Person {n}: ", "**{n}.** ", "{n}\ufe0f\u20e3 ", "- [x] "),
+    *("Step {n}: ", "\U0001f449 ", "\\item ", "| {n} | ", "<li>"),
+]
+CLAIMS = [
+    *("{name} is a {role}", "{name} is a {role} ({gloss})", "{name} is a {role} ({does})"),
+    *("{name} is a {role} \u2713", "{name} is a {role}. \u2705", "{name} is a {role}, a {gloss}"),
+    *("{name} is a {role}, who {does}", "{name} is a {role} and {does}", "{name} is the {role}!"),
+    *("{name} is a {role} \u2014 {does}", "{name} is a {role} because the claim is {truth}"),
+    *("{name} is a {role}, since it all fits", "{name}: {role}"),
+    *("{name} = {role}", "{name} -> {role}", "{name} \u21d2 {role}", "{name} must be a {role}"),
+    *("{name} is definitely a {role}", "{name} is {role}", "{name} turns out to be a {role}"),
+    *("{name}'s role is {role}", "{name} has been identified as a {role}", "{name} [{role}]"),
+    *("\\text{{{name} is a {role}}}", "\\boxed{{{name} is a {role}}}", "{name}: \\boxed{{{role}}}"),
+    *("$\\text{{{name}}} = \\textbf{{{role}}}$", "<b>{name}</b> is a <em>{role}</em>"),
+    *("| {name} | {role} | {gloss}", "`{name}` is a `{role}`", "{name} is a {role} (see above)"),
+    *("{name} is a {role} as established above", "{name} is a {role} by elimination"),
+    *("{name}'s statement is {truth}, so {name} is a {role}", "{name} is a {role}, not a {other}"),
+    *("{name} {does}, so {name} is a {role}", "{name} is a {role} (not a {other})"),
+    *("{name} is a {role}, which means they {does}", "{name} is a {role}/{gloss}"),
+    *("{name} is a {role} \U0001f6e1\ufe0f", "{name} isn't a {other}", "{name} is a {role} too"),
+]
+SUFFIXES = [
+    *("", ".", "\n", "\n\nThis satisfies all statements.", "\nThis is the only possible solution."),
+    *("\nLet me know if you have any questions!", "\nEverything checks out \u2705", "\n---"),
+    *("\nThere is no contradiction.", "\nAny other assignment leads to a contradiction."),
+    *("\n\n(All statements verified.)", "\nI am sure.", "\nThese are the roles of all the people."),
+]
+
+
+@st.composite
+def renderings(draw):
+    """A way to write down who is what: a function of people, with one claim on each line."""
+    prefix, suffix = draw(st.sampled_from(PREFIXES)), draw(st.sampled_from(SUFFIXES))
+    marker = draw(st.sampled_from(MARKERS))
+    claim = st.sampled_from(CLAIMS)
+    patterns = draw(st.one_of(claim.map(lambda one: [one] * 6), st.lists(claim, min_size=6)))
+
+    def rendering(people):
+        lines = [
+            (marker + pattern).format(
+                n=number,
+                name=name,
+                role=called(is_knight),
+                other=called(not is_knight),
+                gloss="truth-teller" if is_knight else "liar",
+                does="always tells the truth" if is_knight else "always lies",
+                truth="true" if is_knight else "false",
+            )
+            for number, ((name, is_knight), pattern) in enumerate(
+                zip(people, patterns, strict=False), 1
+            )
+        ]
+        is_listed = marker and prefix and not prefix.endswith("\n")
+        return prefix + "\n" * bool(is_listed) + "\n".join(lines) + suffix
+
+    return rendering
+
 
 @st.composite
 def people(draw, min_size=1):
@@ -169,6 +251,54 @@ def test_one_role_flipped_is_not_right_any_more(phrasing, whom, data):
     person = data.draw(st.integers(0, len(whom) - 1))
     expected = "partly right" if len(whom) > 1 else "wrong"
     assert grade(of(whom), tagged(phrasing(flipped(whom, person)))) == expected
+
+
+@settings(max_examples=500)
+@given(people(), renderings())
+def test_every_honest_rendering_is_read_as_what_it_says(whom, rendering):
+    assert read_claims(rendering(whom), names=[name for name, _ in whom]) == Claims(
+        tuple(is_knight for _, is_knight in whom)
+    )
+
+
+@settings(max_examples=200)
+@given(people(), renderings(), renderings(), st.data())
+def test_a_contradiction_anywhere_makes_a_rendering_unreadable(whom, rendering, other, data):
+    person = data.draw(st.integers(0, len(whom) - 1))
+    claims = [rendering(whom), other([flipped(whom, person)[person]])]
+    answer = "\n\n".join(data.draw(st.permutations(claims)))
+    assert isinstance(read_claims(answer, names=[name for name, _ in whom]), Unclear)
+
+
+@settings(max_examples=200)
+@given(people(min_size=2), renderings(), st.data())
+def test_a_rendering_that_leaves_somebody_out_or_brings_a_stranger_is_unreadable(
+    whom, rendering, data
+):
+    names = [name for name, _ in whom]
+    person = data.draw(st.integers(0, len(whom) - 1))
+    assert isinstance(
+        read_claims(rendering(whom[:person] + whom[person + 1 :]), names=names), Unclear
+    )
+    strangers = names[:person] + names[person + 1 :]
+    assert isinstance(read_claims(rendering(whom), names=strangers), Unclear)
+
+
+def original_claims(answer, names):
+    """The rule of Logic-RL: as many role words as people, and `NAME is a ROLE` for each."""
+    if len(re.findall("knight|knave", answer, re.IGNORECASE)) != len(names):
+        return None
+    found = [re.search(rf"\b{n}\b\s+is\s+a\s+(knight|knave)\b", answer, re.I) for n in names]
+    return tuple(m[1].lower() == "knight" for m in found) if all(found) else None
+
+
+@settings(max_examples=200)
+@given(people(), renderings())
+def test_what_the_original_reads_in_an_honest_rendering_is_read_too(whom, rendering):
+    names, answer = [name for name, _ in whom], rendering(whom)
+    theirs = original_claims(answer, names)
+    if theirs is not None:
+        assert read_claims(answer, names=names) == Claims(theirs)
 
 
 @given(people(), st.data())
@@ -308,6 +438,8 @@ def test_no_response_makes_the_reward_raise(text, is_tagged):
 HOSTILE = [
     *("Zoey, ", "Zoey and ", "Zoey is a knight. ", "Zoey is a knight and ", "Zoey is not ", "not "),
     *("knights: ", "knight ", "a'", "(", "-", "- ", "1", "1.", "(1)", "\n", ":", "<", "* ", "so "),
+    *("Zoey is a knight because ", "Zoey is a knight (a) ", "tells the ", "\\boxed{", "<b>"),
+    *("based on it, ", "we conclude that ", "any other ", "Zoey is a knight, as ", "| ", "if you "),
     *("everyone is a knight, ", "knaves: none, ", "\u0301", "Zoey: ", "knights:\nZoey\n", "!"),
 ]  # fmt: skip
 
@@ -394,6 +526,15 @@ UNDERSTOOD = {
     "quoted lines": "> Zoey: knight\n> Ethan: knave\n> Mia: knight",
     "wide punctuation": "Zoey\uff1aknight\uff0cEthan\uff1aknave\uff0cMia\uff1aknight\u3002",
     "the instruction, then the answer": f"(1) Zoey is a knight\n(2) ...\n\n{LIST}",
+    "a role explained": LIST.replace("a knave", "a knave (a liar)"),
+    "clauses that run on": "Zoey is a knight Ethan is a knave Mia is a knight",
+    "must be": LIST.replace("is a knave", "must be a knave"),
+    "a table": "| Zoey | knight |\n| Ethan | knave |\n| Mia | knight |",
+    "JSON": '{"Zoey": "knight", "Ethan": "knave", "Mia": "knight"}',
+    "LaTeX": r"\text{Zoey is a knight, Ethan is a knave, Mia is a knight}",
+    "boxed": r"\boxed{Zoey: knight, Ethan: knave, Mia: knight}",
+    "tags inside": f"<b>{RIGHT}</b>",
+    "new lines that are only written": LIST.replace("\n", "\\n"),
     "a huge right answer": f"{LIST}\n" * 2000,
 }
 
@@ -423,14 +564,12 @@ REFUSED = {
     "another role": LIST.replace("knave", "spy"),
     "roles of another puzzle": LIST.replace("knave", "liar").replace("knight", "hero"),
     "a role in passing": f"{LIST}\nKnights always tell the truth.",
-    "a role explained": LIST.replace("a knave", "a knave (a liar)"),
     "roles without names": "knight, knave, knight",
     "names without roles": "Zoey, Ethan, Mia",
     "truth values": "Zoey: true, Ethan: false, Mia: true",
     "respectively": "Zoey, Ethan and Mia are a knight, a knave and a knight",
     "a list without a verb": "Zoey, Mia a knight, Ethan a knave",
     "roles without a verb": "Knights Zoey, Mia. Knaves Ethan.",
-    "clauses that run on": "Zoey is a knight Ethan is a knave Mia is a knight",
     "a bracket not closed": "Zoey (knight, Ethan (knave), Mia (knight)",
     "a heading contradicted under it": "Knights:\nZoey is a knave\nMia\nKnaves:\nEthan",
     # Negation
@@ -464,7 +603,6 @@ REFUSED = {
     "possibly": LIST.replace("is a knave", "is possibly a knave"),
     "probably": LIST.replace("is a knave", "is probably a knave"),
     "could be": LIST.replace("is a knave", "could be a knave"),
-    "must be": LIST.replace("is a knave", "must be a knave"),
     "if": f"{RIGHT} if Zoey is a knight",
     "unless": f"{RIGHT}, unless I am mistaken",
     "a question": f"{RIGHT}?",
@@ -477,14 +615,8 @@ REFUSED = {
     "two worlds in two lists": f"{LIST}\n\nAlternatively:\n\n{WORLDS[0]}",
     # Markup
     "bold inside a word": f"{RIGHT}. Eth**an** is a kn**ig**ht",
-    "a table": "| Zoey | knight |\n| Ethan | knave |\n| Mia | knight |",
-    "JSON": '{"Zoey": "knight", "Ethan": "knave", "Mia": "knight"}',
-    "LaTeX": r"\text{Zoey is a knight, Ethan is a knave, Mia is a knight}",
-    "boxed": r"\boxed{Zoey: knight, Ethan: knave, Mia: knight}",
-    "tags inside": f"<b>{RIGHT}</b>",
     "a comment": f"{RIGHT} <!-- or Zoey is a knave -->",
     "a tick box": "- [x] Zoey is a knight\n- [ ] Ethan is a knave\n- [x] Mia is a knight",
-    "new lines that are only written": LIST.replace("\n", "\\n"),
     # Characters
     "a zero-width space in a name": LIST.replace("Zoey", "Zo\u200bey"),
     "a zero-width space anywhere": f"{LIST}\u200b",
@@ -532,6 +664,56 @@ def test_an_answer_that_says_it_clearly_is_right(why):
 @pytest.mark.parametrize("why", REFUSED)
 def test_an_answer_that_is_not_clear_is_refused(why):
     assert grade(PUZZLE, tagged(REFUSED[why])) == "unparsable"
+
+
+TURNED_ROUND = [
+    *("It is not true that", "I cannot conclude that", "It is false that", "Probably", "I think"),
+    *("I believe that", "It seems that", "Zoey says that", "Someone said:", "If", "Suppose that"),
+    *("One possible solution:", "Either", "It is impossible that", "The opposite is true:"),
+    *("I doubt that", "I reject that", "Bob and", "So Bob,", "Therefore Bob,", "Only", "No,"),
+    *("Nobody thinks that", "For example:", "Hypothesis:", "\u00ac", "\\neg", "<s>", "\\sout"),
+    *("This is a lie:", "He claimed:", "None of this:"),
+]
+TAKEN_BACK = [
+    *("Or the other way round.", "Not sure.", "I may be wrong.", "Ethan is a knight.", "I lied."),
+    *("Everyone is a knight", "There are two knaves.", "Three knights and no knave.", "\U0001f914"),
+    *("Ethan tells the truth.", "Zoey is lying.", "Zoey's statement is false", "This is false."),
+    *("If Zoey is a knight then Ethan is a knave", "Zoey said Ethan is a knight", "\u274c"),
+    *("Actually, Ethan is a knight", "Knaves: none", "Ethan isn't a knave", "Zoey is a spy"),
+    *("Ethan is not the only knave", "<s>Ethan is a knight</s>", "\\sout{Ethan is a knight}"),
+    *("The knights are Zoey, Ethan and Mia", "| Ethan | knight |", "\\boxed{Ethan: knight}"),
+    *("Zoey is a knight, as is Ethan.", "Zoey is a knight and so is Ethan.", "2 knaves, 1 knight"),
+]
+ONE_CLAIM_SPOILED = [
+    *("Ethan is a knave (truth-teller)", "Ethan is a knave (a knight)", "Ethan is a knave (not)"),
+    *("Ethan is a knave, who always tells the truth", "Ethan can be a knave", "Ethan is a liar"),
+    *("Ethan would be a knave", "Ethan is a knave/knight", "Ethan | knave | knight", "Ethan lies"),
+    *("Ethan is a knave and a knight", "Ethan is a knave [or knight]", "Ethan \u2260 knight"),
+    *("Ethan is a knave because Ethan is a knight", "Ethan is a knave as Zoey", "Ethan knave Mia"),
+    *("Ethan is a knave since I guess so", "Ethan is a knave's friend", "Ethan is a knave \u274c"),
+    *(
+        "Ethan is a knave \u24de\u24e1 \u24da",
+        "Ethan is as much a knave as a knight",
+        "Ethan: false",
+    ),
+]
+
+
+@pytest.mark.parametrize("why", TURNED_ROUND)
+def test_a_lead_in_that_turns_the_answer_round_or_doubts_it_is_refused(why):
+    for answer in (RIGHT, LIST.replace("\n", "; ").replace("(1) ", "")):
+        assert grade(PUZZLE, tagged(f"{why} {answer}.")) == "unparsable"
+
+
+@pytest.mark.parametrize("why", TAKEN_BACK)
+def test_an_answer_that_is_taken_back_or_contradicted_is_refused(why):
+    assert grade(PUZZLE, tagged(f"{LIST}\n{why}")) == "unparsable"
+    assert grade(PUZZLE, tagged(f"{why}\n{LIST}")) == "unparsable"
+
+
+@pytest.mark.parametrize("why", ONE_CLAIM_SPOILED)
+def test_one_claim_that_is_not_clear_spoils_the_answer(why):
+    assert grade(PUZZLE, tagged(LIST.replace("Ethan is a knave", why))) == "unparsable"
 
 
 @pytest.mark.parametrize(
@@ -678,13 +860,19 @@ def test_no_response_makes_the_compact_reward_raise(text):
     [
         ("Zoey is a knight", "nothing is claimed about Ethan"),
         ("Zoey is a knight. Zoey is a knave.", "one person is given both roles"),
-        ("Knights: none. Everyone is a knight", "somebody has a role that nobody is said to have"),
+        (
+            "Knights: none. Everyone is a knight",
+            "a role that 0 people are said to have is given to 3",
+        ),
+        ("Zoey lies. Everyone is a knight", "somebody is said to lie as a knight, or to be an"),
         ("Bob is a knight", "cannot tell what is meant by 'bob is a knight'"),
         ("Zoey\u200b", "the character '\\u200b' has no place in an answer"),
     ],
 )
 def test_an_unclear_answer_is_told_why(answer, reason):
-    assert read_claims(answer, names=THREE) == Unclear(reason)
+    read = read_claims(answer, names=THREE)
+    assert isinstance(read, Unclear)
+    assert read.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,37 @@ def test_killing_a_call_kills_the_processes_it_started(tmp_path):
     assert_gone(pid)
 
 
+@pytest.mark.parametrize("how", ["hang", "abort", "return"])
+def test_a_daemon_in_a_session_of_its_own_ends_with_its_worker(how, tmp_path):
+    with pool_of("by_word", workers=1) as pool:
+        outcomes_of(pool, [f"daemon:{how}:{tmp_path / 'pid'}"])
+        if how != "return":
+            assert_gone(int((tmp_path / "pid").read_text()))
+    assert_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_children_count_against_the_memory_of_their_worker():
+    with pool_of("by_word", memory_gib=0.25, time_limit_seconds=30) as pool:
+        outcomes = outcomes_of(pool, ["ok", "brood:3", "ok"])
+        assert [o.failure for o in outcomes] == [None, "memory", None]
+
+
+def test_shared_memory_counts_and_is_given_back():
+    name = f"sortedrl-test-{os.getpid()}"
+    with pool_of("by_word", workers=1, memory_gib=0.25, time_limit_seconds=30) as pool:
+        outcomes = outcomes_of(pool, ["ok", f"share:400:{name}", "ok"])
+        assert [o.failure for o in outcomes] == [None, "memory", None]
+    with pool_of("by_word", workers=1) as pool:
+        assert outcomes_of(pool, [f"share:1:{name}"])[0].failure == "timeout"
+        assert outcomes_of(pool, [f"share:1:{name}:crash"])[0].failure == "died"
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_call_that_lets_nothing_else_run_is_killed_with_its_worker():
+    with pool_of("by_word", workers=1) as pool:
+        assert [o.failure for o in outcomes_of(pool, ["deaf", "ok"])] == ["timeout", None]
+
+
 def assert_gone(pid):
     for _ in range(100):
         status = Path(f"/proc/{pid}/stat")
@@ -154,12 +185,14 @@ def test_a_raising_function_stops_the_run_with_its_own_traceback(tmp_path):
         ("return:string", "a reward must be a number or named parts, got 'good'"),
         ("return:none", "a reward must be a number or named parts, got None"),
         ("return:empty", "must have at least one"),
+        ("return:1e300", r"a reward must lie between -1e+06 and 1e+06, got 1e+300; scale it"),
     ],
 )
 def test_what_is_no_reward_stops_the_run(response, words):
     with pool_of("by_word") as pool, pytest.raises(RewardError) as caught:
         outcomes_of(pool, [response])
     assert "gave no reward for answer 0 to prompt 0" in str(caught.value)
+    assert f"The response to prompt 0 begins {response!r}" in str(caught.value)
     assert words in str(caught.value)
 
 
@@ -246,10 +279,98 @@ def test_a_batch_that_hangs_is_tried_one_by_one():
         assert [o.failure for o in outcomes] == [None, "timeout", None]
 
 
+@pytest.mark.parametrize(
+    ("word", "failure"), [("hang", "timeout"), ("eat", "memory"), ("abort", "died")]
+)
+def test_of_a_batch_that_fails_only_the_guilty_answer_is_punished(word, failure):
+    with pool_of("together", workers=1, batch=8, memory_gib=0.25) as pool:
+        keep_busy(pool)
+        outcomes = outcomes_of(pool, ["a", "b", word, "c", "d"])
+        assert [o.failure for o in outcomes] == [None, None, failure, None, None]
+        assert [o.score.reward for o in outcomes] == [1, 1, 0, 1, 1]
+
+
+def test_an_async_batched_function_gets_lists():
+    with pool_of("later_together", workers=1, batch=4, concurrency=2) as pool:
+        outcomes = outcomes_of(pool, ["a" * n for n in range(20)])
+        assert [o.score.reward for o in outcomes] == list(range(20))
+        assert max(o.score.parts["batch"] for o in outcomes) == 4
+
+
+@pytest.mark.parametrize("word", ["hang", "block"])
+def test_of_an_async_batch_that_fails_only_the_guilty_answer_is_punished(word):
+    with pool_of("later_together", workers=1, batch=4, time_limit_seconds=0.8) as pool:
+        outcomes = outcomes_of(pool, ["a", "b", word, "c", "d"])
+        assert [o.failure for o in outcomes] == [None, None, "timeout", None, None]
+
+
+def test_an_async_call_is_not_punished_for_one_that_blocks_later():
+    with pool_of("later", workers=1, time_limit_seconds=0.8) as pool:
+        waiting = pool.submit(Prompt(id=0), "nap")
+        time.sleep(0.3)
+        blocking = pool.submit(Prompt(id=1), "block")
+        outcomes = pool.wait([waiting, blocking])
+        assert [outcome.failure for outcome in outcomes] == [None, "timeout"]
+
+
+def test_a_coroutine_where_a_number_should_be_is_refused_with_words():
+    with pool_of("wrapped") as pool, pytest.raises(RewardError, match="declare the function with"):
+        outcomes_of(pool, ["x"])
+
+
+@pytest.mark.parametrize("form", ["generator", "array", "columns"])
+def test_a_batch_may_be_scored_in_many_forms(form):
+    with pool_of("in_many_forms", options={"form": form}, workers=1) as pool:
+        assert rewards_of(pool, ["a" * n for n in range(7)]) == list(range(7))
+
+
+def test_a_bad_score_in_a_batch_is_blamed_on_its_answer():
+    with pool_of("in_many_forms", options={"form": "one bad"}, workers=1) as pool:
+        with pytest.raises(RewardError, match="gave no reward for answer 0 to prompt 3 ") as caught:
+            outcomes_of(pool, ["a" * n for n in range(6)])
+        assert caught.value.response == "aaa"
+
+
+def test_a_worker_imports_neither_numpy_nor_torch_by_itself():
+    with pool_of("by_word", workers=1) as pool:
+        assert rewards_of(pool, ["torch"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "expected"),
+    [
+        ("sortedrl.rewards.knights_knaves:logic_reward", {}, -3.0),
+        ("sortedrl.rewards.knights_knaves:logic_reward", {"unparsable": -9.0}, -10.0),
+        ("sortedrl.rewards.maths:math_reward", {}, 0.0),
+        ("sortedrl.rewards.maths:math_reward", {"wrong": -1.0}, -1.0),
+        ("sortedrl.rewards.maths:math_reward", {"wrong": 0.1, "no_answer": 0.2}, 0.0),
+        (f"{FUNCTIONS}:declared", {"wrong": -4.0}, -4.0),
+        (f"{FUNCTIONS}:scored_below_zero", {}, 0.0),
+    ],
+)
+def test_an_answer_that_could_not_be_scored_gets_no_more_than_the_worst_one(
+    address, options, expected
+):
+    with RewardPool(RewardSource(address, options), RewardSettings(workers=1)) as pool:
+        assert pool.failure_reward == expected
+    given = RewardSettings(workers=1, failure_reward=-0.5)
+    with RewardPool(RewardSource(address, options), given) as pool:
+        assert pool.failure_reward == -0.5
+
+
+def test_a_failure_that_pays_is_warned_of(caplog):
+    with pool_of("scored_below_zero", workers=1, time_limit_seconds=0.5) as pool:
+        assert rewards_of(pool, ["x"]) == [-1.0]
+        assert rewards_of(pool, ["hang"]) == [0.0]
+    assert "more than the -1 that the function gave another: set failure_reward" in caplog.text
+
+
 def test_a_batched_function_that_raises_saves_the_whole_batch(tmp_path):
     with pool_of("together", workers=1, folder=tmp_path) as pool:
         keep_busy(pool)
-        with pytest.raises(RewardError, match="and 2 more in one batch"):
+        with pytest.raises(
+            RewardError, match="prompt 0, answer 0 to prompt 1, answer 0 to prompt 2 in"
+        ):
             outcomes_of(pool, ["a", "b", "raise"])
     saved = json.loads((tmp_path / "reward-error.json").read_text())
     assert [answer["response"] for answer in saved["answers"]] == ["a", "b", "raise"]
@@ -311,7 +432,8 @@ def test_closing_ends_hanging_workers_at_once():
         pool.submit(Prompt(id=0), "ok")
 
 
-def test_workers_do_not_outlive_a_killed_parent(tmp_path):
+@pytest.mark.parametrize("word", ["child", "daemon:hang"])
+def test_nothing_outlives_a_killed_parent(word, tmp_path):
     script = (
         "import os, sys, time\n"
         "from sortedrl.rewards.pool import RewardPool\n"
@@ -319,7 +441,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
         "from sortedrl.rewards.source import RewardSource\n"
         "from sortedrl.types import Prompt\n"
         f"pool = RewardPool(RewardSource({FUNCTIONS + ':by_word'!r}), RewardSettings(workers=1))\n"
-        f"pool.submit(Prompt(id=0), 'child:{tmp_path / 'pid'}')\n"
+        f"pool.submit(Prompt(id=0), '{word}:{tmp_path / 'pid'}')\n"
         f"while not os.path.exists({str(tmp_path / 'pid')!r}): time.sleep(0.01)\n"
         "time.sleep(0.2)\n"
         "os.kill(os.getpid(), 9)\n"

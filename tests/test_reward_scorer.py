@@ -3,15 +3,17 @@
 import time
 from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.events import Finish, Score, Update
 from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.score import NoScoreError, checked_score
+from sortedrl.rewards.score import LARGEST_REWARD, NoScoreError, checked_score, values_of_batch
 from sortedrl.rewards.scorer import PoolScorer
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource, source_of
@@ -157,6 +159,51 @@ def test_a_number_of_numpy_or_torch_is_a_reward():
     assert checked_score(numpy.float32(0.5)).reward == 0.5
     assert checked_score(torch.tensor(0.5)).reward == 0.5
     assert checked_score(True).reward == 1.0
+    for array in (numpy.array(0.5), numpy.array([[0.5]]), torch.tensor([0.5], requires_grad=True)):
+        assert checked_score(array).reward == 0.5
+        assert checked_score({"reward": array, "part": array}).parts == {"part": 0.5}
+    for array in (numpy.array([0.5, 0.5]), numpy.array([]), numpy.array("0.5"), torch.zeros(2)):
+        with pytest.raises(NoScoreError):
+            checked_score(array)
+
+
+@given(st.floats(), st.floats())
+def test_a_reward_is_finite_and_of_a_size_that_training_can_take(one, two):
+    for returned in (one, {"reward": one}, {"reward": one, "part": 1e300}, {"a": one, "b": two}):
+        try:
+            score = checked_score(returned)
+        except NoScoreError:
+            continue
+        assert abs(score.reward) <= LARGEST_REWARD
+        assert all(map(isfinite, score.parts.values()))
+
+
+@pytest.mark.parametrize("returned", [1e300, -1e7, 10**400, {"a": 1e308, "b": 1e308}, 1e6 + 1j])
+def test_a_reward_that_is_too_large_is_refused(returned):
+    with pytest.raises(NoScoreError):
+        checked_score(returned)
+
+
+def test_a_batch_may_be_scored_with_arrays_and_tensors():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    rewards = [0.5, -1.0, 2.0]
+    tensor = torch.tensor(rewards, requires_grad=True)
+    for returned in (
+        *(rewards, tuple(rewards), iter(rewards), numpy.array(rewards), tensor, tensor.bfloat16()),
+        *(numpy.array(rewards)[:, None], [numpy.float32(r) for r in rewards], list(tensor)),
+        *([{"reward": r} for r in tensor], {"reward": tensor, "part": numpy.ones(3)}),
+        *([{"a": numpy.array(r), "b": True} for r in (-0.5, -2.0, 1.0)], {"a": rewards}),
+    ):
+        assert [checked_score(v).reward for v in values_of_batch(returned, 3)] == rewards
+    with pytest.raises(NoScoreError):
+        checked_score(values_of_batch(numpy.ones((3, 2)), 3)[0])
+
+
+def test_a_batch_is_one_value_for_each_answer():
+    assert values_of_batch({"a": [1, 2], "b": (3, 4)}, 2) == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
+    for returned in ([1], [1, 2, 3], {1, 2}, "12", None, {}, 2.0, {"a": [1]}):
+        with pytest.raises(NoScoreError):
+            values_of_batch(returned, 2)
 
 
 def test_a_part_named_reward_is_the_reward_and_the_rest_is_for_the_log():

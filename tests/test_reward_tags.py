@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.rewards.tags import Tagged, Untagged, read_tags, starts_in_thoughts
+from sortedrl.rewards.tags import (
+    Tagged,
+    Untagged,
+    conclusion,
+    read_tags,
+    starts_in_thoughts,
+)
 from sortedrl.types import Prompt
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -102,3 +108,31 @@ def test_how_the_text_the_model_saw_ends_goes_before_the_prompt():
     assert not starts_in_thoughts(Prompt(id=0, fields={"prompt": "<think>", "prompt_end": "Go."}))
     assert not starts_in_thoughts(Prompt(id=0, end="Go.", fields={"prompt_end": "<think>"}))
     assert starts_in_thoughts(Prompt(id=0, end="<think>", fields={"prompt_end": "a column"}))
+
+
+@given(st.lists(PIECES, max_size=12).map("".join), st.booleans())
+def test_a_conclusion_is_what_stands_after_the_last_thought_that_ends(response, is_prefilled):
+    """The rule once more, tag by tag."""
+    is_thinking, kept = is_prefilled, ""
+    for piece in re.split("(</?think>)", response):
+        if piece in TAGS[:2]:
+            is_thinking, kept = piece == "<think>", ""
+        elif not is_thinking:
+            kept += piece
+    assert conclusion(response, is_prefilled=is_prefilled) == ("" if is_thinking else kept)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("5", "5"),
+        ("<think>4</think>5", "5"),
+        ("4</think>5", "5"),
+        ("<think>5", ""),
+        ("<think>4</think>5<think>6", ""),
+        ("<think>4</think>5<think>6</think>7", "7"),
+    ],
+)
+def test_thoughts_that_never_end_hold_no_answer(response, expected):
+    assert conclusion(response) == expected
+    assert conclusion("5", is_prefilled=True) == ""

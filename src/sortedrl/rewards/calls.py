@@ -9,14 +9,15 @@ from sortedrl.rewards.score import Score
 from sortedrl.types import Prompt
 
 Failure = Literal["timeout", "memory", "died"]
-"""A call that ran into its time limit, into the memory limit, or killed its worker twice."""
+"""A call that ran into its time limit, or twice into the memory limit or the end of its worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """An answer to be scored.
 
-    `deaths` counts the workers that died over it: then it is tried once more, alone.
+    `crashes` counts the workers that died, or ran out of memory, over it: after the first it is
+    tried once more, alone.
     """
 
     ticket: int
@@ -26,7 +27,9 @@ class Call:
     began: float = 0.0
     worker: int = 0
     """The number of the worker that has it or had it last."""
-    deaths: int = 0
+    work: int = 0
+    """Numbers the calls of the function: answers that share one have the same."""
+    crashes: int = 0
     is_alone: bool = False
     is_cancelled: bool = False
 

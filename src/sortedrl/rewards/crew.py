@@ -23,11 +23,12 @@ from sortedrl.rewards.calls import Call, Failure
 from sortedrl.rewards.process import Said, WorkerLostError, WorkerProcess
 from sortedrl.rewards.score import Score
 from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import RewardSource
+from sortedrl.rewards.source import CallStyle, RewardSource
 from sortedrl.rewards.worker import Ready, Refused, Report, Setup, Work
 
 _LOAD_SECONDS = 300.0
 _GRACE_SECONDS = 1.0  # an async worker ends its overdue calls itself; and for cancelled calls
+_MEASURE_SECONDS = 0.2
 
 
 class Delivery(Protocol):
@@ -73,6 +74,10 @@ class Crew:
         self._waiting: deque[Call] = deque()
         self._alone: deque[Call] = deque()
         self._workers: list[WorkerProcess] = []
+        self._num_works = 0
+        self._next_measure = 0.0
+        self.lowest: float | None = None
+        """The lowest reward that the function says it gives, once it is loaded."""
 
     def start(self) -> None:
         """Start the workers; they are not ready yet."""
@@ -81,7 +86,7 @@ class Crew:
     @property
     def is_ready(self) -> bool:
         """Whether some worker has loaded the function."""
-        return any(worker.kind is not None for worker in self._workers)
+        return any(worker.style is not None for worker in self._workers)
 
     def take_on(self, call: Call) -> None:
         """Score an answer."""
@@ -114,6 +119,8 @@ class Crew:
     def end(self) -> None:
         """Kill everybody."""
         for worker in self._workers:
+            worker.hang_up()
+        for worker in self._workers:
             worker.end()
         self._workers = []
 
@@ -142,14 +149,15 @@ class Crew:
 
     def _work_for(self, worker: WorkerProcess) -> list[Call]:
         """The calls this worker should be given now."""
-        if worker.kind is None:
+        if worker.style is None or worker.is_ending:
             return []
         is_idle = not worker.under_way
         if is_idle and (call := self._next(self._alone)):
             return [call]
-        is_shared = worker.kind == "async" and not self._holds_alone(worker)
-        if is_idle or (is_shared and len(worker.under_way) < self._settings.concurrency):
-            most = self._settings.batch if worker.kind == "batched" else 1
+        is_shared = worker.style.is_async and not self._holds_alone(worker)
+        num_works = len({self._calls[ticket].work for ticket in worker.under_way})
+        if is_idle or (is_shared and num_works < self._settings.concurrency):
+            most = self._settings.batch if worker.style.is_batched else 1
             calls: list[Call] = []
             while len(calls) < most and (call := self._next(self._waiting)):
                 calls.append(call)
@@ -171,8 +179,9 @@ class Crew:
         now = self._clock()
         if not worker.under_way:
             worker.began = now
+        self._num_works += 1
         for call in calls:
-            call.began, call.worker = now, worker.number
+            call.began, call.worker, call.work = now, worker.number, self._num_works
             worker.under_way.append(call.ticket)
         try:
             worker.send(
@@ -194,7 +203,9 @@ class Crew:
 
     def _heard(self, worker: WorkerProcess, said: Said) -> None:
         if isinstance(said, Ready):
-            worker.kind = said.kind
+            worker.style, self.lowest = said.style, said.lowest
+            if self._settings.memory_gib is not None:
+                worker.loaded_bytes = worker.grown_bytes()
         elif isinstance(said, Refused):
             if said.is_setting:
                 raise ConfigError(said.message)
@@ -206,7 +217,8 @@ class Crew:
 
     def _reported(self, worker: WorkerProcess, report: Report) -> None:
         call = self._calls[report.ticket]
-        shared = [self._calls[ticket] for ticket in worker.under_way]
+        together = [c for t in worker.under_way if (c := self._calls[t]).work == call.work]
+        is_shared = report.num_answers > 1
         worker.under_way.remove(report.ticket)
         if call.is_cancelled:
             del self._calls[report.ticket]
@@ -215,17 +227,28 @@ class Crew:
             self._delivery.scored(call, report.score, seconds=report.seconds)
         elif report.ending in ("raised", "no_score"):
             self._delivery.broke(
-                shared if worker.kind == "batched" else [call],
+                together if is_shared else [call],
                 words=report.words,
                 is_exception=report.ending == "raised",
             )
         elif report.ending == "memory":
-            if len(shared) > 1:
-                self._retry_alone(call)
-            else:
-                self._fail(call, "memory", self._too_much())
+            self._crashed(call, "memory", self._too_much())
+        elif is_shared:  # which of them is to blame cannot be seen
+            self._retry_alone(call)
         else:
             self._fail(call, "timeout", self._too_long())
+        worker.is_ending |= report.ending == "memory"
+        if worker.is_ending and not worker.under_way:
+            self._dismissed(worker)
+            self._kill(worker)
+
+    def _crashed(self, call: Call, failure: Failure, detail: str) -> None:
+        """A worker was lost over this answer, and perhaps others: it is tried once more, alone."""
+        call.crashes += 1
+        if call.crashes > 1:
+            self._fail(call, failure, detail)
+        else:
+            self._retry_alone(call)
 
     def _fail(self, call: Call, failure: Failure, detail: str) -> None:
         del self._calls[call.ticket]
@@ -236,7 +259,7 @@ class Crew:
 
     def _too_much(self) -> str:
         limit = self._settings.memory_gib
-        return "it ran out of memory" + ("" if limit is None else f" (limit {limit:g} GiB)")
+        return "it ran out of memory twice" + ("" if limit is None else f" (limit {limit:g} GiB)")
 
     def _retry_alone(self, call: Call) -> None:
         call.is_alone = True
@@ -246,18 +269,14 @@ class Crew:
         """A worker is gone: its answers are tried once more, each alone."""
         calls = self._dismissed(worker)
         status = worker.end()
-        if worker.kind is None:
+        if worker.style is None:
             raise RewardError(
                 f"a worker ended with status {status} while it loaded the reward "
                 f"{self._source.function!r}; the module must not end the process"
             )
         self.stats.died += 1
         for call in calls:
-            call.deaths += 1
-            if call.deaths > 1:
-                self._fail(call, "died", f"the worker ended with status {status}, twice")
-            else:
-                self._retry_alone(call)
+            self._crashed(call, "died", f"the worker ended with status {status}, twice")
 
     def _dismissed(self, worker: WorkerProcess) -> list[Call]:
         """The calls of a worker that is leaving, without the cancelled ones."""
@@ -271,29 +290,46 @@ class Crew:
     def _enforce_limits(self) -> None:
         now = self._clock()
         for worker in list(self._workers):
-            if worker.kind is None:
+            if worker.style is None:
                 if now - worker.began > _LOAD_SECONDS:
                     raise RewardError(
                         f"the reward {self._source.function!r} took more than "
                         f"{_LOAD_SECONDS:.0f} seconds to load"
                     )
-            elif overdue := {
-                ticket
+            elif any(
+                now >= self._calls[ticket].began + self._limit(worker.style)
                 for ticket in worker.under_way
-                if now >= self._calls[ticket].began + self._limit(worker)
-            }:
-                self._end_overdue(worker, overdue)
+            ):
+                self._end_overdue(worker)
             elif self._is_in_the_way(worker, now):
                 self._dismissed(worker)
                 self._kill(worker)
+        self._enforce_memory(now)
 
-    def _end_overdue(self, worker: WorkerProcess, overdue: set[int]) -> None:
+    def _enforce_memory(self, now: float) -> None:
+        """End workers that take too much together with what they started."""
+        limit = self._settings.memory_gib
+        if limit is None or now < self._next_measure:
+            return
+        self._next_measure = now + _MEASURE_SECONDS
+        for worker in [worker for worker in self._workers if worker.under_way]:
+            if worker.grown_bytes() > limit * (1 << 30):
+                calls = self._dismissed(worker)
+                self._kill(worker)
+                for call in calls:
+                    self._crashed(call, "memory", self._too_much())
+
+    def _end_overdue(self, worker: WorkerProcess) -> None:
+        """A call takes too long.
+
+        Where others are under way too, any of them may be to blame: one that shares its call, or an
+        async one that does not let the others go on. Then each is tried again alone.
+        """
+        is_shared = len(worker.under_way) > 1
         calls = self._dismissed(worker)
         self._kill(worker)
-        for call in reversed(calls):
-            if call.ticket not in overdue:
-                self._waiting.appendleft(call)
-            elif len(overdue) > 1:  # which of them is to blame cannot be seen
+        for call in calls:
+            if is_shared:
                 self._retry_alone(call)
             else:
                 self._fail(call, "timeout", self._too_long())
@@ -313,18 +349,21 @@ class Crew:
         worker.end()
         self.stats.killed += 1
 
-    def _limit(self, worker: WorkerProcess) -> float:
-        grace = _GRACE_SECONDS if worker.kind == "async" else 0.0
+    def _limit(self, style: CallStyle) -> float:
+        grace = _GRACE_SECONDS if style.is_async else 0.0
         return self._settings.time_limit_seconds + grace
 
     def _seconds_to_limit(self) -> float | None:
         now = self._clock()
         moments = []
         for worker in self._workers:
-            if worker.kind is None:
+            if worker.style is None:
                 moments.append(worker.began + _LOAD_SECONDS)
+                continue
             if self._could_be_in_the_way(worker):
                 moments.append(worker.began + _GRACE_SECONDS)
-            limit = self._limit(worker)
+            limit = self._limit(worker.style)
             moments += [self._calls[ticket].began + limit for ticket in worker.under_way]
+            if worker.under_way and self._settings.memory_gib is not None:
+                moments.append(self._next_measure)
         return max(0.0, min(moments) - now) if moments else None

@@ -11,13 +11,12 @@ An answer earns `right` only if it gives everybody their role and nobody another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.errors import DataError
-from sortedrl.rewards.claim_words import ROLES, vocabulary_fault
-from sortedrl.rewards.claims import Claims, Unclear, read_claims
+from sortedrl.rewards.claims import ROLES, Claims, Unclear, read_claims, vocabulary_fault
 from sortedrl.rewards.tags import Untagged, read_tags, starts_in_thoughts
 from sortedrl.types import Prompt
 
@@ -56,6 +55,13 @@ def logic_reward(
         "correct": 1.0 if verdict.grade == "right" else 0.0,
         "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
     }
+
+
+def lowest_logic_reward(options: Mapping[str, float]) -> float:
+    """The lowest reward with these options: that of an answer that cannot be read, as a rule."""
+    answers = ("right", "partly_right", "wrong", "unparsable")
+    in_form = options["format_right"] + min(options[answer] for answer in answers)
+    return min(in_form, options["format_wrong"] + options["unparsable"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from sortedrl.rewards.source import RewardSource
 from sortedrl.types import Prompt
 
 _LOG = logging.getLogger(__name__)
+_SHOWN_ANSWERS = 5
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class RewardPool:
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
         self._error: SortedRLError | None = None
+        self._lowest: float | None = None
+        self._lowest_scored: float | None = None
         self._is_ready = False
         self._is_closing = False
         self._wake_reader, self._wake_writer = _wake_pipe()
@@ -124,6 +128,13 @@ class RewardPool:
             return [self._outcomes.pop(ticket) for ticket in tickets]
 
     @property
+    def failure_reward(self) -> float:
+        """What an answer gets whose scoring failed, where it gets a reward."""
+        if self.settings.failure_reward is not None:
+            return self.settings.failure_reward
+        return min(0.0, self._lowest if self._lowest is not None else 0.0)
+
+    @property
     def num_open(self) -> int:
         """Answers submitted and not done yet."""
         return len(self._open)
@@ -151,6 +162,8 @@ class RewardPool:
         """The crew delivers a score."""
         self.stats.scored += 1
         self.stats.seconds += seconds
+        lowest = self._lowest_scored
+        self._lowest_scored = score.reward if lowest is None else min(lowest, score.reward)
         self._done(call, score, seconds=seconds)
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
@@ -165,7 +178,7 @@ class RewardPool:
             return
         if self.stats.failures[failure] == 1:
             _LOG.warning("%s; %s", what, self._consequence())
-        score = Score(self.settings.failure_reward) if self.settings.on_failure == "score" else None
+        score = Score(self.failure_reward) if self.settings.on_failure == "score" else None
         self._done(call, score, seconds=seconds, failure=failure)
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
@@ -173,13 +186,17 @@ class RewardPool:
         if self._error is not None:
             return
         call = calls[0]
-        others = f" and {len(calls) - 1} more in one batch" if len(calls) > 1 else ""
+        names = ", ".join(call.name for call in calls[:_SHOWN_ANSWERS])
+        hidden = len(calls) - _SHOWN_ANSWERS
+        more = (f" and {hidden} more" if hidden > 0 else "") + (" in one batch" * (len(calls) > 1))
         saved = self._write_error(calls, words)
         what = "raised" if is_exception else "gave no reward"
         self._stop(
             RewardError(
-                f"the reward {self._source.function!r} {what} for {call.name}{others} ({saved}):\n"
-                f"{words.rstrip()}",
+                f"the reward {self._source.function!r} {what} for {names}{more} ({saved}):\n"
+                f"{words.rstrip()}\n"
+                f"The response to prompt {call.prompt.id} begins "
+                f"{call.response[:_SHOWN_CHARACTERS]!r}",
                 prompt_id=call.prompt.id,
                 response=call.response,
             )
@@ -226,6 +243,7 @@ class RewardPool:
                 crew.turn(self._wake_reader)
                 self._take_news(crew)
                 if not self._is_ready and crew.is_ready:
+                    self._lowest = crew.lowest
                     with self._changed:
                         self._is_ready = True
                         self._changed.notify_all()
@@ -253,7 +271,13 @@ class RewardPool:
     def _consequence(self) -> str:
         if self.settings.on_failure == "skip":
             return "the answer gets no reward (reward.on_failure is 'skip')"
-        return f"the answer gets the reward {self.settings.failure_reward:g} (failure_reward)"
+        told = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
+        if self._lowest_scored is not None and self.failure_reward > self._lowest_scored:
+            told += (
+                f", which is more than the {self._lowest_scored:g} that the function gave another: "
+                "set failure_reward to the reward of a wrong answer, so that failing does not pay"
+            )
+        return told
 
     def _write_failure(self, call: Call, failure: Failure) -> None:
         if self._folder is not None:

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: started, spoken to, and killed with its children."""
+"""One worker process as its parent sees it: started, spoken to, measured, and killed whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from sortedrl.rewards.source import Kind
+from sortedrl.rewards.limits import IS_GUARDED, ProcessTree, kill_descendants
+from sortedrl.rewards.source import CallStyle
 from sortedrl.rewards.worker import Ready, Refused, Report, Setup, Work
 
 _SEND_SECONDS = 5
+_END_SECONDS = 5.0
 _BOOT = (
     "import sys; sys.path[:] = {path!r}; from sortedrl.rewards.worker import main; main({socket})"
 )
@@ -35,11 +37,17 @@ class WorkerProcess:
 
     number: int
     process: subprocess.Popen[bytes]
+    """The worker, or its guard."""
     connection: Connection
+    tree: ProcessTree
     under_way: list[int] = field(default_factory=list)
     """Tickets of the answers it is scoring."""
-    kind: Kind | None = None
+    style: CallStyle | None = None
     """How its function is called; `None` until it is loaded."""
+    is_ending: bool = False
+    """It ran out of memory and ends by itself: it is given no more work."""
+    loaded_bytes: int = 0
+    """The memory it took to load it."""
     began: float = 0.0
     """When it was started, or given the oldest of its present work."""
 
@@ -62,7 +70,8 @@ class WorkerProcess:
                 start_new_session=True,
                 env=environment,
             )
-        worker = cls(number, process, Connection(ours.detach()), began=now)
+        tree = ProcessTree(process.pid)
+        worker = cls(number, process, Connection(ours.detach()), tree, began=now)
         worker.connection.send(setup)
         return worker
 
@@ -84,9 +93,25 @@ class WorkerProcess:
                 raise WorkerLostError from error
         return heard
 
+    def grown_bytes(self) -> int:
+        """The memory it takes with everything it started, beyond what loading the function took."""
+        return self.tree.memory_bytes() - self.loaded_bytes if IS_GUARDED else 0
+
+    def hang_up(self) -> None:
+        """Close the socket: the guard kills everything, and ends."""
+        if IS_GUARDED:
+            self.tree.memory_bytes()  # the last look at its files in shared memory
+        self.connection.close()
+
     def end(self) -> int:
-        """Kill it with its children, and give its exit status."""
+        """Kill it with everything it started, and give its exit status."""
+        self.hang_up()
+        if IS_GUARDED:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_SECONDS)
+            if self.process.returncode is None:
+                kill_descendants(self.process.pid)
         with suppress(ProcessLookupError):  # it may have gone by itself
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.connection.close()
+        self.tree.remove_files()
         return self.process.wait()

@@ -1,19 +1,27 @@
 """What a reward function gives, checked.
 
-A function may return a number, or named parts:
+A function may return a number, or named parts. A number may be of any type that has a float value,
+such as a numpy scalar or a tensor of one element:
 
     {"format": 1.0, "answer": 2.0}                    the reward is the sum of the parts
     {"reward": 3.0, "length": 112, "correct": 1.0}    `reward` is the reward, the rest is logged
 
 A part named `correct` says whether the answer counts as right in an evaluation.
+
+A batched function returns one of these for each answer, as a list, an array or a tensor, or it
+returns named parts with such a column each. A reward is finite and at most `LARGEST_REWARD` in
+size: one larger value would decide a whole update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol, SupportsFloat, runtime_checkable
+
+LARGEST_REWARD = 1e6
 
 _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
@@ -36,25 +44,84 @@ class Score:
         return self.reward >= threshold
 
 
+@runtime_checkable
+class _Array(Protocol):
+    """Scalars, arrays and tensors of numpy, torch and their kin, none of which is imported here."""
+
+    def tolist(self) -> object:
+        """A number, or lists of numbers."""
+
+
 def checked_score(returned: object) -> Score:
     """The score a function returned; a `NoScoreError` says why it is none."""
     if not isinstance(returned, Mapping):
-        return Score(_number(returned, "a reward"))
+        return Score(_reward(returned, "a reward"))
     if not returned:
         raise NoScoreError("a reward with named parts must have at least one, got {}")
     for name in returned:
         if not isinstance(name, str):
             raise NoScoreError(f"the parts of a reward must have names, got {name!r}")
-    parts = {name: _number(value, f"part {name!r}") for name, value in returned.items()}
-    reward = parts.pop("reward") if "reward" in parts else math.fsum(parts.values())
-    return Score(reward, parts)
+    if "reward" in returned:
+        parts = {name: _number(value, f"part {name!r}") for name, value in returned.items()}
+        return Score(_reward(parts.pop("reward"), "part 'reward'"), parts)
+    parts = {name: _reward(value, f"part {name!r}") for name, value in returned.items()}
+    return Score(_reward(math.fsum(parts.values()), "the sum of the parts"), parts)
+
+
+def values_of_batch(returned: object, num_answers: int) -> list[object]:
+    """What a batched function returned for each answer; a `NoScoreError` says why it is not that.
+
+    Each value is still to be checked.
+    """
+    if isinstance(returned, Mapping) and returned:
+        columns = {name: values_of_batch(column, num_answers) for name, column in returned.items()}
+        return [
+            {name: column[place] for name, column in columns.items()}
+            for place in range(num_answers)
+        ]
+    # A number in the shape of an array cannot be iterated, though its type can.
+    is_number = isinstance(returned, _Array) and not isinstance(returned.tolist(), list)
+    if (
+        not isinstance(returned, Iterable)
+        or isinstance(returned, str | bytes | Mapping | Set)
+        or is_number
+    ):
+        raise NoScoreError(
+            f"a batched reward must return one score for each answer, got {returned!r:.100}"
+        )
+    values: list[object] = list(returned)
+    if len(values) != num_answers:
+        raise NoScoreError(
+            f"a batched reward must return one score for each of the {num_answers} answers, "
+            f"got {len(values)}"
+        )
+    return values
+
+
+def _reward(value: object, what: str) -> float:
+    number = _number(value, what)
+    if abs(number) > LARGEST_REWARD:
+        raise NoScoreError(
+            f"{what} must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, got {number:g}; "
+            "scale it"
+        )
+    return number
 
 
 def _number(value: object, what: str) -> float:
-    """A finite number; also one of numpy or torch, which can be turned into a float."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    if isinstance(value, _Array):
+        # An array of one element is that element, whatever its shape.
+        content = value.tolist()
+        while isinstance(content, list) and len(content) == 1:
+            content = content[0]
+    else:
+        content = value
+    if not isinstance(content, SupportsFloat):
         raise NoScoreError(f"{what} must be a number or named parts, got {value!r:.100}")
-    number = float(value)
+    try:
+        number = float(content)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise NoScoreError(f"{what} must be a finite number, got {number}")
     return number

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.config import require
+from sortedrl.rewards.score import LARGEST_REWARD
 
 OnFailure = Literal["score", "skip", "stop"]
 
@@ -21,15 +22,18 @@ class RewardSettings:
     time_limit_seconds: float = 10.0
     """How long one call may take; a call that takes longer is ended, with its worker."""
     memory_gib: float | None = 4.0
-    """Memory a worker may take beyond what loading the function took (on Linux)."""
+    """Memory that a worker and the processes it starts may take beyond what loading the function
+    took, shared memory included (on Linux)."""
     on_failure: OnFailure = "score"
     """What becomes of an answer whose call ran into a limit, or killed its worker twice.
     score: it gets failure_reward. skip: it gets no reward and is not trained on.
     stop: the run stops. Failures are counted, written down and warned of in any case."""
-    failure_reward: float = 0.0
-    """The reward of such an answer."""
+    failure_reward: float | None = None
+    """The reward of such an answer; by default the lowest one that the function says it gives
+    (as those of the built-in tasks do), and never more than 0."""
     batch: int = 32
-    """Answers that a batched function is given at once, at most."""
+    """Answers that a batched function is given at once, at most; they share one time limit, and if
+    they fail together, each is tried again alone."""
     concurrency: int = 16
     """Calls of an async function that one worker has under way, at most."""
 
@@ -48,8 +52,9 @@ class RewardSettings:
             "leave it out for no limit",
         )
         require(
-            math.isfinite(self.failure_reward),
-            f"rewards.failure_reward must be a finite number, got {self.failure_reward}",
+            self.failure_reward is None or abs(self.failure_reward) <= LARGEST_REWARD,
+            f"rewards.failure_reward must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, "
+            f"got {self.failure_reward}",
         )
 
     @property

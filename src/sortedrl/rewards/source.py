@@ -1,4 +1,8 @@
-"""Where a reward function is found: `module:function`, or `path/to/file.py:function`."""
+"""Where a reward function is found: `module:function`, or `path/to/file.py:function`.
+
+A function `lowest_NAME` beside the function `NAME` may tell the lowest reward that it gives, from
+its options: an answer that could not be scored gets no more than that.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from sortedrl.errors import ConfigError, unknown_name
 
-Kind = Literal["plain", "async", "batched"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStyle:
+    """How a reward function is called."""
+
+    is_async: bool = False
+    """It is a coroutine function: one worker has many calls under way."""
+    is_batched: bool = False
+    """Its parameters are called `prompts` and `responses`: it is given lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedReward:
+    """A reward function, and what is known about it."""
+
+    function: Callable[..., Any]
+    style: CallStyle
+    lowest: float | None
+    """The lowest reward it gives with its options; `None` if it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +85,7 @@ def source_of(function: Callable[..., object], **options: object) -> RewardSourc
     return RewardSource(f"{place}:{name}", options)
 
 
-def load(source: RewardSource) -> tuple[Callable[..., Any], Kind]:
+def load(source: RewardSource) -> LoadedReward:
     """The function and how it is to be called; a `ConfigError` says why it cannot be used.
 
     An exception of the module itself comes through as it is.
@@ -81,8 +103,13 @@ def load(source: RewardSource) -> tuple[Callable[..., Any], Kind]:
             + f" (in {source.place})"
         )
     function = functions[source.name]
-    _check_signature(function, source)
-    return function, _kind(function)
+    bound = _bound_options(function, source)
+    lowest = functions.get(f"lowest_{source.name}")
+    return LoadedReward(
+        function=function,
+        style=_style(function),
+        lowest=None if lowest is None else float(lowest(bound)),
+    )
 
 
 def _module(source: RewardSource) -> ModuleType:
@@ -112,19 +139,24 @@ def _module(source: RewardSource) -> ModuleType:
     return module
 
 
-def _check_signature(function: Callable[..., object], source: RewardSource) -> None:
+def _bound_options(function: Callable[..., object], source: RewardSource) -> dict[str, object]:
+    """The options it is given, with the defaults of the others."""
     signature = inspect.signature(function)
     try:
-        signature.bind(None, None, **source.options)
+        bound = signature.bind(None, None, **source.options)
     except TypeError as error:
         raise ConfigError(
             f"reward {source.function!r} must take (prompt, response) and the options "
             f"{sorted(source.options)}, but its signature is {signature}: {error}"
         ) from error
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[2:])
 
 
-def _kind(function: Callable[..., object]) -> Kind:
-    if inspect.iscoroutinefunction(function):
-        return "async"
+def _style(function: Callable[..., object]) -> CallStyle:
     names = list(inspect.signature(function).parameters)[:2]
-    return "batched" if names == ["prompts", "responses"] else "plain"
+    # An object that is called like a function is async if its class says so.
+    is_async = inspect.iscoroutinefunction(function) or (
+        not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
+    )
+    return CallStyle(is_async=is_async, is_batched=names == ["prompts", "responses"])

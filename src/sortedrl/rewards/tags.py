@@ -1,7 +1,9 @@
 """Thoughts and answers told apart by their tags: `<think>...</think><answer>...</answer>`.
 
 In the strict form each of the four tags stands exactly once and in this order, with only white
-space around and between the two parts: nobody can offer two answers, or one inside the thoughts.
+space around and between the two parts, and at least one letter or digit in the first: nobody can
+offer two answers, or one inside the thoughts. Where the text the model saw ends in `<think>`, that
+tag is the first of the four.
 """
 
 from __future__ import annotations
@@ -58,11 +60,13 @@ def read_tags(response: str, *, is_prefilled: bool = False) -> Tagged | Untagged
 
 
 def conclusion(response: str, *, is_prefilled: bool = False) -> str:
-    """What follows the thoughts: all of it where there are none, nothing where they never end."""
+    """What follows the thoughts: all of it where there are none, nothing where they never end.
+
+    Thoughts that are begun again after they ended, and not ended again, never end either.
+    """
     opening, closing = _TAGS[:2]
-    if closing in response:
-        return response.rpartition(closing)[2]
-    return "" if is_prefilled or opening in response else response
+    _, found, rest = response.rpartition(closing)
+    return "" if opening in rest or (is_prefilled and not found) else rest
 
 
 def starts_in_thoughts(prompt: Prompt) -> bool:

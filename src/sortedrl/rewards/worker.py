@@ -3,12 +3,13 @@
     parent -> worker    Setup, then Work after Work
     worker -> parent    Ready or Refused, then one Report for each answer, as it is done
 
-The socket is the lifeline: when it closes the worker ends at once, with all its own children.
+The socket is the lifeline: when it closes the worker ends at once, with everything it started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import queue
 import resource
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sortedrl.errors import ConfigError
-from sortedrl.rewards.score import NoScoreError, Score, checked_score
-from sortedrl.rewards.source import Kind, RewardSource, load
+from sortedrl.rewards.limits import IS_GUARDED, guarded
+from sortedrl.rewards.score import NoScoreError, Score, checked_score, values_of_batch
+from sortedrl.rewards.source import CallStyle, RewardSource, load
 from sortedrl.types import Prompt
 
 Ending = Literal["raised", "no_score", "memory", "timeout"]
@@ -46,7 +48,9 @@ class Setup:
 class Ready:
     """The function is loaded."""
 
-    kind: Kind
+    style: CallStyle
+    lowest: float | None
+    """The lowest reward it says it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +79,36 @@ class Report:
     score: Score | None = None
     ending: Ending | None = None
     words: str = ""
+    num_answers: int = 1
+    """How many answers shared the call."""
 
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of the socket until it goes away."""
+    if IS_GUARDED:
+        guarded(descriptor)
     connection = Connection(descriptor)
     setup: Setup = connection.recv()
     try:
-        function, kind = load(setup.source)
+        reward = load(setup.source)
     except ConfigError as error:
         connection.send(Refused(str(error), is_setting=True))
         return
     except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
         connection.send(Refused(traceback.format_exc(), is_setting=False))
         return
-    call = partial(function, **setup.source.options)
+    call = partial(reward.function, **setup.source.options)
     if setup.memory_bytes is not None:
         _limit_memory(setup.memory_bytes)
     works: queue.SimpleQueue[Work] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
-    connection.send(Ready(kind))
-    if kind == "async":
-        asyncio.run(_serve_async(call, works, connection, limit=setup.time_limit_seconds))
+    connection.send(Ready(reward.style, reward.lowest))
+    is_batched = reward.style.is_batched
+    if reward.style.is_async:
+        limit = setup.time_limit_seconds
+        asyncio.run(_serve_async(call, works, connection, is_batched=is_batched, limit=limit))
     else:
-        _serve(call, works, connection, is_batched=kind == "batched")
+        _serve(call, works, connection, is_batched=is_batched)
 
 
 def _receive(connection: Connection, works: queue.SimpleQueue[Work]) -> None:
@@ -106,7 +116,7 @@ def _receive(connection: Connection, works: queue.SimpleQueue[Work]) -> None:
         try:
             works.put(connection.recv())
         except (EOFError, OSError):
-            if os.getpgrp() == os.getpid():
+            if os.getpgrp() == os.getpid():  # without a guard
                 os.killpg(os.getpid(), signal.SIGKILL)
             os._exit(0)
 
@@ -122,10 +132,12 @@ def _serve(
         work = works.get()
         began = time.perf_counter()
         try:
-            if is_batched:
-                scores = _checked_scores(call(list(work.prompts), list(work.responses)), work)
-            else:
-                scores = [checked_score(call(work.prompts[0], work.responses[0]))]
+            returned = call(*_arguments(work, is_batched=is_batched))
+            if inspect.iscoroutine(returned):
+                returned.close()
+                raise NoScoreError(
+                    "a reward must not return a coroutine; declare the function with `async def`"
+                )
         except MemoryError as error:
             _report_end(connection, work, began, "memory", error)
             sys.exit(1)
@@ -134,9 +146,7 @@ def _serve(
         except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
             _report_end(connection, work, began, "raised", error)
         else:
-            seconds = time.perf_counter() - began
-            for ticket, score in zip(work.tickets, scores, strict=True):
-                connection.send(Report(ticket, seconds / len(scores), _sendable(score)))
+            _report_scores(connection, work, began, returned, is_batched=is_batched)
 
 
 async def _serve_async(
@@ -144,13 +154,14 @@ async def _serve_async(
     works: queue.SimpleQueue[Work],
     connection: Connection,
     *,
+    is_batched: bool,
     limit: float,
 ) -> None:
     async def serve(work: Work) -> None:
         began = time.perf_counter()
         try:
-            returned = await asyncio.wait_for(call(work.prompts[0], work.responses[0]), limit)
-            score = checked_score(returned)
+            arguments = _arguments(work, is_batched=is_batched)
+            returned = await asyncio.wait_for(call(*arguments), limit)
         except MemoryError as error:
             _report_end(connection, work, began, "memory", error)
             os._exit(1)
@@ -165,25 +176,37 @@ async def _serve_async(
         except SystemExit:
             os._exit(1)  # the thread that waits for work would keep the process alive
         else:
-            seconds = time.perf_counter() - began
-            connection.send(Report(work.tickets[0], seconds, _sendable(score)))
+            _report_scores(connection, work, began, returned, is_batched=is_batched)
 
     async with asyncio.TaskGroup() as group:
         while True:
             group.create_task(serve(await asyncio.to_thread(works.get)))
 
 
-def _checked_scores(returned: object, work: Work) -> list[Score]:
-    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
-        raise NoScoreError(
-            f"a batched reward must return one score for each answer, got {returned!r:.100}"
-        )
-    if len(returned) != len(work.tickets):
-        raise NoScoreError(
-            f"a batched reward must return one score for each of the {len(work.tickets)} answers, "
-            f"got {len(returned)}"
-        )
-    return [checked_score(value) for value in returned]
+def _arguments(work: Work, *, is_batched: bool) -> tuple[object, object]:
+    if is_batched:
+        return list(work.prompts), list(work.responses)
+    return work.prompts[0], work.responses[0]
+
+
+def _report_scores(
+    connection: Connection, work: Work, began: float, returned: object, *, is_batched: bool
+) -> None:
+    """A report for each answer; what is no score is reported for the answer it was given to."""
+    num_answers = len(work.tickets)
+    seconds = (time.perf_counter() - began) / num_answers
+    try:
+        values = values_of_batch(returned, num_answers) if is_batched else [returned]
+    except NoScoreError as error:
+        _report_end(connection, work, began, "no_score", error)
+        return
+    for ticket, value in zip(work.tickets, values, strict=True):
+        try:
+            score = checked_score(value)
+        except NoScoreError as error:
+            connection.send(Report(ticket, seconds, ending="no_score", words=str(error)))
+        else:
+            connection.send(Report(ticket, seconds, Score(score.reward, dict(score.parts))))
 
 
 def _report_end(
@@ -195,11 +218,9 @@ def _report_end(
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         words = "".join(traceback.format_exception(type(error), error, trace))
     for ticket in work.tickets:
-        connection.send(Report(ticket, seconds, ending=ending, words=words))
-
-
-def _sendable(score: Score) -> Score:
-    return Score(score.reward, dict(score.parts))
+        connection.send(
+            Report(ticket, seconds, ending=ending, words=words, num_answers=len(work.tickets))
+        )
 
 
 def _limit_memory(extra_bytes: int) -> None:

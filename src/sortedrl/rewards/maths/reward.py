@@ -76,6 +76,11 @@ def math_reward(
     return {"reward": wrong, "correct": 0.0, "answered": 1.0, **notes}
 
 
+def lowest_math_reward(options: Mapping[str, float]) -> float:
+    """The lowest reward with these options."""
+    return min(options[grade] for grade in ("right", "wrong", "no_answer"))
+
+
 def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
     """Compare with the last box, or with several.
 
