@@ -301,7 +301,15 @@ def test_the_folders_of_a_run_are_where_they_are_said_to_be(capsys, tmp_path):
     said(capsys, run_words(tmp_path / "run", "--max-updates", "1"))
     found = {path.name for path in Path(tmp_path / "run").iterdir()}
     assert found == {
-        *("config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl", "checkpoints", "model"),
+        *(
+            "run.json",
+            "config.toml",
+            "events.jsonl",
+            "metrics.jsonl",
+            "answers.jsonl",
+            "checkpoints",
+            "model",
+        ),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,11 @@ def supervised_run(
     model = trained_model(settings)
     optimiser = Optimiser(trained_parameters(model), settings.optimiser, total_steps=len(rows))
     policy = PackedModel(model)
-    folder.begin(all_to_toml(settings, SupervisedSettings()))
     done: list[SupervisedStep] = []
-    with closing(MetricsFile(folder.metrics)) as metrics:
+    with ExitStack() as stack:
+        stack.enter_context(folder.left_as_found())
+        stack.enter_context(folder.begun(all_to_toml(settings, SupervisedSettings())))
+        metrics = stack.enter_context(closing(MetricsFile(folder.metrics)))
         for step in supervised_steps(
             policy,
             optimiser,
@@ -91,7 +93,7 @@ def supervised_run(
                 tell(line)
             if stopping.is_asked:
                 break
-    export_model(model, tokenizer, folder.model)
+        export_model(model, tokenizer, folder.model)
     return SupervisedEnding(
         steps=len(done),
         is_complete=len(done) == len(rows),
