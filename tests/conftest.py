@@ -43,6 +43,15 @@ def world(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory):
+    """A small model as a GGUF file."""
+    pytest.importorskip("gguf")
+    from run_worlds import write_gguf
+
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
 @pytest.fixture
 def here(world, monkeypatch):
     """The commands run in the world, and the number of threads is put back afterwards."""

@@ -75,6 +75,57 @@ def write_world(folder, *, stops=STOPS, hidden=32, seed=0):
     (folder / "judge.py").write_text(_REWARD)
 
 
+def write_gguf(path, *, seed=0):
+    """Write a small Llama as a GGUF file: its matrices packed in 8 bits, a byte-level tokenizer.
+
+    As in files of real models, the begin token and the end token differ.
+    """
+    import gguf
+    import numpy as np
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    hidden, inner, heads, layers = 32, 64, 2, 2
+    letters = sorted(ByteLevel.alphabet())
+    tokens = ["<unk>", "<begin>", "<end>", *letters, "Ġt", "he"]
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_vocab_size(len(tokens))
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["Ġ t", "h e"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    random = np.random.default_rng(seed)
+    matrices = {"token_embd": (len(tokens), hidden)}
+    for layer in range(layers):
+        matrices |= {f"blk.{layer}.attn_{part}": (hidden, hidden) for part in "qkv"}
+        matrices[f"blk.{layer}.attn_output"] = (hidden, hidden)
+        matrices |= {f"blk.{layer}.ffn_{part}": (inner, hidden) for part in ("gate", "up")}
+        matrices[f"blk.{layer}.ffn_down"] = (hidden, inner)
+        for part in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones(hidden, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
+    packed = gguf.GGMLQuantizationType.Q8_0
+    for name, shape in matrices.items():
+        values = random.normal(0, 0.1, shape).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quantize(values, packed), raw_dtype=packed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def run_words(out, *more, task=TASK, reward="letters", model="begun"):
     """The words of a run of seconds, in a folder with a world; later words win."""
     return [

@@ -50,6 +50,55 @@ def test_a_second_demo_replaces_the_first(tmp_path, capsys):
     assert read_metrics(out / "sync" / "metrics.jsonl")[0]["update"] == 0
 
 
+@pytest.mark.parametrize("name", ["warm", "sorted", "sync"])
+def test_a_folder_that_no_demo_has_made_is_left_alone(tmp_path, capsys, name):
+    """A run of the user's own may be called like one of the demo's."""
+    mine = tmp_path / name
+    mine.mkdir()
+    (mine / "run.json").write_text('{"format": "sortedrl-run", "version": 1}')
+    (mine / "config.toml").write_text("seed = 1")
+    assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
+    assert f"{mine} is there already and no demo has made it" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+    assert {path.name for path in mine.iterdir()} == {"run.json", "config.toml"}
+
+
+def marked(folder):
+    folder.mkdir(parents=True)
+    (folder / "demo.json").write_text('{"format": "sortedrl-demo", "version": 1}')
+    return folder
+
+
+def test_what_was_put_into_a_folder_of_the_demo_is_left_alone(tmp_path, capsys):
+    for name in ("warm", "sorted"):
+        marked(tmp_path / name)
+    (tmp_path / "sorted" / "notes.txt").write_text("mine")
+    assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
+    assert "holds what no demo has written: notes.txt" in capsys.readouterr().err
+    assert (tmp_path / "warm" / "demo.json").exists(), "nothing is removed before all is looked at"
+
+
+@pytest.mark.parametrize("mark", ["", "{}", "[", '{"format": "other", "version": 1}'])
+def test_a_mark_that_is_not_the_demos_is_none(tmp_path, capsys, mark):
+    (marked(tmp_path / "sync") / "demo.json").write_text(mark)
+    assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
+    assert "no demo has made it" in capsys.readouterr().err
+
+
+def test_a_link_and_a_page_of_the_users_own_are_left_alone(tmp_path, capsys):
+    elsewhere = marked(tmp_path / "elsewhere")
+    out = tmp_path / "demo"
+    out.mkdir()
+    (out / "warm").symlink_to(elsewhere)
+    assert main(["demo", "--out", str(out), *SMALL]) == 2
+    (out / "warm").unlink()
+    (out / "report.html").write_text("<!DOCTYPE html><title>mine</title>")
+    assert main(["demo", "--out", str(out), *SMALL]) == 2
+    assert "report.html: is a file that this command did not write" in capsys.readouterr().err
+    assert (elsewhere / "demo.json").exists()
+    assert [path.name for path in out.iterdir()] == ["report.html"]
+
+
 def test_a_demo_of_nothing_is_refused(capsys):
     with pytest.raises(SystemExit) as refusal:
         main(["demo", "--answers", "0"])

@@ -1,10 +1,15 @@
 """`sortedrl report` and the reading of runs: where the page goes, what runs are called."""
 
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sortedrl.cli import main
 from sortedrl.compare import simulate
@@ -88,3 +93,91 @@ def test_the_views_need_no_torch(tmp_path):
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+
+
+# --- folders that are torn, partial, foreign or of another version --------------------------------
+
+FILES = ("events.jsonl", "metrics.jsonl", "answers.jsonl", "config.toml")
+ODD = st.sampled_from(
+    [None, True, -1, 0, 3.7, 1e308, 2**70, 10**12, 10**400, "x", "\ud800", [], {}, [[1]], {"a": 1}]
+)
+ODD_TOML = ("-1", '"x"', "[]", "1e400", "{a = 1}", "nan", "9" * 30, "1979-05-27", "true", '""')
+
+
+@pytest.fixture(scope="module")
+def real(world, tmp_path_factory):
+    """What a small run has left: the content of each file."""
+    from run_worlds import Nursery, run_words
+
+    held_out = "knights_knaves:people=2,count=4,style=compact,split=test"
+    more = ("--max-updates", "4", "--evaluation.tasks", held_out, "--evaluation.every", "2")
+    with Nursery(world) as nursery:
+        nursery.run(run_words("real", *more))
+    return {name: (world / "real" / name).read_text() for name in FILES}
+
+
+def ends_well(folder, files):
+    """Both commands end with a page or a trace, or with one sentence."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(
+            content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+        )
+    for command in ("report", "trace"):
+        told = StringIO()
+        with redirect_stderr(told), redirect_stdout(StringIO()):
+            code = main([command, str(folder)])
+        if code:
+            assert code == 2
+            assert told.getvalue().startswith("sortedrl: ")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_with_a_file_missing_cut_or_foreign_is_shown_or_refused(tmp_path, real, name):
+    folder = tmp_path / "run"
+    ends_well(folder, real)
+    ends_well(folder, {other: text for other, text in real.items() if other != name})
+    whole = real[name].encode()
+    for cut in range(0, len(whole), len(whole) // 6):
+        for end in (b"", b"\n"):
+            ends_well(folder, {**real, name: whole[:cut] + end})
+    for foreign in (b"\xff\xfe\0\n", b"[" * 100_000 + b"\n", b"null\n", b"{}\n", b"a,b\n1,2\n"):
+        ends_well(folder, {**real, name: foreign})
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_line_that_was_changed_in_any_way_is_shown_or_refused(tmp_path_factory, real, data):
+    name = data.draw(st.sampled_from(FILES[:3]))
+    lines = real[name].splitlines()
+    number = data.draw(st.integers(0, len(lines) - 1))
+    row = json.loads(lines[number])
+    how = data.draw(st.sampled_from(["set", "set", "set", "inside", "delete", "drop", "double"]))
+    key = data.draw(st.sampled_from(list(row)))
+    if how == "set":
+        row[key] = data.draw(ODD)
+    elif how == "inside" and isinstance(row[key], list) and row[key]:
+        place = data.draw(st.integers(0, len(row[key]) - 1))
+        inner = row[key][place]
+        if isinstance(inner, list):
+            inner[data.draw(st.integers(0, len(inner) - 1))] = data.draw(ODD)
+        else:
+            row[key][place] = data.draw(ODD)
+    elif how == "delete":
+        del row[key]
+    new = {"drop": [], "double": [lines[number]] * 2}.get(how, [json.dumps(row)])
+    lines[number : number + 1] = new
+    ends_well(tmp_path_factory.mktemp("changed") / "run", {**real, name: "\n".join(lines) + "\n"})
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_settings_that_were_changed_in_any_way_are_shown_or_refused(tmp_path_factory, real, data):
+    lines = real["config.toml"].splitlines()
+    number = data.draw(st.sampled_from([n for n, line in enumerate(lines) if " = " in line]))
+    value = data.draw(st.sampled_from([*ODD_TOML, None]))
+    key = lines[number].partition(" = ")[0]
+    lines[number : number + 1] = [] if value is None else [f"{key} = {value}"]
+    files = {**real, "config.toml": "\n".join(lines) + "\n"}
+    ends_well(tmp_path_factory.mktemp("changed") / "run", files)

@@ -180,3 +180,17 @@ def test_ctrl_c_keeps_what_was_learnt(tmp_path):
         assert child.wait() == 130, child.err
         assert "stopping" in child.err
         assert weights(tmp_path / "run") != (tmp_path / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_gguf_file_is_trained_on_answers_that_end_as_it_says(capsys, tmp_path, gguf_file):
+    rows = [{"prompt": "who lies?", "response": "he"} for _ in range(8)]
+    task = write_rows(tmp_path / "rows.jsonl", rows)
+    for name, words in (("plain", ()), ("lora", ("--lora.rank", "2"))):
+        said(
+            capsys, sft_words(tmp_path / name, *words, "--epochs", "60", task=task, model=gguf_file)
+        )
+        assert "quant" not in (tmp_path / name / "model" / "config.json").read_text()
+        assert losses(tmp_path / name)[-1] < losses(tmp_path / name)[0] / 2
+    asked = ["--tasks", task, "--reward", "logic", "--max-tokens", "8", "--workers", "1"]
+    out, _ = said(capsys, ["eval", tmp_path / "plain" / "model", *asked, "--limit", "1", "--json"])
+    assert json.loads(out)["evaluations"][0]["rows"][0]["truncated"] == 0, "the end is learnt"

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights, write_world
+from sortedrl.models.loading import load_model
 from sortedrl.runs import opening
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.packing import TokenSequence
@@ -81,6 +82,22 @@ def test_the_model_is_one_for_transformers_and_says_what_the_trainer_says(
     assert not any(".lora_" in name for name, _ in exported.named_parameters())
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     said(capsys, run_words(tmp_path / "next", "--max-updates", "1", model=tmp_path / "run/model"))
+
+
+@pytest.mark.parametrize("words", [(), ("--lora.rank", "2", "--algorithm.kl", "0.1")])
+def test_a_gguf_file_is_trained_saved_resumed_and_trained_on(capsys, tmp_path, gguf_file, words):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    said(capsys, run_words(whole, *words, "--max-updates", "3", model=gguf_file))
+    said(capsys, run_words(cut, *words, "--max-updates", "1", model=gguf_file))
+    said(capsys, ["train", cut, "--resume", "--max-updates", "3"])
+    assert weights(cut) == weights(whole)
+    for config in (whole / "model", *(one / "model" for one in checkpoints(whole))):
+        assert "quant" not in (config / "config.json").read_text()
+    before = load_model(gguf_file, dtype=None, device="cpu").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    said(capsys, run_words(tmp_path / "next", "--max-updates", "1", model=whole / "model"))
 
 
 def test_gradient_checkpointing_computes_twice_and_changes_nothing(capsys, tmp_path, monkeypatch):
@@ -301,7 +318,15 @@ def test_the_folders_of_a_run_are_where_they_are_said_to_be(capsys, tmp_path):
     said(capsys, run_words(tmp_path / "run", "--max-updates", "1"))
     found = {path.name for path in Path(tmp_path / "run").iterdir()}
     assert found == {
-        *("config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl", "checkpoints", "model"),
+        *(
+            "run.json",
+            "config.toml",
+            "events.jsonl",
+            "metrics.jsonl",
+            "answers.jsonl",
+            "checkpoints",
+            "model",
+        ),
     }
 
 

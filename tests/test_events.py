@@ -14,12 +14,14 @@ from sortedrl.events import (
     Begin,
     End,
     EventFile,
+    Order,
     Resume,
     Score,
     Scored,
     Update,
     from_json,
     read_events,
+    read_run_events,
     to_json,
 )
 from sortedrl.report.lanes import lanes
@@ -50,6 +52,29 @@ def write(path, events, *, keep_bytes=None):
 def test_every_event_reads_back_as_it_was(simulation):
     events = [*run(simulation).events, RESUME, SCORE]
     assert [from_json(to_json(event)) for event in events] == events
+
+
+@settings(max_examples=50)
+@given(simulations())
+def test_what_a_run_logs_is_in_order(simulation):
+    order = Order()
+    for event in run(simulation).events:
+        order(event)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        *((kind, 0) for kind in ("begin", "load", "start", "finish")),
+        *((kind, 2) for kind in ("begin", "load", "start", "finish", "update")),
+    ],
+)
+def test_a_line_that_is_missing_or_doubled_is_refused_with_its_place(tmp_path, kind, count):
+    events = list(run(six()).events)
+    place = next(number for number, event in enumerate(events) if event.kind == kind)
+    write(tmp_path / "events.jsonl", events[:place] + [events[place]] * count + events[place + 1 :])
+    with pytest.raises(DataError, match=r"events\.jsonl:\d+: "):
+        list(read_run_events(tmp_path / "events.jsonl"))
 
 
 def test_a_resume_is_one_line_with_seconds_round_and_version():
@@ -161,6 +186,14 @@ def test_a_log_cut_at_any_byte_reads_as_its_whole_lines(length):
         (b'{"event":"resumed"}\n', "did you mean 'resume'"),
         (b'{"event":"resume","seconds":1.0}\n', "'resume' must have the fields seconds, round"),
         (b'{"event":"\xff"}\n', "not UTF-8"),
+        (b'{"event":{},"seconds":1.0}\n', "unknown event"),
+        (b'{"event":"resume","seconds":"1","round":3,"version":4}\n', "'seconds' must be a value"),
+        (
+            b'{"event":"resume","seconds":1e999,"round":3,"version":4}\n',
+            "'seconds' must be a value",
+        ),
+        (b'{"event":"resume","seconds":NaN,"round":3,"version":4}\n', "'seconds' must be a value"),
+        (b'{"event":"resume","seconds":1,"round":true,"version":4}\n', "'round' must be a value"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_wherever_it_stands(tmp_path, line, said):

@@ -259,3 +259,48 @@ def test_a_gguf_file_gives_its_shape_from_its_header(tmp_path):
     shape = shape_of(tmp_path / "small.gguf")
     assert (shape.layers, shape.hidden, shape.inner, shape.kv_heads) == (2, 32, 48, 2)
     assert (shape.vocabulary, shape.context) == (100, 64)
+
+
+def test_a_gguf_file_is_a_plain_model_that_can_be_saved_and_comes_back(gguf_file, tmp_path):
+    model, tokenizer = load_model(gguf_file, dtype=None, device="cpu"), load_tokenizer(gguf_file)
+    assert all(parameter.is_floating_point() for parameter in model.parameters())
+    assert {p.requires_grad for p in model.parameters()} == {True}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "quant" not in (tmp_path / "config.json").read_text()
+    again = load_model(tmp_path, dtype=None, device="cpu")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    text = "who lies, the first? é<end>"
+    assert load_tokenizer(tmp_path).encode(text) == tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_tokenizer_of_a_gguf_file_ends_answers_as_the_file_says(gguf_file):
+    tokenizer = load_tokenizer(gguf_file)
+    model = load_model(gguf_file, dtype=None, device="cpu")
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<end>", "<begin>")
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
+
+
+def test_a_gguf_file_cut_anywhere_is_refused_in_words(gguf_file, tmp_path):
+    whole, broken = gguf_file.read_bytes(), tmp_path / "broken.gguf"
+    for share in (0, 0.01, 0.1, 0.5):
+        broken.write_bytes(whole[: int(share * len(whole))])
+        for load in (
+            shape_of,
+            load_tokenizer,
+            lambda name: load_model(name, dtype=None, device="cpu"),
+        ):
+            with pytest.raises(ModelError, match=r"broken\.gguf"):
+                load(broken)
+
+
+def test_a_quantized_model_is_refused_before_its_weights_are_read(tmp_path):
+    config = LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"must hold plain weights, got weights quantized with 'gptq'"
+    ):
+        load_model(tmp_path, dtype=None, device="cpu")

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +22,11 @@ from run_worlds import (
     said,
     weights,
 )
+from sortedrl.answer_log import read_answers
+from sortedrl.errors import ConfigError
+from sortedrl.runs import opening
+from sortedrl.runs.folder import RunFolder
+from sortedrl.training.checkpoint import save
 from sortedrl.training.optimiser import Optimiser
 
 SYNC = ("--schedule.strategy", "sync", "--schedule.group-prompts", "4", "--saving.keep-last", "99")
@@ -210,15 +216,57 @@ def test_a_half_written_checkpoint_is_not_looked_at(capsys, copied):
     assert weights(copied) == weights("whole")
 
 
-def test_without_any_whole_checkpoint_the_run_begins_anew(capsys, copied):
+def contents(folder):
+    """Every file of a folder with its bytes."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_written_over(capsys, copied):
     for one in (copied / "checkpoints").iterdir():
         (one / "state.json").write_text("{}")
+    before = contents(copied)
+    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
+    assert "checkpoint update-000003 is skipped: " in err
+    assert "none of the 2 checkpoints can be used" in err
+    assert contents(copied) == before
+
+
+def test_a_run_that_never_saved_begins_anew(capsys, copied):
+    shutil.rmtree(copied / "checkpoints")
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
     assert "has no complete checkpoint yet; the run begins anew" in err
     assert num_resumes(copied) == 0
     assert weights(copied) == weights("whole")
     assert events(copied) == events("whole")
     assert metrics(copied) == metrics("whole")
+
+
+def test_where_there_is_no_run_to_resume_a_new_one_begins_with_words(capsys, tmp_path):
+    """A job that is started again and again may always say --resume."""
+    _, err = said(capsys, run_words(tmp_path / "gone", "--resume", "--max-updates", "1"))
+    assert f"{tmp_path / 'gone'} holds no run to resume; a new one begins" in err
+    assert len(metrics(tmp_path / "gone")) == 1
+
+
+def test_the_name_of_a_run_that_is_gone_is_refused(capsys, tmp_path):
+    _, err = said(capsys, ["train", tmp_path / "gone", "--resume"], code=2)
+    assert "must be a .toml file or the folder of a run" in err
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_with_what_to_do(capsys, copied):
+    newest = copied / "checkpoints" / "update-000003"
+
+    def write(folder):
+        shutil.copytree(newest, folder, dirs_exist_ok=True)
+        older = {name: value for name, value in state(newest).items() if name != "settings"}
+        (folder / "state.json").write_text(json.dumps(older))
+        (folder / "manifest.json").unlink()
+
+    save(copied / "checkpoints" / "update-000004", write)
+    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
+    assert "saved by an older version of sortedrl" in err
+    assert "--model" in err
 
 
 def test_a_foreign_checkpoint_is_passed_over(capsys, copied):
@@ -255,12 +303,47 @@ def test_a_folder_that_holds_a_run_is_not_begun_in_again(capsys, copied):
 
 
 def test_a_run_is_not_resumed_with_settings_that_make_it_another(capsys, copied):
-    words = ["--seed", "1", "--schedule.mode", "coupled", "--optimiser.learning-rate", "0.5"]
+    words = ["--seed", "1", "--schedule.mode", "coupled", "--engine.slots", "7"]
+    words += ["--optimiser.beta2", "0.5", "--optimiser.learning-rate", "0.5", "--threads", "1"]
+    before = contents(copied)
     _, err = said(capsys, ["train", copied, "--resume", *words], code=2)
     assert "seed was 0, is 1" in err
     assert "schedule.mode was 'partial', is 'coupled'" in err
-    assert "optimiser.learning_rate was 0.01, is 0.5" in err
+    assert "engine.slots was 6, is 7" in err
+    assert "optimiser.beta2 was 0.999, is 0.5" in err
     assert "threads" not in err
+    assert "learning_rate" not in err
+    assert contents(copied) == before
+
+
+def test_an_edited_config_is_compared_with_the_checkpoint(capsys, copied):
+    config = copied / "config.toml"
+    text = config.read_text()
+    config.write_text(text.replace("seed = 0", "seed = 5").replace("batch = 4", "batch = 2"))
+    _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
+    assert "seed was 0, is 5" in err
+    assert "schedule.update_batch was 4, is 2" in err
+    config.unlink()
+    config.write_text(text)
+    said(capsys, ["train", copied, "--resume", *MORE])
+    assert weights(copied) == weights("whole")
+
+
+def test_after_a_stop_for_what_is_not_finite_the_learning_rate_may_be_lowered(capsys):
+    words = ["--optimiser.max-bad-updates", "2", "--reward-options", "first=5", "last=12"]
+    said(capsys, run_words("ruined-then-slow", *SYNC, *words, reward="huge"), code=2)
+    again = ["train", "ruined-then-slow", "--resume", "--optimiser.learning-rate", "1e-3"]
+    _, err = said(capsys, [*again, "--optimiser.max-bad-updates", "9", "--max-updates", "3"])
+    assert "resumed with another setting: optimiser.learning_rate was 0.01, is 0.001" in err
+    rates = [row["learning_rate"] for row in metrics("ruined-then-slow")]
+    assert rates[0] == 0.01
+    assert rates[-1] == 0.001
+
+
+def test_less_memory_may_be_taken_on_resume(capsys, copied):
+    words = ["--engine.slots", "3", "--passes.tokens", "64", "--rollout.cache-gib", "0.01"]
+    said(capsys, ["train", copied, "--resume", *MORE, *words])
+    assert len(metrics(copied)) == 5
 
 
 def test_settings_that_change_no_answer_may_change(capsys, copied):
@@ -304,6 +387,98 @@ def test_a_run_is_not_resumed_on_other_rows(capsys, tmp_path):
     assert (tmp_path / "run" / "config.toml").read_text() == config
     write_rows(tmp_path / "rows.jsonl", rows)
     said(capsys, again)
+
+
+@pytest.mark.parametrize("changed", ["answer", "level", "new"])
+def test_a_run_is_not_resumed_on_other_golds(capsys, tmp_path, changed):
+    rows = [{"prompt": f"A:{number};", "answer": "1", "level": 1} for number in range(12)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    words = run_words(tmp_path / "run", "--max-updates", "1", task=str(tmp_path / "rows.jsonl"))
+    said(capsys, words)
+    write_rows(tmp_path / "rows.jsonl", [*rows[:-1], {**rows[-1], changed: 2}])
+    _, err = said(capsys, ["train", tmp_path / "run", "--resume", "--max-updates", "2"], code=2)
+    assert "their answers or other fields have changed" in err
+
+
+def test_a_reward_file_may_be_mended_and_that_is_said(capsys, copied):
+    judge = Path("judge.py")
+    text = judge.read_text()
+    judge.write_text(text + "\n# mended\n")
+    try:
+        _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    finally:
+        judge.write_text(text)
+    assert "the file of the reward judge.py:letters has changed since the checkpoint" in err
+    _, err = said(capsys, ["train", copied, "--resume", "--reward", "judge.py:parts"], code=2)
+    assert "reward was 'judge.py:letters', is 'judge.py:parts'" in err
+
+
+# --- the folder -----------------------------------------------------------------------------------
+
+
+def test_two_processes_never_go_on_with_one_run(runs, copied):
+    held = RunFolder(copied)
+    with Nursery(runs) as nursery:
+        with held.taken_up():
+            child = nursery.start(["train", copied.name, "--resume", *MORE])
+            assert child.wait() == 2
+            assert f"another process is running the run in {copied.name}" in child.err
+        child = nursery.start(
+            ["train", copied.name, "--resume", "--epochs", "99", "--max-updates", "999"]
+        )
+        assert child.until(lambda: "going on from" in child.err)
+        with pytest.raises(ConfigError, match="another process"), held.taken_up():
+            pass
+        child.signal(signal.SIGKILL)
+        child.wait()
+        with held.taken_up():
+            pass
+
+
+def test_answers_that_are_gone_are_missed_but_not_needed(capsys, copied):
+    (copied / "answers.jsonl").unlink()
+    _, err = said(capsys, ["train", copied, "--resume", *MORE])
+    assert "answers.jsonl: must hold the first" in err
+    assert "The run goes on; its report shows the answers from here on" in err
+    assert weights(copied) == weights("whole")
+    assert {answer.update for answer in read_answers(copied / "answers.jsonl")} == {4, 5}
+
+
+def test_answers_that_were_changed_are_kept_aside(capsys, copied):
+    (copied / "answers.jsonl").write_text("mine\n")
+    said(capsys, ["train", copied, "--resume", *MORE])
+    assert (copied / "answers-older-1.jsonl").read_text() == "mine\n"
+    assert weights(copied) == weights("whole")
+
+
+def test_a_folder_removed_while_its_run_goes_on_stops_the_run(runs):
+    with Nursery(runs) as nursery:
+        child = nursery.start(run_words("removed", "--epochs", "99"))
+        assert child.until(lambda: (runs / "removed" / "events.jsonl").exists())
+        (runs / "removed").rename(runs / "removed-elsewhere")
+        assert child.wait() == 2, child.err
+    assert "was moved or removed while its run went on" in child.err
+    assert "Traceback" not in child.err
+    assert not (runs / "removed").exists()
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "config.toml", "model"])
+def test_a_new_run_writes_over_nothing(capsys, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    _, err = said(capsys, run_words(tmp_path), code=2)
+    assert f"would write over {name}" in err
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_check_that_fails_late_leaves_no_folder(capsys, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise ConfigError("too late")
+
+    monkeypatch.setattr(opening, "open_trackers", broken)
+    _, err = said(capsys, run_words(tmp_path / "a" / "b"), code=2)
+    assert "too late" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the rows -------------------------------------------------------------------------------------

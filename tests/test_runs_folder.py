@@ -1,7 +1,6 @@
 """The folder of a run: begun once, with settings that are read back as they were written."""
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,16 @@ import pytest
 from sortedrl.arguments import all_to_toml, settings_over
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.runs.folder import RunFolder, refuse_other_settings
+from sortedrl.rewards.settings import RewardSettings
+from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
 from sortedrl.toml_file import read_toml
 from sortedrl.trackers import Tracking
 from sortedrl.training.algorithm import Algorithm
+from sortedrl.training.cluster import Cluster
 from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.rollout import Rollout
 from sortedrl.training.saving import Saving
-from sortedrl.training.settings import Lora, PeriodicEvaluation, TrainSettings
+from sortedrl.training.settings import Lora, PassSettings, PeriodicEvaluation, TrainSettings
 
 SIBLINGS = Schedule(samples_per_prompt=4, harvest_unit="prompt")
 SETTINGS = [
@@ -40,7 +42,8 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_are_read_back_as_they_were_written(tmp_path, settings):
     folder = RunFolder(tmp_path / "run")
-    folder.begin(all_to_toml(settings, TrainSettings()))
+    with folder.begun(all_to_toml(settings, TrainSettings())):
+        pass
     table = read_toml(folder.config)
     found = settings_over(TrainSettings(), table, path=folder.config, is_dotted=True)
     assert found == settings
@@ -57,10 +60,13 @@ def test_a_folder_is_begun_in_once(tmp_path):
     folder = RunFolder(tmp_path / "some" / "run")
     assert not folder.holds_run
     folder.refuse_second_run()
-    folder.begin("seed = 1\n")
-    assert folder.holds_run
-    with pytest.raises(ConfigError, match=r"already holds a run; go on with it \(--resume\)"):
-        folder.begin("seed = 2\n")
+    with folder.begun("seed = 1\n"):
+        assert folder.holds_run
+    with (
+        pytest.raises(ConfigError, match=r"already holds a run; go on with it \(--resume\)"),
+        folder.begun("seed = 2\n"),
+    ):
+        pass
     assert folder.config.read_text() == "seed = 1\n"
     folder.write("seed = 3\n")
     assert folder.config.read_text() == "seed = 3\n"
@@ -68,18 +74,59 @@ def test_a_folder_is_begun_in_once(tmp_path):
 
 def test_a_folder_with_other_things_in_it_may_be_begun_in(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    RunFolder(tmp_path).begin("seed = 1\n")
+    with RunFolder(tmp_path).begun("seed = 1\n"):
+        pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_comes_to_nothing_leaves_nothing(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "b")
+
+    def fail(log):
+        with folder.left_as_found(), folder.begun("seed = 1\n"):
+            folder.events.write_text(log)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail("")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt):
+        fail("something happened\n")
+    assert folder.holds_run
+
+
+def test_one_process_at_a_time_holds_a_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    for hold in (lambda: folder.begun(""), folder.taken_up):
+        with hold(), pytest.raises(ConfigError, match="another process"), folder.taken_up():
+            pass
+
+
+def test_a_run_of_an_older_version_is_marked_when_it_is_taken_up(tmp_path):
+    (tmp_path / "config.toml").write_text("seed = 1\n")
+    (tmp_path / "events.jsonl").write_text("")
+    folder = RunFolder(tmp_path)
+    assert folder.holds_run
+    with folder.taken_up():
+        pass
+    assert "sortedrl-run" in folder.mark.read_text()
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        RunFolder(tmp_path / "file" / "run").begin("")
+    with (
+        pytest.raises(DataError, match="cannot be written"),
+        RunFolder(tmp_path / "file" / "run").begun(""),
+    ):
+        pass
 
 
-def test_the_same_settings_are_accepted():
-    refuse_other_settings(asdict(TrainSettings()), asdict(TrainSettings()))
+BEGUN = TrainSettings()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
+def test_the_same_settings_are_accepted(settings):
+    assert refuse_other_settings(as_saved(settings), settings) == []
 
 
 MAY_CHANGE = TrainSettings(
@@ -87,15 +134,26 @@ MAY_CHANGE = TrainSettings(
     epochs=9,
     max_updates=7,
     device="cpu",
+    threads=3,
     folder=Path("data"),
+    engine=EngineSettings(slots=BEGUN.engine.slots - 1),
+    rollout=Rollout(cache_gib=1.0),
+    optimiser=Optimisation(
+        learning_rate=1e-9, max_norm=0.1, warmup_steps=3, schedule="cosine", max_bad_updates=9
+    ),
+    passes=PassSettings(tokens=7, gradient_checkpointing=True),
+    cluster=Cluster(rollout_workers=1),
+    rewards=RewardSettings(workers=1, time_limit_seconds=1.0, on_failure="skip"),
     evaluation=PeriodicEvaluation(tasks=("gsm8k",)),
     saving=Saving(every=1),
     tracking=Tracking(wandb="mine"),
 )
 
 
-def test_settings_that_change_no_answer_may_change():
-    refuse_other_settings(asdict(TrainSettings()), asdict(MAY_CHANGE))
+def test_settings_that_change_no_answer_may_change_and_are_named():
+    told = refuse_other_settings(as_saved(BEGUN), MAY_CHANGE)
+    assert "optimiser.learning_rate was 1e-06, is 1e-09" in told
+    assert len(told) == 22
 
 
 @pytest.mark.parametrize(
@@ -105,10 +163,21 @@ def test_settings_that_change_no_answer_may_change():
         (TrainSettings(model="other"), "model was 'tiny', is 'other'"),
         (TrainSettings(precision="float32"), "precision was 'auto', is 'float32'"),
         (TrainSettings(lora=Lora(rank=4)), "lora.rank was None, is 4"),
-        (TrainSettings(engine=EngineSettings(slots=1)), "engine.slots was 128, is 1"),
-        (TrainSettings(threads=1), "threads was None, is 1"),
+        (TrainSettings(engine=EngineSettings(slots=129)), "engine.slots was 128, is 129"),
+        (TrainSettings(reward_options=("a=1",)), "reward_options was"),
+        (TrainSettings(rewards=RewardSettings(failure_reward=-1.0)), "rewards.failure_reward was"),
+        (TrainSettings(schedule=Schedule(update_batch=64)), "schedule.update_batch was 128, is 64"),
+        (TrainSettings(optimiser=Optimisation(steps=2)), "optimiser.steps was 1, is 2"),
     ],
 )
 def test_others_are_refused_by_name(given, words):
     with pytest.raises(ConfigError, match=words):
-        refuse_other_settings(asdict(TrainSettings()), asdict(given))
+        refuse_other_settings(as_saved(BEGUN), given)
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_was_as_it_is_by_default():
+    saved = as_saved(BEGUN)
+    del saved["seed"], saved["schedule"]["mode"]
+    assert refuse_other_settings(saved, BEGUN) == []
+    with pytest.raises(ConfigError, match="seed was 0, is 1"):
+        refuse_other_settings(saved, TrainSettings(seed=1))

@@ -13,6 +13,8 @@ from pathlib import Path
 from sortedrl.errors import DataError
 from sortedrl.line_file import LineFile, read_lines
 
+_MOST = 2**63
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedAnswer:
@@ -64,7 +66,28 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
 def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
     try:
         row = json.loads(line)
-        return LoggedAnswer(**{**row, "versions": tuple(row["versions"])})
-    except (ValueError, TypeError, KeyError) as error:
+        answer = LoggedAnswer(**{**row, "versions": tuple(row["versions"])})
+        if not _is_sound(answer):
+            raise ValueError("a field has a value of another type")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         names = ", ".join(f.name for f in fields(LoggedAnswer))
         raise DataError(path, f"expected an object with {names}", line=number) from error
+    return answer
+
+
+def _is_sound(answer: LoggedAnswer) -> bool:
+    """Whether every field has a value of its type."""
+    counts = (answer.update, answer.prompt, answer.sample, answer.group, answer.tokens)
+    rewards = [] if answer.reward is None else [answer.reward]
+    return (
+        len(answer.versions) == 2
+        and all(type(count) is int and abs(count) < _MOST for count in (*counts, *answer.versions))
+        and isinstance(answer.is_truncated, bool)
+        and isinstance(answer.question, str)
+        and isinstance(answer.response, str)
+        and isinstance(answer.parts, Mapping)
+        and all(
+            isinstance(value, int | float) and abs(value) < _MOST
+            for value in (*rewards, *answer.parts.values())
+        )
+    )

@@ -17,11 +17,11 @@ A run that was killed and taken up again is one run with one log: `resume` stand
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, NamedTuple, get_args
+from typing import ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
 
 from sortedrl.errors import DataError, unknown_name
 from sortedrl.line_file import LineFile, read_lines
@@ -248,6 +248,20 @@ Record = Callable[[Event], None]
 _KINDS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
 _NAMES = {kind: tuple(f.name for f in fields(event)) for kind, event in _KINDS.items()}
 _VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
+_MOST = 2**63
+_MOST_SLOTS = 2**20
+
+
+def _checks(event: type) -> list[tuple[str, frozenset[type]]]:
+    """The fields of an event, or of an entry of one, with the types that JSON may give them."""
+    accepted = {int: {int}, float: {int, float}, str: {str}, FinishReason: {str}}
+    accepted |= {kind | None: {*types, type(None)} for kind, types in accepted.items()}
+    hints = get_type_hints(event)
+    return [(n, frozenset(accepted[h])) for n, h in hints.items() if h in accepted]
+
+
+_CHECKS = {kind: _checks(event) for kind, event in _KINDS.items()}
+_SCORED_CHECKS, _TRAINED_CHECKS = _checks(Scored), _checks(Trained)
 
 
 def to_json(event: Event) -> str:
@@ -259,20 +273,118 @@ def to_json(event: Event) -> str:
 
 def from_json(line: str) -> Event:
     """The event a line holds; `ValueError` says why it holds none."""
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply for an event") from error
     if not isinstance(row, dict) or "event" not in row:
         raise ValueError("expected a JSON object with a field 'event'")
     kind = row.pop("event")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(unknown_name("event", str(kind), _KINDS))
     if set(row) != set(_NAMES[kind]):
         raise ValueError(f"event {kind!r} must have the fields {', '.join(_NAMES[kind])}")
+    _check(row, _CHECKS[kind])
     if kind == "score":
-        row["scored"] = tuple(Scored(*entry) for entry in row["scored"])
+        row["scored"] = tuple(_entry(Scored, entry, _SCORED_CHECKS) for entry in row["scored"])
     elif kind == "update":
-        row["trained"] = tuple(Trained(*entry) for entry in row["trained"])
+        row["trained"] = tuple(_entry(Trained, entry, _TRAINED_CHECKS) for entry in row["trained"])
         row["closed"] = tuple(row["closed"])
+        if any(type(group) is not int for group in row["closed"]):
+            raise ValueError(f"field 'closed' must hold numbers of groups, got {row['closed']!r}")
+    elif kind == "finish" and row["reason"] not in get_args(FinishReason):
+        raise ValueError(unknown_name("reason", row["reason"], get_args(FinishReason)))
     return _KINDS[kind](**row)
+
+
+def _check(row: Mapping[str, object], checks: Sequence[tuple[str, frozenset[type]]]) -> None:
+    for name, types in checks:
+        value = row[name]
+        if type(value) not in types or (
+            isinstance(value, int | float) and not -_MOST < value < _MOST
+        ):
+            kinds = " or ".join(sorted(kind.__name__ for kind in types))
+            raise ValueError(f"field {name!r} must be a value of type {kinds}, got {value!r:.80}")
+
+
+_Entry = TypeVar("_Entry", Scored, Trained)
+
+
+def _entry(
+    kind: type[_Entry], values: object, checks: Sequence[tuple[str, frozenset[type]]]
+) -> _Entry:
+    if not isinstance(values, list) or len(values) != len(checks):
+        names = ", ".join(name for name, _ in checks)
+        raise ValueError(f"an entry must be a list of {names}, got {values!r:.80}")
+    _check(dict(zip((name for name, _ in checks), values, strict=True)), checks)
+    return kind(*values)
+
+
+class Order:
+    """Refuses an event that cannot follow those before it: what is not begun cannot end."""
+
+    def __init__(self) -> None:
+        """Nothing has happened yet."""
+        self._seconds: float | None = None
+        self._round = 0
+        self._rounds: set[int] = set()
+        self._groups: set[int] = set()
+        self._group_of: dict[tuple[int, int], int] = {}
+        self._running: set[tuple[int, int]] = set()
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event; `ValueError` says why it cannot be the next."""
+        if (self._seconds is None) != isinstance(event, Begin):
+            raise ValueError(f"a log opens with 'begin', once, got {event.kind!r} here")
+        if self._seconds is not None and event.seconds < self._seconds:
+            raise ValueError(f"time goes back from {self._seconds} s to {event.seconds} s")
+        self._seconds = event.seconds
+        if isinstance(event, Begin) and not 1 <= event.slots <= _MOST_SLOTS:
+            raise ValueError(f"'begin' must have 1..{_MOST_SLOTS} slots, got {event.slots}")
+        if isinstance(event, HandOver | Load | Start | Harvest):
+            self._refuse(event.round < self._round, event)
+            self._round = event.round
+            self._rounds.add(event.round)
+        self._follow(event)
+
+    def _follow(self, event: Event) -> None:
+        """Keep account of groups and answers."""
+        if isinstance(event, Load):
+            self._refuse(event.group in self._groups, event)
+            self._groups.add(event.group)
+        elif isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, Finish | Interrupt):
+            self._refuse((event.prompt, event.sample) not in self._running, event)
+            self._running.remove((event.prompt, event.sample))
+        elif isinstance(event, Renew):
+            self._refuse((event.prompt, event.sample) not in self._group_of, event)
+        elif isinstance(event, Update):
+            self._update(event)
+
+    def _start(self, event: Start) -> None:
+        key = (event.prompt, event.sample)
+        is_begun = key in self._running or self._group_of.get(key, event.group) != event.group
+        self._refuse(is_begun or event.group not in self._groups, event)
+        self._group_of[key] = event.group
+        self._running.add(key)
+
+    def _update(self, event: Update) -> None:
+        self._refuse(event.round not in self._rounds, event)
+        for entry in event.trained:
+            key = (entry.prompt, entry.sample)
+            self._refuse(self._group_of.pop(key, None) != entry.group, event)
+            self._refuse(entry.group not in self._groups or key in self._running, event)
+        for group in event.closed:
+            self._refuse(group not in self._groups, event)
+            self._groups.remove(group)
+
+    def _refuse(self, is_wrong: bool, event: Event) -> None:
+        if is_wrong:
+            raise ValueError(
+                f"event {event.kind!r} does not fit what came before it; lines are missing, "
+                "doubled or changed"
+            )
 
 
 class EventFile:
@@ -308,9 +420,19 @@ def read_events(path: Path) -> Iterator[Event]:
 
     A last line without its newline is a run that was killed or is still writing: it is left out.
     """
+    return _read(path, lambda event: None)
+
+
+def read_run_events(path: Path) -> Iterator[Event]:
+    """The events of a run's log; `DataError` names the first that cannot follow those before."""
+    return _read(path, Order())
+
+
+def _read(path: Path, check: Record) -> Iterator[Event]:
     for number, line in read_lines(path):
         try:
             event = from_json(line)
+            check(event)
         except (ValueError, TypeError) as error:
             raise DataError(path, str(error), line=number) from error
         yield event

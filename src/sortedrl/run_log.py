@@ -15,6 +15,7 @@ from sortedrl.line_file import LineFile, read_lines
 
 Value = float | int | str | None
 """What a row of metrics may hold."""
+_MOST = 2**63
 
 
 class MetricsFile:
@@ -45,10 +46,13 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
     for number, line in read_lines(path):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(path, f"not JSON: {error}", line=number) from error
         if not isinstance(row, dict) or any(isinstance(v, list | dict) for v in row.values()):
             raise DataError(path, "expected a JSON object of numbers and words", line=number)
+        huge = [n for n, v in row.items() if isinstance(v, int) and abs(v) >= _MOST]
+        if huge:
+            raise DataError(path, f"{huge[0]!r} must be a smaller number", line=number)
         rows.append(row)
     return rows
 

@@ -19,12 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.errors import DataError
-from sortedrl.whole_file import write_whole
+from sortedrl.whole_file import refuse_foreign, write_whole
 
 Advance = Callable[[str, float], None]
 """Tell what is being done, and how much of the total is done by now."""
 
 _PLAIN_SECONDS = 5.0
+PAGE = b'<meta name="generator" content="sortedrl">'
+"""What every page of ours has near its beginning."""
+_PICTURE = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
 
 
 @contextmanager
@@ -86,10 +89,23 @@ def thousands(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
+def refuse_other_picture(path: Path | None) -> None:
+    """Refuse a path for a picture, before it is computed, where there is anything else."""
+    if path is not None:
+        refuse_foreign(path, mark=_PICTURE)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and say where it is."""
+    """Write a file whole or not at all, and say where it is.
+
+    A page replaces a page of ours, a picture a picture; nothing else is written over.
+    """
+    marks = {"<!DOCTYPE html>": PAGE, "<svg": _PICTURE}
+    found = [mark for beginning, mark in marks.items() if text.startswith(beginning)]
+    refuse_foreign(path, mark=found[0] if found else None)
     try:
-        write_whole(path, text.encode())
+        # Half a surrogate pair, in a path or an answer, has no UTF-8.
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise DataError(path, f"cannot be written ({error.strerror})") from error
     print(f"wrote {path}", file=sys.stderr)

@@ -16,7 +16,7 @@ from sortedrl.report.bars import bar_chart
 from sortedrl.report.lanes import lanes
 from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.terminal import percent, progress, refuse_other_picture, table, thousands, write_text
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
 
@@ -65,11 +65,13 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_over_settings(
         lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
     )
+    beside = given.plot and given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
+    refuse_other_picture(given.plot)
+    refuse_other_picture(beside)
     outcomes = _outcomes(given)
     rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
-    if given.plot is not None:
+    if given.plot is not None and beside is not None:
         write_text(given.plot, _timelines(outcomes))
-        beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
         write_text(beside, bar_chart(rows))
     if given.json:
         print(json.dumps({"rows": rows}, indent=2))

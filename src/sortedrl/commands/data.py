@@ -26,6 +26,7 @@ from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
 from sortedrl.terminal import one_line, write_text
+from sortedrl.whole_file import refuse_foreign
 
 HELP = """Make tasks, look at them, measure them.
 
@@ -75,6 +76,10 @@ def run(arguments: Sequence[str]) -> None:
     if given.verb == "list":
         _list(given)
         return
+    if given.verb == "generate":
+        require(given.out is not None, "give the file to write: --out rows.jsonl")
+        assert given.out is not None
+        refuse_foreign(given.out, mark=None)
     require(bool(given.tasks), f"give at least one task; sortedrl data {given.verb} TASK")
     tasks = [_task(spec, given) for spec in given.tasks]
     tokenizer = None if given.tokenizer is None else tokenizer_of(given.tokenizer)
@@ -103,7 +108,6 @@ def _list(given: Arguments) -> None:
 
 
 def _generate(tasks: Sequence[Task], given: Arguments) -> None:
-    require(given.out is not None, "give the file to write: --out rows.jsonl")
     assert given.out is not None
     rows = [row for task in tasks for row in task.rows]
     lines = [json.dumps(_plain(row), ensure_ascii=False) for row in rows]

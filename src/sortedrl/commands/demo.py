@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +13,15 @@ from typing import TYPE_CHECKING
 
 from sortedrl.arguments import parse
 from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import train, warm_start
-from sortedrl.terminal import percent, table, tell, thousands, write_text
+from sortedrl.terminal import PAGE, percent, table, tell, thousands, write_text
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.saving import Saving
 from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.whole_file import refuse_foreign
 
 if TYPE_CHECKING:
     from sortedrl.runs.evaluating import Scores
@@ -41,6 +45,15 @@ _RIGHT_OR_NOT = (
     "format_right=0",
     "format_wrong=0",
 )
+_FOLDERS = ("warm", "sorted", "sync")
+_MARK = "demo.json"
+_MARKED = {"format": "sortedrl-demo", "version": 1}
+_WRITTEN = (
+    *(_MARK, "run.json", "config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl"),
+    *("checkpoints", "model", "report.html", "trace.json", "reward-failures.jsonl"),
+    "reward-error.json",
+)
+"""What the commands write into the folder of a run."""
 _GROUP = 256
 _BATCH = 64
 
@@ -50,7 +63,8 @@ class Arguments:
     """How much of everything."""
 
     out: Path = Path("runs/demo")
-    """Where the runs and the report go; what an older demo left there is replaced."""
+    """Where the runs and the report go; what an older demo left there is replaced, and anything
+    else is left alone."""
     seed: int = 0
     """Decides the weights, the puzzles and every answer."""
     warm_steps: int = 800
@@ -79,7 +93,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl demo", description=HELP)
     began = time.monotonic()
-    _clear(given.out)
+    _make_room(given.out)
     _warm_start(given)
     endings = {
         name: _trained(given, name, schedule, number=number)
@@ -142,10 +156,43 @@ def _schedules(given: Arguments) -> dict[str, Schedule]:
     }
 
 
-def _clear(folder: Path) -> None:
-    """Remove what an older demo left; anything else is not ours to remove."""
-    for name in ("warm", "sorted", "sync"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+def _make_room(out: Path) -> None:
+    """Remove what an older demo left, and mark the folders of this one as a demo's.
+
+    Everything is looked at before anything is removed: a folder without the mark, and a file in a
+    marked one that no run writes, are not ours to remove.
+    """
+    folders = [out / name for name in _FOLDERS]
+    page = out / "report.html"
+    refuse_foreign(page, mark=PAGE)
+    for folder in folders:
+        _refuse_foreign_folder(folder)
+    for folder in folders:
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            (folder / _MARK).write_text(json.dumps(_MARKED) + "\n")
+        except OSError as error:
+            raise DataError(folder, f"cannot be replaced ({error.strerror})") from error
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    advice = "choose another --out, or move it away"
+    try:
+        is_ours = json.loads((folder / _MARK).read_bytes()) == _MARKED and not folder.is_symlink()
+    except (OSError, ValueError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{folder} is there already and no demo has made it; {advice}")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
+    if others:
+        raise ConfigError(
+            f"{folder} would be replaced, but holds what no demo has written: "
+            f"{', '.join(others)}; {advice}"
+        )
 
 
 def _warm_start(given: Arguments) -> None:

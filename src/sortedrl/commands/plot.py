@@ -26,7 +26,7 @@ from sortedrl.report.raster import png
 from sortedrl.report.record import Run, measured, read_runs
 from sortedrl.report.svg import Scheme
 from sortedrl.terminal import tell, write_text
-from sortedrl.whole_file import write_whole
+from sortedrl.whole_file import refuse_foreign, write_whole
 
 WIDTH = 860
 """Pixels from left to right of every SVG; a PNG has twice as many."""
@@ -83,6 +83,7 @@ def run(arguments: Sequence[str]) -> None:
         write_text(given.out, _draw(given, runs, scheme=given.scheme))
         return
     scheme: Scheme = "light" if given.scheme == "auto" else given.scheme
+    refuse_foreign(given.out, mark=b"\x89PNG")
     content = png(_draw(given, runs, scheme=scheme), width=_width(given))
     try:
         write_whole(given.out, content)

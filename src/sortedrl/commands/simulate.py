@@ -15,7 +15,8 @@ from sortedrl.report.lanes import lanes
 from sortedrl.report.ticks import ticks
 from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.terminal import percent, progress, refuse_other_picture, table, thousands, write_text
+from sortedrl.whole_file import refuse_foreign
 
 HELP = """Simulate one strategy on a virtual clock: a line per round, then a summary.
 
@@ -52,9 +53,10 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_over_settings(
         lambda base: Arguments(simulation=base), arguments, name="simulate", description=HELP
     )
+    refuse_other_picture(given.plot)
     events: list[Event] = []
     sinks: list[Record] = [events.append] if given.ticks or given.plot is not None else []
-    file = None if given.events is None else EventFile(given.events)
+    file = None if given.events is None else _event_file(given.events)
     outcome = _simulate(given.simulation, sinks if file is None else [*sinks, file])
     if file is not None:
         file.close()
@@ -70,6 +72,13 @@ def run(arguments: Sequence[str]) -> None:
         _print_rounds(outcome)
         print()
         _print_summary(outcome)
+
+
+def _event_file(path: Path) -> EventFile:
+    """The log to write; one of a simulation is replaced, and no other file."""
+    is_of_run = any((path.parent / name).exists() for name in ("run.json", "config.toml"))
+    refuse_foreign(path, mark=None if is_of_run else b'{"event":"begin",')
+    return EventFile(path)
 
 
 def _simulate(simulation: Simulation, sinks: Sequence[Record]) -> Outcome:

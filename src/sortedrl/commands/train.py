@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ import tyro
 from sortedrl.arguments import parse, settings_over
 from sortedrl.data.row import Row
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.runs.folder import RunFolder, refuse_other_settings
+from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.start import train
 from sortedrl.runs.tasks import training_tasks
 from sortedrl.terminal import table, tell
@@ -68,8 +68,6 @@ def run(arguments: Sequence[str]) -> None:
     if given.dry_run:
         _dry_run(given)
         return
-    if given.resume:
-        _refuse_other_run(settings)
     ending = train(settings, is_resumed=given.resume)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
@@ -135,15 +133,6 @@ def _settings_from(source: Path) -> TrainSettings:
             "see sortedrl train --help"
         )
     return settings_over(TrainSettings(), read_toml(source), path=source, is_dotted=True)
-
-
-def _refuse_other_run(settings: TrainSettings) -> None:
-    folder = RunFolder(settings.out)
-    if folder.holds_run:
-        begun = settings_over(
-            TrainSettings(), read_toml(folder.config), path=folder.config, is_dotted=True
-        )
-        refuse_other_settings(asdict(begun), asdict(settings))
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

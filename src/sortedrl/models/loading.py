@@ -5,15 +5,18 @@ Nothing here pads, and a tokenizer without a pad token or a chat template is as 
 
 from __future__ import annotations
 
+import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import ModelError
+from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
     from sortedrl.models.quiet import without_bars
 except ModuleNotFoundError as error:
@@ -21,7 +24,14 @@ except ModuleNotFoundError as error:
         f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
     ) from error
 
+try:
+    from transformers import GgufConfig
+except ImportError:  # releases before it always unpack a GGUF file
+    GgufConfig = None
+
 _GIB = 1 << 30
+_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error)
+"""What transformers raises for a model that is missing, damaged or of an unknown kind."""
 
 
 def load_model(
@@ -54,13 +64,31 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
         tiny_settings(str(name))  # a spec that is wrong is refused here as well
         return tiny_tokenizer()
     folder, gguf = folder_and_gguf(name)
+    _refuse_without_gguf(gguf)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name} has no tokenizer that can be loaded: {error}") from error
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+            if gguf is not None:
+                _take_end_token(tokenizer, AutoConfig.from_pretrained(folder, gguf_file=gguf))
+    except _UNREADABLE as error:
+        raise ModelError(
+            f"{name} has no tokenizer that can be loaded: {first_line(error)}"
+        ) from error
     # An answer is read as it was written, with its spaces before signs.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
+
+
+def _take_end_token(tokenizer: Any, config: Any) -> None:  # noqa: ANN401
+    """Give the tokenizer of a GGUF file the end token that the file names.
+
+    transformers takes the begin token of a byte-level BPE for it, so an answer to be imitated
+    would end with what begins a message.
+    """
+    given: int | list[int] | None = config.eos_token_id
+    ends = given if isinstance(given, list) else [given]
+    if ends[0] is not None and tokenizer.eos_token_id not in ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
@@ -75,14 +103,42 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         torch.nn.Module.to(made, dtype)
         return made
     folder, gguf = folder_and_gguf(name)
+    _refuse_without_gguf(gguf)
+    # A packed weight can be neither trained nor saved, and the quantizer would refuse both.
+    unpacked = None if gguf is None or GgufConfig is None else GgufConfig(dequantize=True)
     try:
         with without_bars():
+            if gguf is None:
+                _refuse_quantized(name, AutoConfig.from_pretrained(folder))
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                folder, gguf_file=gguf, dtype=dtype
+                folder, gguf_file=gguf, dtype=dtype, quantization_config=unpacked
             )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name} cannot be loaded as a causal language model: {error}") from error
+    except ModelError:
+        raise
+    except _UNREADABLE as error:
+        raise ModelError(
+            f"{name} cannot be loaded as a causal language model: {first_line(error)}"
+        ) from error
     return model
+
+
+def _refuse_quantized(name: str | Path, config: Any) -> None:  # noqa: ANN401
+    found = config.to_dict().get("quantization_config")
+    if found is not None:
+        raise ModelError(
+            f"{name} must hold plain weights, got weights quantized with "
+            f"{found.get('quant_method')!r}, which cannot be trained; use the model that it was "
+            "made from, or a GGUF file, which is unpacked"
+        )
+
+
+def _refuse_without_gguf(gguf: str | None) -> None:
+    missing = [name for name in ("gguf", "accelerate") if gguf and find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"a GGUF file needs the package {missing[0]}; install it with "
+            "pip install 'sortedrl[gguf]'"
+        )
 
 
 def folder_and_gguf(name: str | Path) -> tuple[str, str | None]:

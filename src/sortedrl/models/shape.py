@@ -67,7 +67,7 @@ def shape_of(name: str | Path) -> Shape:
         )
     except (OSError, ValueError, struct.error) as error:
         raise ModelError(
-            f"the sizes of {name} cannot be read: {_first_line(error)}; give the folder of a model "
+            f"the sizes of {name} cannot be read: {first_line(error)}; give the folder of a model "
             "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
         ) from error
     return shape_of_config(config, name=str(name))
@@ -83,7 +83,7 @@ def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError as error:
-        raise ModelError(f"{name} is no causal language model: {_first_line(error)}") from error
+        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
     values = config.get_text_config().to_dict()
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     missing = [key for key in (*needed, "max_position_embeddings") if key not in values]
@@ -111,6 +111,7 @@ def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without what follows."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

@@ -66,6 +66,7 @@ def page(
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
+            '<meta name="generator" content="sortedrl">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',

@@ -23,7 +23,7 @@ from sortedrl.meter import Meter
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.spans import Span, SpanKind, Spans, spans
-from sortedrl.whole_file import writing_whole
+from sortedrl.whole_file import refuse_foreign, writing_whole
 
 TraceEvent = Mapping[str, object]
 
@@ -58,6 +58,7 @@ class _Threads:
 
 def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     """Write the trace of a run; packed where the path ends in `.gz`."""
+    refuse_foreign(path, mark=b'{"displayTimeUnit": "ms", "otherData": {"run": ')
     run = measured(record)
     about = {"run": run.name, "schedule": run.metrics.schedule, "slots": run.metrics.slots}
     counts = dict.fromkeys((*get_args(SpanKind), "counters", "resumes", "names"), 0)

@@ -1,5 +1,6 @@
-"""The folder of a run: what lies where, and which settings it was begun with.
+"""The folder of a run: what lies where, who writes there, and which settings may change on resume.
 
+run.json          the mark of a run, and the lock of the process that writes here
 config.toml       every setting, as resolved
 events.jsonl      everything that happened
 metrics.jsonl     one line of numbers for each update
@@ -8,34 +9,66 @@ checkpoints/      the last complete ones, and the best
 logs/             what the workers of a cluster say
 tensorboard/      the same numbers as curves, where that is asked for
 model/            the trained model, as transformers reads it
+
+One process at a time writes to a folder. A new run touches nothing that is there already.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
-from sortedrl.errors import ConfigError, DataError
+from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MAY_CHANGE = (
     "out",
     "epochs",
     "max_updates",
     "device",
+    "threads",
     "folder",
+    "rollout.urls",
+    "rollout.options",
+    "rollout.hand_over",
+    "rollout.cache_gib",
+    "optimiser.learning_rate",
+    "optimiser.schedule",
+    "optimiser.warmup_steps",
+    "optimiser.final_share",
+    "optimiser.max_norm",
+    "optimiser.max_bad_updates",
+    "passes",
     "cluster",
-    "rewards",
+    "rewards.workers",
+    "rewards.time_limit_seconds",
+    "rewards.memory_gib",
+    "rewards.on_failure",
+    "rewards.batch",
+    "rewards.concurrency",
     "evaluation",
     "saving",
     "tracking",
 )
-"""Settings that a resumed run may have others of.
+"""Settings, and whole sections, that a resumed run may have others of.
 
-What was trained stands; a cosine learning rate is stretched to the new `epochs` and `max_updates`.
+They leave alone which rows are trained on, in which order, and how answers are drawn and scored:
+how long the run is, what it runs on, how memory is shared out, how fast it learns from here on,
+and what is logged and saved. The learning rate is stretched to the new `epochs` and `max_updates`.
 """
+_MAY_FALL = ("engine.slots",)
+"""May be lowered; not raised, as the bubble is measured against the slots of the start."""
+_FORMAT = "sortedrl-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +76,11 @@ class RunFolder:
     """The places in a run's folder."""
 
     root: Path
+
+    @property
+    def mark(self) -> Path:
+        """What tells the folder of a run from any other; locked while the run goes on."""
+        return self.root / "run.json"
 
     @property
     def config(self) -> Path:
@@ -82,50 +120,161 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
-        return self.config.exists()
-
-    def begin(self, config: str) -> None:
-        """Make the folder for a new run; one that holds a run already is refused."""
-        self.refuse_second_run()
-        self.write(config)
+        logs = (self.events, self.metrics, self.checkpoints)
+        return self.mark.exists() or (self.config.exists() and any(p.exists() for p in logs))
 
     def refuse_second_run(self) -> None:
-        """Refuse a folder that holds a run already."""
+        """Refuse a folder that holds a run already, or files that a run would write over."""
         if self.holds_run:
             raise ConfigError(
                 f"{self.root} already holds a run; go on with it (--resume), "
                 "or choose another folder (--out)"
             )
+        logs = (self.events, self.metrics, self.answers)
+        written = (self.config, *logs, self.checkpoints, self.model)
+        taken = [path.name for path in written if os.path.lexists(path)]
+        if taken:
+            raise ConfigError(
+                f"a new run would write over {', '.join(taken)} in {self.root}, which no run of "
+                "ours has left there; move them away, or choose another folder (--out)"
+            )
+
+    @contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """Remove the folders that were made in the block and are empty if it fails."""
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        try:
+            yield
+        except BaseException:
+            for path in missing:
+                with suppress(OSError):  # one that holds anything stays
+                    path.rmdir()
+            raise
+
+    @contextmanager
+    def begun(self, config: str) -> Iterator[None]:
+        """Begin a run: make the folder, lock it, and write the settings down.
+
+        A block that fails before anything was logged leaves none of it behind. The lock ends with
+        the block, or with the process, however that ends.
+        """
+        self.refuse_second_run()
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = self.mark.open("x")
+        except FileExistsError as error:
+            raise self._refusal_of_second() from error
+        except OSError as error:
+            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
+        with file:
+            self._lock(file)
+            try:
+                self._write_mark()
+                self.write(config)
+                yield
+            except BaseException:
+                self._undo()
+                raise
+
+    @contextmanager
+    def taken_up(self) -> Iterator[None]:
+        """Lock the folder of a run that was begun before."""
+        try:
+            file = self.mark.open("a")
+        except OSError as error:
+            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
+        with file:
+            self._lock(file)
+            self._write_mark()
+            yield
 
     def write(self, config: str) -> None:
         """Write the settings down, in place of older ones."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             write_whole(self.config, config.encode())
         except OSError as error:
             raise DataError(self.root, f"cannot be written ({error.strerror})") from error
 
+    def refuse_gone(self) -> None:
+        """Refuse to save into a folder that was moved or removed while its run went on."""
+        if not self.mark.exists():
+            raise CheckpointError(
+                f"{self.root} was moved or removed while its run went on, so nothing more can be "
+                "saved there; resume the run where its last checkpoint is, or start a new one"
+            )
 
-def refuse_other_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse to go on with settings that would make it another run."""
-    changed = [
-        f"{name} was {before!r}, is {after!r}"
-        for name, before, after in _differences(saved, given, "")
-        if name.split(".")[0] not in _MAY_CHANGE
-    ]
-    if changed:
-        raise ConfigError(
-            f"a run is resumed with the settings it was begun with; {'; '.join(changed)}; "
-            "set them back, or begin a new run (another --out)"
+    def _lock(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._refusal_of_second() from error
+        except OSError as error:
+            # Some network file systems have no locks, and a run goes on without.
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
+
+    def _write_mark(self) -> None:
+        if not self.mark.stat().st_size:
+            self.mark.write_text(json.dumps({"format": _FORMAT, "version": 1}) + "\n")
+
+    def _undo(self) -> None:
+        """Remove what a run has written that came to nothing."""
+        logs = (self.events, self.metrics, self.answers)
+        if self.checkpoints.exists() or any(p.exists() and p.stat().st_size for p in logs):
+            return
+        for path in (*logs, self.config, self.mark):
+            path.unlink(missing_ok=True)
+
+    def _refusal_of_second(self) -> ConfigError:
+        return ConfigError(
+            f"another process is running the run in {self.root}; wait for its end or stop it, or "
+            "choose another folder (--out)"
         )
 
 
+def as_saved(settings: DataclassInstance) -> dict[str, Any]:
+    """Settings as a checkpoint keeps them: as JSON gives them back."""
+    saved: dict[str, Any] = json.loads(json.dumps(asdict(settings), default=str))
+    return saved
+
+
+def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) -> list[str]:
+    """Refuse to go on with settings that would make it another run; gives what else differs.
+
+    `saved` are the settings of the checkpoint, as `as_saved` gave them.
+    """
+    allowed: list[str] = []
+    refused: list[str] = []
+    # A setting that is newer than the checkpoint was as it is by default.
+    defaults = as_saved(type(given)())
+    for name, before, after in _differences(saved, as_saved(given), defaults):
+        words = f"{name} was {before!r}, is {after!r}"
+        (allowed if _may_change(name, before, after) else refused).append(words)
+    if refused:
+        raise ConfigError(
+            f"a run is resumed with the settings its checkpoint was saved under; "
+            f"{'; '.join(refused)}; set them back (in config.toml or as flags), or begin a new "
+            "run (another --out), from the checkpoint's model if you like (--model)"
+        )
+    return allowed
+
+
+def _may_change(name: str, before: object, after: object) -> bool:
+    if name in _MAY_FALL:
+        return isinstance(before, int) and isinstance(after, int) and after < before
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in _MAY_CHANGE for count in range(1, len(parts) + 1))
+
+
 def _differences(
-    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    default: Mapping[str, Any],
+    prefix: str = "",
 ) -> Iterator[tuple[str, Any, Any]]:
-    for name in {**before, **after}:
-        first, second = before.get(name), after.get(name)
+    for name, second in after.items():
+        first = before.get(name, default[name])
         if isinstance(first, Mapping) and isinstance(second, Mapping):
-            yield from _differences(first, second, f"{prefix}{name}.")
+            yield from _differences(first, second, default[name], f"{prefix}{name}.")
         elif first != second:
             yield prefix + name, first, second

@@ -6,11 +6,13 @@ wrong with these before anything is written.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,16 +24,17 @@ from sortedrl.build.training import Saved, TrainingParts, training_parts
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.row import Row
 from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.evaluation.settings import EvaluationSettings
-from sortedrl.events import Event, EventFile, Finish, read_events
+from sortedrl.events import Event, EventFile, Finish, read_run_events
 from sortedrl.live.view import Source, View
 from sortedrl.meter import Meter
 from sortedrl.models.shape import shape_of
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.run_log import MetricsFile, read_metrics
 from sortedrl.runs.evaluating import Evaluator
-from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
 from sortedrl.runs.training import Counters, Logs, TrainingRun
 from sortedrl.tasks.task import Task
 from sortedrl.trackers import TrackedRun, open_trackers
@@ -66,14 +69,24 @@ def opened_run(
         keep_best=settings.saving.keep_best,
         warn=tell,
     )
-    if not is_resumed:
-        folder.refuse_second_run()
     with ExitStack() as stack:
+        stack.enter_context(folder.left_as_found())
+        saved = None
+        is_begun = is_resumed and folder.holds_run
+        if is_begun:
+            stack.enter_context(folder.taken_up())
+            saved = _saved(settings, folder, checkpoints, tell=tell)
+        else:
+            folder.refuse_second_run()
+        if is_resumed and not is_begun:
+            tell(f"{folder.root} holds no run to resume; a new one begins")
         pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
         tokenizer = tokenizer_of(settings.model)
         rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
+        data = identity_of(task)
+        if saved is not None:
+            _refuse_other_data(saved, data, name=settings.task, tell=tell)
         questions = _questions(held_out, tokenizer, settings, folder, stack, tell=tell)
-        saved = _saved(folder, checkpoints, tell=tell) if is_resumed else None
         watch = _Watch()
         parts = training_parts(
             settings,
@@ -90,15 +103,14 @@ def opened_run(
         )
         stack.callback(parts.close)
         config = all_to_toml(settings, TrainSettings())
-        folder.write(config)  # of a resumed run too, as some settings may have changed
+        if is_begun:
+            folder.write(config)  # some settings may have changed
+        else:
+            stack.enter_context(folder.begun(config))
         meter = Meter()
         view.watch(_source(settings, parts, meter))
         _replay(folder, saved, meter=meter, view=view)
-        logs = _logs(settings, folder, saved, meter=meter, tell=tell)
-        stack.callback(logs.trackers.close)
-        stack.callback(logs.answers.close)
-        stack.callback(logs.metrics.close)
-        stack.callback(logs.events.close)
+        logs = _logs(settings, folder, saved, stack=stack, meter=meter, tell=tell)
         run = TrainingRun(
             settings=settings,
             parts=parts,
@@ -108,6 +120,7 @@ def opened_run(
             checkpoints=checkpoints,
             evaluator=_evaluator(settings, questions, parts) if questions else None,
             view=view,
+            data=data,
             counters=Counters() if saved is None else Counters.from_json(saved.state["run"]),
         )
         watch.run = run
@@ -131,15 +144,67 @@ class _Watch:
             run.show(f"{ready} answers ready, {event.running} being written")
 
 
-def _saved(folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell) -> Saved | None:
-    """The checkpoint to go on from; `None` where the run begins."""
+def _saved(
+    settings: TrainSettings, folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell
+) -> Saved | None:
+    """The checkpoint to go on from; `None` where none was saved before the run ended."""
     newest = checkpoints.newest()
-    if newest is not None:
-        tell(f"going on from {newest}")
-        return Saved.read(newest)
-    if folder.holds_run:
+    if newest is None:
+        if checkpoints.num_named:
+            raise CheckpointError(
+                f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints can be "
+                "used, for the reasons above; put one of them right, or begin a new run "
+                "(another --out)"
+            )
         tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
-    return None
+        return None
+    saved = Saved.read(newest)
+    if "settings" not in saved.state:
+        raise CheckpointError(
+            f"{newest}: was saved by an older version of sortedrl, which kept no settings in it; "
+            "resume with that version, or begin a new run from its model "
+            f"(--model {newest / 'model'}, another --out)"
+        )
+    for words in refuse_other_settings(saved.state["settings"], settings):
+        tell(f"resumed with another setting: {words}")
+    tell(f"going on from {newest}")
+    return saved
+
+
+def identity_of(task: Task) -> dict[str, Any]:
+    """What a run must find again on resume, beside the prompts: golds, and how they are scored."""
+    digest = hashlib.sha256()
+    for row in task.rows:
+        digest.update(repr(sorted(row.fields.items())).encode(errors="surrogatepass"))
+    place = Path(task.reward.place)
+    is_file = place.suffix == ".py" and place.is_file()
+    return {
+        "fields": digest.hexdigest(),
+        "reward": task.reward.function,
+        "options": {name: repr(value) for name, value in sorted(task.reward.options.items())},
+        "reward_file": hashlib.sha256(place.read_bytes()).hexdigest() if is_file else None,
+    }
+
+
+def _refuse_other_data(saved: Saved, data: Mapping[str, Any], *, name: str, tell: Tell) -> None:
+    before = saved.state["data"]
+    advice = "resume with what the run began with, or begin a new run (another --out)"
+    if before["fields"] != data["fields"]:
+        raise CheckpointError(
+            f"{saved.folder}: the rows of {name} are not those the run began with: their answers "
+            f"or other fields have changed; {advice}"
+        )
+    for key in ("reward", "options"):
+        if before[key] != data[key]:
+            raise CheckpointError(
+                f"{saved.folder}: answers must be scored as before, but the {key} of {name} was "
+                f"{before[key]!r}, is {data[key]!r}; {advice}"
+            )
+    if before["reward_file"] != data["reward_file"]:
+        tell(
+            f"the file of the reward {data['reward']} has changed since the checkpoint: answers "
+            "are scored by the new code from here on"
+        )
 
 
 def _readable(
@@ -205,7 +270,7 @@ def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View)
         return
     EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
     MetricsFile(folder.metrics, keep_bytes=saved.state["metrics_bytes"]).close()
-    for event in read_events(folder.events):
+    for event in read_run_events(folder.events):
         meter(event)
         view(event)
     for row in read_metrics(folder.metrics):
@@ -217,25 +282,43 @@ def _logs(
     folder: RunFolder,
     saved: Saved | None,
     *,
+    stack: ExitStack,
     meter: Meter,
     tell: Tell,
 ) -> Logs:
     lengths = {} if saved is None else saved.state
-    return Logs(
-        events=EventFile(folder.events, keep_bytes=lengths.get("events_bytes"), is_watched=True),
-        metrics=MetricsFile(folder.metrics, keep_bytes=lengths.get("metrics_bytes")),
-        answers=AnswerFile(folder.answers, keep_bytes=lengths.get("answers_bytes")),
-        trackers=open_trackers(
-            settings.tracking,
-            TrackedRun(
-                folder=folder.root,
-                settings=json.loads(json.dumps(asdict(settings), default=str)),
-                resumed_step=None if saved is None else saved.state["run"]["updates"],
-            ),
-            warn=tell,
-        ),
-        meter=meter,
+    kept = {name: lengths.get(f"{name}_bytes") for name in ("events", "metrics", "answers")}
+    answers = stack.enter_context(closing(_answers(folder, kept["answers"], tell=tell)))
+    metrics = MetricsFile(folder.metrics, keep_bytes=kept["metrics"])
+    stack.enter_context(closing(metrics))
+    events = EventFile(folder.events, keep_bytes=kept["events"], is_watched=True)
+    stack.enter_context(closing(events))
+    tracked = TrackedRun(
+        folder=folder.root,
+        settings=as_saved(settings),
+        resumed_step=None if saved is None else saved.state["run"]["updates"],
     )
+    trackers = open_trackers(settings.tracking, tracked, warn=tell)
+    stack.callback(trackers.close)
+    return Logs(events=events, metrics=metrics, answers=answers, trackers=trackers, meter=meter)
+
+
+def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> AnswerFile:
+    """The answers as text; nothing is computed from them, so a run goes on without older ones."""
+    try:
+        return AnswerFile(folder.answers, keep_bytes=keep_bytes)
+    except DataError as error:
+        if keep_bytes is None:
+            raise
+        if folder.answers.exists():
+            folder.answers.rename(_free_name(folder.answers))
+        tell(f"{error}. The run goes on; its report shows the answers from here on")
+        return AnswerFile(folder.answers)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.stem}-older-{number}{path.suffix}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _evaluator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,11 @@ def supervised_run(
         computes_in=model.dtype,
     )
     policy = PackedModel(model)
-    folder.begin(all_to_toml(settings, SupervisedSettings()))
     done: list[SupervisedStep] = []
-    with closing(MetricsFile(folder.metrics)) as metrics:
+    with ExitStack() as stack:
+        stack.enter_context(folder.left_as_found())
+        stack.enter_context(folder.begun(all_to_toml(settings, SupervisedSettings())))
+        metrics = stack.enter_context(closing(MetricsFile(folder.metrics)))
         for step in supervised_steps(
             policy,
             optimiser,
@@ -96,7 +98,7 @@ def supervised_run(
                 tell(line)
             if stopping.is_asked:
                 break
-    export_model(model, tokenizer, folder.model)
+        export_model(model, tokenizer, folder.model)
     return SupervisedEnding(
         steps=len(done),
         is_complete=len(done) == len(rows),

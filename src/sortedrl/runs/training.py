@@ -24,7 +24,7 @@ from sortedrl.metrics import Figures, numbers
 from sortedrl.run_log import MetricsFile, Value
 from sortedrl.runs.answers import logged
 from sortedrl.runs.evaluating import Evaluator, Scores
-from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.folder import RunFolder, as_saved
 from sortedrl.runs.lines import evaluation_line, update_line
 from sortedrl.runs.snapshot import write_snapshot
 from sortedrl.runs.stopping import Stopping
@@ -103,6 +103,8 @@ class TrainingRun:
     checkpoints: Checkpoints
     evaluator: Evaluator | None
     view: View
+    data: Mapping[str, Any]
+    """What must be found again on resume: see `identity_of`."""
     counters: Counters = field(default_factory=Counters)
 
     def go(self, stopping: Stopping) -> Ending:
@@ -212,6 +214,7 @@ class TrainingRun:
 
     def _save(self) -> None:
         counters, logs = self.counters, self.logs
+        self.folder.refuse_gone()
         scores = counters.last_scores if counters.scored_at == counters.updates else None
         lengths = {
             "events_bytes": logs.events.sync(),
@@ -224,7 +227,12 @@ class TrainingRun:
                 folder,
                 self.parts,
                 tokenizer=self.tokenizer,
-                counters={"run": counters.to_json(), **lengths},
+                counters={
+                    "settings": as_saved(self.settings),
+                    "data": dict(self.data),
+                    "run": counters.to_json(),
+                    **lengths,
+                },
             ),
             score=None if scores is None else scores.mean,
         )

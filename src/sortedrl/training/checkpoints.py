@@ -67,6 +67,11 @@ class Checkpoints:
         """Those whose files all have their sizes, the newest first; contents are not read."""
         return [folder for folder in self._named() if _problem(folder, inspect) is None]
 
+    @property
+    def num_named(self) -> int:
+        """How many there are, complete or not."""
+        return len(self._named())
+
     def newest(self) -> Path | None:
         """The newest whose every byte is right; tells of those that had to be skipped."""
         self._settle()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sortedrl.errors import DataError
-from sortedrl.events import Begin, End
+from sortedrl.events import End, Event, Order
 from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
 from sortedrl.watching.tail import Tail
 
@@ -28,6 +28,9 @@ class FollowedRun:
         self.note: str | None = None
         self._prints: list[_Print] | None = None
         self._tail: Tail | None = None
+        self._checked: Sequence[Event] | None = None
+        self._num_checked = 0
+        self._order = Order()
 
     @property
     def is_ended(self) -> bool:
@@ -70,10 +73,21 @@ class FollowedRun:
         events = self._tail.look() if log.is_file() else []
         if not events:
             return "waiting for the run's first update"
-        if not isinstance(events[0], Begin):
-            raise DataError(log, "must open with 'begin', but does not; give the log of a run")
+        self._check(events, log)
         self.record = with_files(RunRecord(name=self.name, events=events), self.path)
         return None
+
+    def _check(self, events: Sequence[Event], log: Path) -> None:
+        """Refuse events that cannot follow each other; those that were checked are not again."""
+        if events is not self._checked:
+            self._checked, self._num_checked, self._order = events, 0, Order()
+        for event in events[self._num_checked :]:
+            try:
+                self._order(event)
+            except ValueError as error:
+                self._checked = None
+                raise DataError(log, str(error), line=self._num_checked + 1) from error
+            self._num_checked += 1
 
 
 def followed(paths: Sequence[Path]) -> list[FollowedRun]:

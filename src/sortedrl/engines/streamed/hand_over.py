@@ -5,7 +5,6 @@ The folder of a version is complete as soon as it is there, and the one before i
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,19 +16,20 @@ from torch import Tensor
 from sortedrl.errors import EngineError
 from sortedrl.types import Weights
 
+_WEIGHTS = "model.safetensors"
+
 
 def write_weights(weights: Weights, folder: Path) -> Path:
     """Write the tensors of a version below `folder`; gives the folder that holds them."""
     target, unfinished = folder / f"version-{weights.version}", folder / "unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
-        save_file(named_tensors(weights), unfinished / "model.safetensors")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        save_file(named_tensors(weights), unfinished / _WEIGHTS)
         for old in folder.glob("version-*"):
-            shutil.rmtree(old)
+            _remove(old)
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
         raise EngineError(
             f"the weights cannot be handed over through {folder}: {error}; it needs room for all "
             "weights, and every engine must be able to read it"
@@ -40,9 +40,16 @@ def write_weights(weights: Weights, folder: Path) -> Path:
 def remove_weights(folder: Path) -> None:
     """Remove what was written below `folder`, and the folder itself if nothing else is there."""
     for old in (*folder.glob("version-*"), folder / "unfinished"):
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     with suppress(OSError):
         folder.rmdir()
+
+
+def _remove(version: Path) -> None:
+    """Remove the folder of a version; what somebody else has put there stays."""
+    with suppress(OSError):
+        (version / _WEIGHTS).unlink(missing_ok=True)
+        version.rmdir()
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from sortedrl.config import EngineSettings, Schedule
 from sortedrl.diagnosis.advice import Advice
 from sortedrl.diagnosis.diagnosis import Diagnosis, diagnose
 from sortedrl.diagnosis.forecast import Forecast
-from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.axis import short
 from sortedrl.report.html import escape, prose, table, unbroken
@@ -36,22 +35,23 @@ def section(runs: Sequence[Run]) -> str:
 def diagnosed(record: RunRecord) -> Diagnosis:
     """The diagnosis of a run, with its settings where they are known."""
     config: Mapping[str, Any] = record.config or {}
+    seed = config.get("seed")
     return diagnose(
         record.events,
         schedule=_settings(Schedule, config.get("schedule")),
         engine=_settings(EngineSettings, config.get("engine")),
         rows=record.rows,
-        seed=int(config.get("seed", 0)),
+        seed=seed if isinstance(seed, int) else 0,
     )
 
 
-def _settings(kind: type[_Settings], values: Mapping[str, Any] | None) -> _Settings | None:
+def _settings(kind: type[_Settings], values: object) -> _Settings | None:
     """The settings of a section; `None` where it is missing or of another version of ours."""
-    if values is None:
+    if not isinstance(values, Mapping):
         return None
     try:
         return kind(**values)
-    except (TypeError, ConfigError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
