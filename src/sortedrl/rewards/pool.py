@@ -20,10 +20,10 @@ from typing import Self
 
 from sortedrl.errors import RewardError, SortedRLError
 from sortedrl.rewards.calls import Call, Failure, Outcome
-from sortedrl.rewards.crew import Crew, CrewStats
 from sortedrl.rewards.score import Score
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.rewards.source import RewardSource
+from sortedrl.rewards.workers import WorkerGroup, WorkerStats
 from sortedrl.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class PoolStats:
     seconds: float = 0.0
     """Time spent inside the function, over all workers."""
     failures: Counter[Failure] = field(default_factory=Counter)
-    workers: CrewStats = field(default_factory=CrewStats)
+    workers: WorkerStats = field(default_factory=WorkerStats)
 
 
 class RewardPool:
@@ -159,7 +159,7 @@ class RewardPool:
         self.close()
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:
-        """The crew delivers a score."""
+        """The group delivers a score."""
         self.stats.scored += 1
         self.stats.seconds += seconds
         lowest = self._lowest_scored
@@ -167,7 +167,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds)
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
-        """The crew delivers a failure: it is counted, written down and warned of."""
+        """The group delivers a failure: it is counted, written down and warned of."""
         if call.ticket not in self._open:
             return
         self.stats.failures[failure] += 1
@@ -182,7 +182,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds, failure=failure)
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
-        """The crew delivers an exception of the function, or what is no score: the run stops."""
+        """The group delivers an exception of the function, or what is no score: the run stops."""
         if self._error is not None:
             return
         call = calls[0]
@@ -235,15 +235,15 @@ class RewardPool:
             return  # it is awake, or gone
 
     def _supervise(self) -> None:
-        crew = Crew(self._source, self.settings, self)
-        self.stats.workers = crew.stats
+        group = WorkerGroup(self._source, self.settings, self)
+        self.stats.workers = group.stats
         try:
-            crew.start()
+            group.start()
             while not self._is_closing and self._error is None:
-                crew.turn(self._wake_reader)
-                self._take_news(crew)
-                if not self._is_ready and crew.is_ready:
-                    self._lowest = crew.lowest
+                group.turn(self._wake_reader)
+                self._take_news(group)
+                if not self._is_ready and group.is_ready:
+                    self._lowest = group.lowest
                     with self._changed:
                         self._is_ready = True
                         self._changed.notify_all()
@@ -254,19 +254,19 @@ class RewardPool:
             broken.__cause__ = error
             self._stop(broken)
         finally:
-            crew.end()
+            group.end()
 
-    def _take_news(self, crew: Crew) -> None:
+    def _take_news(self, group: WorkerGroup) -> None:
         while self._wake_reader.poll():
             os.read(self._wake_reader.fileno(), 4096)
         while self._news:
             news = self._news.popleft()
             if isinstance(news, Call):
-                crew.take_on(news)
+                group.take_on(news)
             elif isinstance(news, tuple):
-                crew.hurry(news)
+                group.hurry(news)
             else:
-                crew.cancel(news)
+                group.cancel(news)
 
     def _consequence(self) -> str:
         if self.settings.on_failure == "skip":
