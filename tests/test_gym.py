@@ -504,7 +504,7 @@ def test_no_number_that_is_none_is_right(name):
 def test_a_gold_among_other_words_is_wrong(name):
     for row in rows_of(name, count=2):
         gold = row.fields["answer"]
-        others = [f"The answer is {gold}", f"{gold} or 0", f"{gold} x", f"not {gold}"]
+        others = [f"The answer is {gold}", f"{gold} or 0", f"{gold} x", f"{gold}, x", f"not {gold}"]
         for answer in others:
             assert score(row, answer)["correct"] == 0.0, answer[:80]
 

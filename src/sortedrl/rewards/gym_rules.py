@@ -81,6 +81,11 @@ def _same_letters(answer: str, entry: Entry) -> float:
     return float("".join(answer.casefold().split()) == entry["answer"].strip().casefold())
 
 
+def _same_words(answer: str, entry: Entry) -> float:
+    words = [word.strip() for word in answer.split(",")]
+    return float(words == entry["metadata"]["sorted_words"])
+
+
 def _matching(pattern: str) -> Form:
     """Only what the pattern matches in full; patterns must not backtrack."""
     compiled = re.compile(pattern, re.ASCII)
@@ -122,6 +127,7 @@ def _roles(answer: str, entry: Entry) -> str:
     known = {"is", "a", "an", "and", terms["knight"], terms["knave"], *entry["metadata"]["names"]}
     words = re.sub(r"[.,()\s]", " ", answer).casefold().split()
     refuse_unless(set(words) <= {word.casefold() for word in known})
+    refuse_unless(all(words.count(name.casefold()) == 1 for name in entry["metadata"]["names"]))
     return answer
 
 
@@ -215,7 +221,7 @@ def _nearest_candidate(answer: str, entry: Entry) -> float:
     found, solution = number(answer), Fraction(entry["metadata"]["solution"])
     others = [abs(found - Fraction(one)) for one in entry["metadata"]["candidates"]]
     distance = abs(found - solution)
-    return float(distance < Fraction(1, 100) and distance == min(others))
+    return float(distance < Fraction(1, 2000) and distance == min(others))
 
 
 def _probability(answer: str, entry: Entry) -> float:
@@ -444,7 +450,7 @@ _TEXTS = """
     number_filtering number_sequence palindrome_generation path_star ransom_note rearc
     rotate_matrix rotten_oranges self_reference sentence_reordering shortest_path
     simple_equations simple_geometry string_manipulation string_splitting string_synthesis
-    sudoku syllogism tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
+    sudoku syllogism tsumego word_ladder word_sequence_reversal zebra_puzzles
 """
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -459,6 +465,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "game_of_life_halting": Rule("text", None, _same_text, False),
         "letter_jumble": Rule("text", None, _same_text),
         "spell_backward": Rule("text", None, _same_text),
+        "word_sorting": Rule("text", None, _same_words),
         # Numbers.
         "advanced_geometry": Rule("numbers", _coordinates, _geometry),
         "bitwise_arithmetic": Rule("number", None, _integer, False),
