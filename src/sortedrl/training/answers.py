@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sortedrl.types import TrainBatch, Trajectory, impossible_logprob
 
-LARGEST_REWARD = 1e12
-"""Beyond, squares and sums of rewards leave the range of 32-bit numbers."""
+LARGEST_REWARD = 1e6
+"""The bound of the reward workers, for answers that were scored elsewhere."""
 _NAMED = 3
 _LOG = logging.getLogger(__name__)
 
