@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from run_worlds import Nursery, run_words, said, weights, write_world
 from sortedrl.arguments import settings_over
+from sortedrl.models.loading import load_tokenizer
 from sortedrl.run_log import read_metrics
 from sortedrl.toml_file import read_toml
 from sortedrl.training.supervision import SupervisedSettings
@@ -186,11 +187,14 @@ def test_a_gguf_file_is_trained_on_answers_that_end_as_it_says(capsys, tmp_path,
     rows = [{"prompt": "who lies?", "response": "he"} for _ in range(8)]
     task = write_rows(tmp_path / "rows.jsonl", rows)
     for name, words in (("plain", ()), ("lora", ("--lora.rank", "2"))):
-        said(
-            capsys, sft_words(tmp_path / name, *words, "--epochs", "60", task=task, model=gguf_file)
-        )
+        more = (*words, "--epochs", "20", "--batch-tokens", "32")
+        said(capsys, sft_words(tmp_path / name, *more, task=task, model=gguf_file))
         assert "quant" not in (tmp_path / name / "model" / "config.json").read_text()
         assert losses(tmp_path / name)[-1] < losses(tmp_path / name)[0] / 2
-    asked = ["--tasks", task, "--reward", "logic", "--max-tokens", "8", "--workers", "1"]
-    out, _ = said(capsys, ["eval", tmp_path / "plain" / "model", *asked, "--limit", "1", "--json"])
-    assert json.loads(out)["evaluations"][0]["rows"][0]["truncated"] == 0, "the end is learnt"
+    model, tokenizer = (
+        load(tmp_path / "plain" / "model")
+        for load in (AutoModelForCausalLM.from_pretrained, load_tokenizer)
+    )
+    prompt = tokenizer.encode("who lies?", return_tensors="pt")
+    answer = model.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
+    assert tokenizer.decode(answer) == "he<end>"

@@ -6,14 +6,17 @@ One JSON object per answer. It is a sample to look at; nothing is computed from 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from sortedrl.errors import DataError
 from sortedrl.line_file import LineFile, read_lines
 
 _MOST = 2**63
+_MOST_REWARD = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
     try:
         row = json.loads(line)
         answer = LoggedAnswer(**{**row, "versions": tuple(row["versions"])})
-        if not _is_sound(answer):
+        if not _is_sound(row):
             raise ValueError("a field has a value of another type")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         names = ", ".join(f.name for f in fields(LoggedAnswer))
@@ -75,19 +78,16 @@ def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
     return answer
 
 
-def _is_sound(answer: LoggedAnswer) -> bool:
+def _is_sound(row: Mapping[str, Any]) -> bool:
     """Whether every field has a value of its type."""
-    counts = (answer.update, answer.prompt, answer.sample, answer.group, answer.tokens)
-    rewards = [] if answer.reward is None else [answer.reward]
+    counts = [row[name] for name in ("update", "prompt", "sample", "group", "tokens")]
+    parts, reward = row["parts"], row["reward"]
+    if not isinstance(parts, dict) or len(row["versions"]) != 2:
+        return False
+    rewards = [*parts.values(), *([] if reward is None else [reward])]
     return (
-        len(answer.versions) == 2
-        and all(type(count) is int and abs(count) < _MOST for count in (*counts, *answer.versions))
-        and isinstance(answer.is_truncated, bool)
-        and isinstance(answer.question, str)
-        and isinstance(answer.response, str)
-        and isinstance(answer.parts, Mapping)
-        and all(
-            isinstance(value, int | float) and abs(value) < _MOST
-            for value in (*rewards, *answer.parts.values())
-        )
+        all(type(count) is int and abs(count) < _MOST for count in (*counts, *row["versions"]))
+        and all(isinstance(value, int | float) and abs(value) <= _MOST_REWARD for value in rewards)
+        and isinstance(row["is_truncated"], bool)
+        and all(isinstance(row[name], str) for name in ("question", "response"))
     )

@@ -17,6 +17,7 @@ A run that was killed and taken up again is one run with one log: `resume` stand
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -254,8 +255,14 @@ _MOST_SLOTS = 2**20
 
 def _checks(event: type) -> list[tuple[str, frozenset[type]]]:
     """The fields of an event, or of an entry of one, with the types that JSON may give them."""
-    accepted = {int: {int}, float: {int, float}, str: {str}, FinishReason: {str}}
-    accepted |= {kind | None: {*types, type(None)} for kind, types in accepted.items()}
+    accepted: dict[object, set[type]] = {
+        int: {int},
+        float: {int, float},
+        str: {str},
+        FinishReason: {str},
+        int | None: {int, type(None)},
+        float | None: {int, float, type(None)},
+    }
     hints = get_type_hints(event)
     return [(n, frozenset(accepted[h])) for n, h in hints.items() if h in accepted]
 
@@ -300,8 +307,9 @@ def from_json(line: str) -> Event:
 def _check(row: Mapping[str, object], checks: Sequence[tuple[str, frozenset[type]]]) -> None:
     for name, types in checks:
         value = row[name]
+        most = math.inf if name == "reward" else _MOST
         if type(value) not in types or (
-            isinstance(value, int | float) and not -_MOST < value < _MOST
+            isinstance(value, int | float) and not -most < value < most
         ):
             kinds = " or ".join(sorted(kind.__name__ for kind in types))
             raise ValueError(f"field {name!r} must be a value of type {kinds}, got {value!r:.80}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from sortedrl.line_file import LineFile, read_lines
 
 Value = float | int | str | None
 """What a row of metrics may hold."""
-_MOST = 2**63
 
 
 class MetricsFile:
@@ -50,7 +50,7 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
             raise DataError(path, f"not JSON: {error}", line=number) from error
         if not isinstance(row, dict) or any(isinstance(v, list | dict) for v in row.values()):
             raise DataError(path, "expected a JSON object of numbers and words", line=number)
-        huge = [n for n, v in row.items() if isinstance(v, int) and abs(v) >= _MOST]
+        huge = [n for n, v in row.items() if isinstance(v, int) and abs(v) > sys.float_info.max]
         if huge:
             raise DataError(path, f"{huge[0]!r} must be a smaller number", line=number)
         rows.append(row)

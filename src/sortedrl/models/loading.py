@@ -24,11 +24,6 @@ except ModuleNotFoundError as error:
         f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
     ) from error
 
-try:
-    from transformers import GgufConfig
-except ImportError:  # releases before it always unpack a GGUF file
-    GgufConfig = None
-
 _GIB = 1 << 30
 _UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error)
 """What transformers raises for a model that is missing, damaged or of an unknown kind."""
@@ -104,8 +99,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         return made
     folder, gguf = folder_and_gguf(name)
     _refuse_without_gguf(gguf)
-    # A packed weight can be neither trained nor saved, and the quantizer would refuse both.
-    unpacked = None if gguf is None or GgufConfig is None else GgufConfig(dequantize=True)
+    unpacked = None if gguf is None else _unpacking()
     try:
         with without_bars():
             if gguf is None:
@@ -120,6 +114,15 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             f"{name} cannot be loaded as a causal language model: {first_line(error)}"
         ) from error
     return model
+
+
+def _unpacking() -> object:
+    """What makes transformers unpack a GGUF file: packed weights are neither trained nor saved."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # releases before it always unpack
+        return None
+    return GgufConfig(dequantize=True)
 
 
 def _refuse_quantized(name: str | Path, config: Any) -> None:  # noqa: ANN401
