@@ -6,6 +6,7 @@ occasional plain line elsewhere.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             grid.add_column(name, overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    console = Console(highlight=False)
+    # A name may look like markup, such as a level called [easy].
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 120
     console.print(grid)
@@ -72,6 +74,25 @@ def percent(share: float) -> str:
 def thousands(value: float) -> str:
     """A number with separators; a small one with a decimal."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there."""
+    if path.is_dir():
+        raise DataError(path, "cannot be written (Is a directory); give the name of a file")
+    if not path.parent.is_dir():
+        raise DataError(path, f"cannot be written (there is no folder {path.parent})")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DataError(path, "cannot be written (Permission denied)")
+
+
+def refuse_unwritable_folder(path: Path) -> None:
+    """Refuse a folder that cannot be made or written into; nothing is made yet."""
+    nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise DataError(path, f"must be a folder, but {nearest} is a file; give another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(path, f"cannot be made (no permission to write in {nearest})")
 
 
 def write_text(path: Path, text: str) -> None:

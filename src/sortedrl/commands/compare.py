@@ -16,7 +16,14 @@ from sortedrl.report.bars import bar_chart
 from sortedrl.report.lanes import lanes
 from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.terminal import (
+    percent,
+    progress,
+    refuse_unwritable,
+    table,
+    thousands,
+    write_text,
+)
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
 
@@ -65,6 +72,8 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_over_settings(
         lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
     )
+    if given.plot is not None:
+        refuse_unwritable(given.plot)
     outcomes = _outcomes(given)
     rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
     if given.plot is not None:

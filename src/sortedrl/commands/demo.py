@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.arguments import parse
-from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.config import EngineSettings, Schedule, require, require_native
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import train, warm_start
-from sortedrl.terminal import percent, table, tell, thousands, write_text
+from sortedrl.terminal import percent, refuse_unwritable_folder, table, tell, thousands, write_text
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.saving import Saving
 from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
@@ -78,6 +78,8 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl demo", description=HELP)
+    require_native("sortedrl demo")
+    refuse_unwritable_folder(given.out)
     began = time.monotonic()
     _clear(given.out)
     _warm_start(given)
