@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -191,9 +192,14 @@ def _with(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
     return replace(settings, **changes)
 
 
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
 def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, Any]:
     """The values of a file's tables, by field."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
@@ -326,9 +332,10 @@ def _from_word(word: str, kind: Any, called: str) -> object:  # noqa: ANN401
         raise ConfigError(f"{called} must be {_KINDS[kind]}, got {word!r}") from error
 
 
+@cache
 def _options(
     command: type, *, is_dotted: bool, path: tuple[str, ...] = (), section: str = ""
-) -> dict[str, _Option]:
+) -> Mapping[str, _Option]:
     """Every option of a command, by its flag."""
     options: dict[str, _Option] = {}
     hints = get_type_hints(command, include_extras=True)
