@@ -62,6 +62,7 @@ _MOST_OTHER = 10**9
 _MOST_SECONDS = 1_000_000
 _MOST_SEED = 2**63 - 1
 _MAY_BE_INFINITE = ("tolerance",)
+_MAY_BE_EMPTY = ("instruction",)
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _NATIVE = ("torch", "transformers", "safetensors", "numpy")
 
@@ -79,7 +80,7 @@ def check_values(settings: DataclassInstance, section: str = "") -> None:
             check_values(value, inner)
         else:
             require(
-                field.default == "" or not _is_blank(value),
+                field.default == "" or field.name in _MAY_BE_EMPTY or not _is_blank(value),
                 f"{section}{field.name} must not be empty; leave it out, or give a value",
             )
             _check_value(value, section + field.name, name=field.name)

@@ -17,15 +17,15 @@ A run that was killed and taken up again is one run with one log: `resume` stand
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 from sortedrl.errors import DataError, unknown_name
 from sortedrl.line_file import LineFile, read_lines
-from sortedrl.types import FinishReason
+from sortedrl.types import FinishReason, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +248,19 @@ Record = Callable[[Event], None]
 _KINDS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
 _NAMES = {kind: tuple(f.name for f in fields(event)) for kind, event in _KINDS.items()}
 _VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
+_ACCEPTED: dict[object, tuple[type, ...]] = {
+    float: (float, int),
+    float | None: (float, int, type(None)),
+    int | None: (int, type(None)),
+    FinishReason: (str,),
+}
+_TYPES = {
+    kind: {
+        name: _ACCEPTED.get(hint, (get_origin(hint) or hint,))
+        for name, hint in get_type_hints(event).items()
+    }
+    for kind, event in {**_KINDS, "scored": Scored, "trained": Trained}.items()
+}
 
 
 def to_json(event: Event) -> str:
@@ -259,20 +272,110 @@ def to_json(event: Event) -> str:
 
 def from_json(line: str) -> Event:
     """The event a line holds; `ValueError` says why it holds none."""
-    row = json.loads(line)
+    row = _DECODER.decode(line)
     if not isinstance(row, dict) or "event" not in row:
         raise ValueError("expected a JSON object with a field 'event'")
     kind = row.pop("event")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(unknown_name("event", str(kind), _KINDS))
     if set(row) != set(_NAMES[kind]):
         raise ValueError(f"event {kind!r} must have the fields {', '.join(_NAMES[kind])}")
     if kind == "score":
         row["scored"] = tuple(Scored(*entry) for entry in row["scored"])
+        for scored in row["scored"]:
+            _check_types("scored", scored._asdict())
     elif kind == "update":
         row["trained"] = tuple(Trained(*entry) for entry in row["trained"])
         row["closed"] = tuple(row["closed"])
+        for trained in row["trained"]:
+            _check_types("trained", trained._asdict())
+        if not all(type(group) is int for group in row["closed"]):
+            raise ValueError(f"closed groups must be whole numbers, got {list(row['closed'])}")
+    _check_types(kind, row)
+    if kind == "finish" and row["reason"] not in get_args(FinishReason):
+        raise ValueError(unknown_name("reason", row["reason"], get_args(FinishReason)))
     return _KINDS[kind](**row)
+
+
+def _check_types(kind: str, row: Mapping[str, Any]) -> None:
+    """Refuse a value that is not of its field's type: whoever reads the log relies on them."""
+    types = _TYPES[kind]
+    for name, value in row.items():
+        # exact types, because a boolean is an int too
+        if type(value) not in types[name]:
+            raise ValueError(f"{kind}.{name} has a value of another type, {value!r:.80}")
+        if isinstance(value, float) and not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"{kind}.{name} must be finite, up to {_LARGEST:.0e}, got {value}")
+        if isinstance(value, int) and name != "seed" and not 0 <= value <= _LARGEST:
+            raise ValueError(f"{kind}.{name} must lie in 0..{_LARGEST:.0e}, got another number")
+    if kind == "begin" and not 1 <= row["slots"] <= _MOST_SLOTS:
+        raise ValueError(f"begin.slots must lie in 1..{_MOST_SLOTS:,}, got {row['slots']}")
+
+
+class _Course:
+    """What a log has said so far; refuses an event that cannot follow."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._round = 0
+        self._rounds: set[int] = set()
+        self._open: set[int] = set()
+        self._started: dict[Key, int] = {}
+        self._running: set[Key] = set()
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event; `ValueError` says why it cannot be the next."""
+        if isinstance(event, Begin) == self._has_begun:
+            raise ValueError(f"a log opens with 'begin', once, got {event.kind!r}")
+        self._has_begun = True
+        if isinstance(event, HandOver | Load | Start | Harvest):
+            self._require(event.round >= self._round, event, f"round {self._round} has begun")
+            self._round = event.round
+            self._rounds.add(event.round)
+        if isinstance(event, Load):
+            self._open.add(event.group)
+        elif isinstance(event, Start):
+            key = (event.prompt, event.sample)
+            self._require(event.group in self._open, event, f"group {event.group} is not open")
+            self._started[key] = event.group
+            self._running.add(key)
+        elif isinstance(event, Finish | Interrupt):
+            key = (event.prompt, event.sample)
+            self._require(key in self._running, event, f"{key} is not being written")
+            self._running.discard(key)
+        elif isinstance(event, Renew):
+            key = (event.prompt, event.sample)
+            self._require(key in self._started, event, f"{key} was not started")
+        elif isinstance(event, Update):
+            self._update(event)
+
+    def _update(self, event: Update) -> None:
+        self._require(event.round in self._rounds, event, f"round {event.round} has not begun")
+        for trained in event.trained:
+            key = (trained.prompt, trained.sample)
+            is_written = self._started.pop(key, None) == trained.group and key not in self._running
+            self._require(is_written, event, f"{key} was not written")
+            self._require(trained.group in self._open, event, f"group {trained.group} is not open")
+        for group in event.closed:
+            self._require(group in self._open, event, f"group {group} is not open")
+            self._open.discard(group)
+
+    @staticmethod
+    def _require(holds: bool, event: Event, reason: str) -> None:
+        if not holds:
+            raise ValueError(
+                f"{event.kind!r} cannot follow what stands before it: {reason}; lines are missing, "
+                "or of another run"
+            )
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"must be finite numbers, got {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_LARGEST = 10**15
+_MOST_SLOTS = 1_000_000
 
 
 class EventFile:
@@ -307,10 +410,13 @@ def read_events(path: Path) -> Iterator[Event]:
     """The events of a log.
 
     A last line without its newline is a run that was killed or is still writing: it is left out.
+    Each event can follow those before it: nothing ends that did not start.
     """
+    course = _Course()
     for number, line in read_lines(path):
         try:
             event = from_json(line)
-        except (ValueError, TypeError) as error:
+            course(event)
+        except (ValueError, TypeError, RecursionError) as error:
             raise DataError(path, str(error), line=number) from error
         yield event

@@ -54,8 +54,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             grid.add_column(name, overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    # A name may look like markup, such as a level called [easy].
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
     console.print(grid)

@@ -36,6 +36,21 @@ def toml_text(tables: Mapping[str, Any]) -> str:
     return tomli_w.dumps(_plain(tables))
 
 
+def toml_value(value: object) -> str:
+    """A value on one line, as TOML shows it.
+
+    >>> toml_value(True), toml_value("a"), toml_value([1, 2.5]), toml_value({"a b": 1e-8})
+    ('true', '"a"', '[1, 2.5]', '{"a b" = 1e-08}')
+    """
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(part) for part in value)}]"
+    if isinstance(value, Mapping):
+        names = {name: tomli_w.dumps({str(name): 0}).removesuffix(" = 0\n") for name in value}
+        parts = (f"{names[name]} = {toml_value(part)}" for name, part in value.items())
+        return f"{{{', '.join(parts)}}}"
+    return tomli_w.dumps({"x": _plain(value)}).removeprefix("x = ").removesuffix("\n")
+
+
 def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items() if part is not None}

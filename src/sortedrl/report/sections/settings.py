@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from sortedrl.report.html import escape, table
 from sortedrl.report.record import Run
 from sortedrl.report.sections.frame import framed, paragraph
 from sortedrl.report.seeds import flat
+from sortedrl.toml_file import toml_value
 
 _NONE = "\N{EN DASH}"
 
@@ -32,7 +32,9 @@ def section(runs: Sequence[Run]) -> str:
 def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """A table of what differs, and what is equal behind a fold."""
     names = list(dict.fromkeys(name for _, settings in known for name in settings))
-    shown = {name: [_shown(s[name]) if name in s else _NONE for _, s in known] for name in names}
+    shown = {
+        name: [toml_value(s[name]) if name in s else _NONE for _, s in known] for name in names
+    }
     different = [name for name in names if len(set(shown[name])) > 1]
     equal = {name: known[0][1][name] for name in names if name not in different}
     if different:
@@ -51,12 +53,7 @@ def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 def _folded(summary: str, settings: Mapping[str, object]) -> str:
     """A list behind a line that opens it."""
     entries = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(_shown(value))}</dd>"
+        f"<dt>{escape(name)}</dt><dd>{escape(toml_value(value))}</dd>"
         for name, value in settings.items()
     )
     return f"<details><summary>{escape(summary)}</summary><dl>{entries}</dl></details>"
-
-
-def _shown(value: object) -> str:
-    """A setting on one line; dates and times as they are written."""
-    return json.dumps(value, ensure_ascii=False, default=str)
