@@ -77,10 +77,10 @@ def parse(
         return tyro.cli(
             command,
             args=list(arguments),
+            default=tyro.MISSING if default is None else default,
             prog=prog,
             description=description,
             config=_DOTTED if is_dotted else _SHORT,
-            **({} if default is None else {"default": default}),
         )
     line = _Line.read(arguments, _options(command, is_dotted=is_dotted))
     values = line.values(has_default=default is not None, prog=prog)

@@ -350,7 +350,8 @@ class _Course:
             self._update(event)
 
     def _update(self, event: Update) -> None:
-        self._require(event.round in self._rounds, event, f"round {event.round} has not begun")
+        has_begun = event.round in self._rounds or not event.closed
+        self._require(has_begun, event, f"round {event.round} has not begun")
         for trained in event.trained:
             key = (trained.prompt, trained.sample)
             is_written = self._started.pop(key, None) == trained.group and key not in self._running

@@ -32,8 +32,10 @@ NEEDS = {
     "rows": ("transformers",),
     "answers": ("math_verify", "reasoning_gym"),
     "checkpoints": ("torch", "transformers"),
+    "faults": (),
 }
-NAMES = tuple(NEEDS)
+NAMES = ("config", "rows", "answers", "checkpoints")
+"""Those that run unless told otherwise: `faults` goes wrong on purpose, to try this program."""
 _START_SECONDS = 180.0
 _MEMORY_BYTES = 24 << 30
 
@@ -67,11 +69,11 @@ def _arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="for all fuzzers together")
     parser.add_argument("--cases", type=int, help="at most so many cases of each fuzzer")
-    parser.add_argument("--only", nargs="+", choices=NAMES, help="these fuzzers; by default all")
+    parser.add_argument("--only", nargs="+", choices=NEEDS, help="these fuzzers; by default all")
     parser.add_argument("--seed", type=int, help="by default another one each time")
     parser.add_argument("--out", type=Path, default=Path("fuzz-findings"), help="for findings")
     parser.add_argument("--replay", type=Path, help="the folder of a finding, to run it again")
-    parser.add_argument("--child", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=NEEDS, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -10,9 +10,11 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import string
+import time
 from pathlib import Path
 from random import Random
 
@@ -427,6 +429,30 @@ class Checkpoints:
         return code == 2
 
 
+class Faults:
+    """Cases that go wrong on purpose: they try the harness."""
+
+    seconds = 1.0
+
+    def __init__(self, scratch):
+        """Nothing is needed."""
+
+    def case(self, random):
+        """One of the ways to go wrong, or none."""
+        return {"kind": random.choice(("hangs", "dies", "raises", "passes", "is refused"))}
+
+    def run(self, case, folder):
+        """Go wrong."""
+        match case["kind"]:
+            case "hangs":
+                time.sleep(60)
+            case "dies":
+                os._exit(7)
+            case "raises":
+                raise Broken("on purpose")
+        return case["kind"] == "is refused"
+
+
 def _hashes(folder):
     """The files of a folder and what is in them."""
     return {
@@ -456,4 +482,10 @@ def emptied(folder):
     return folder
 
 
-FUZZERS = {"config": Config, "rows": Rows, "answers": Answers, "checkpoints": Checkpoints}
+FUZZERS = {
+    "config": Config,
+    "rows": Rows,
+    "answers": Answers,
+    "checkpoints": Checkpoints,
+    "faults": Faults,
+}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sortedrl.config import require
 from sortedrl.tasks.knights.compact import TAGS
-from sortedrl.tasks.spec import parsed, settings_from
+from sortedrl.tasks.spec import parsed, settings_of
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -83,7 +83,7 @@ def is_tiny(name: str) -> bool:
 def tiny_settings(spec: str) -> TinySettings:
     """The sizes that a spec names."""
     _, options = parsed(spec, what="model")
-    return settings_from(TinySettings, options, spec=spec, what="model")
+    return settings_of(TinySettings, options, called=f"model {spec!r}")
 
 
 def tiny_config(settings: TinySettings) -> LlamaConfig:

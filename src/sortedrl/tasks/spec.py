@@ -17,6 +17,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sortedrl.config import check_values
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
-What = Literal["task", "model"]
 
 
-def parsed(spec: str, *, what: What = "task") -> tuple[str, Mapping[str, str]]:
+def parsed(spec: str, *, what: Literal["task", "model"] = "task") -> tuple[str, Mapping[str, str]]:
     """The name and the options of a spec; `what` is what errors call it."""
     name, colon, rest = spec.partition(":")
     options: dict[str, str] = {}
@@ -86,29 +86,35 @@ def _refuse_second(name: str, given: Mapping[str, object], called: str) -> None:
 
 
 def settings_from(
+    kind: type[_Settings], options: Mapping[str, str], *, spec: str, **fixed: object
+) -> _Settings:
+    """Settings of a task with these options; one that does not exist or cannot be is refused."""
+    return settings_of(kind, options, called=f"task {spec!r}", fixed=fixed)
+
+
+def settings_of(
     kind: type[_Settings],
     options: Mapping[str, str],
     *,
-    spec: str,
-    what: What = "task",
-    **fixed: object,
+    called: str,
+    fixed: Mapping[str, object] = MappingProxyType({}),
 ) -> _Settings:
-    """Settings with these options; one that does not exist or has no such value is refused."""
+    """Settings with these options; `called` is what errors name, such as `model 'tiny'`."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.name not in fixed]
     given: dict[str, object] = {}
     for option, text in options.items():
         if option not in names:
-            raise ConfigError(f"{what} {spec!r}: {unknown_name('option', option, names)}")
+            raise ConfigError(f"{called}: {unknown_name('option', option, names)}")
         try:
             given[option] = _value(text, hints[option])
         except ValueError as error:
-            raise ConfigError(f"{what} {spec!r}: option {option} must be {error}") from error
+            raise ConfigError(f"{called}: option {option} must be {error}") from error
     settings = kind(**given, **fixed)
     try:
         check_values(settings)
     except ConfigError as error:
-        raise ConfigError(f"{what} {spec!r}: {error}") from error
+        raise ConfigError(f"{called}: {error}") from error
     return settings
 
 
