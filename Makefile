@@ -71,6 +71,11 @@ SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython 
 		(pathlib.Path(sysconfig.get_path("purelib")) / "torchvision/_meta_registrations.py").write_text("")'
 	@touch $@
 
+MINUTES ?= 5
+
+fuzz: setup ## try nasty settings, rows, answers and run folders; MINUTES=60 for an hour
+	$(BIN)/python tests/fuzz --minutes $(MINUTES)
+
 bench: setup ## time the scheduler itself (a few minutes)
 	$(BIN)/python benchmarks/scheduler.py
 
@@ -78,4 +83,4 @@ format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: help setup demo check browser test test-engines test-vllm test-sglang bench format
+.PHONY: help setup demo check browser test test-engines test-vllm test-sglang fuzz bench format

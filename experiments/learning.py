@@ -125,14 +125,14 @@ def train_settings(trial: Trial, arm: Arm, *, model: Path) -> TrainSettings:
         "device": trial.device,
     }
     table = filled(table, _places(trial, arm.seed)) | fixed
-    return settings_over(TrainSettings(), table, path=_toml(trial), is_dotted=True)
+    return settings_over(TrainSettings(), table, path=_toml(trial))
 
 
 def warm_settings(trial: Trial, seed: int) -> SupervisedSettings:
     """The settings of the warm start of a seed."""
     fixed = {"out": str(trial.scratch / f"warm-{seed}"), "seed": seed, "device": trial.device}
     table = filled(trial.settings["warm"], _places(trial, seed)) | fixed
-    return settings_over(SupervisedSettings(), table, path=_toml(trial), is_dotted=True)
+    return settings_over(SupervisedSettings(), table, path=_toml(trial))
 
 
 def warmed(trial: Trial, seed: int) -> Path:

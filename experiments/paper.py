@@ -35,7 +35,7 @@ def pieces(trial: Trial) -> list[Piece]:
 
 def settings_of(path: Path) -> TrainSettings:
     """The settings of a config."""
-    return settings_over(TrainSettings(), read_toml(path), path=path, is_dotted=True)
+    return settings_over(TrainSettings(), read_toml(path), path=path)
 
 
 def _row(name: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,14 +128,26 @@ def write_gguf(path, *, seed=0):
 
 def run_words(out, *more, task=TASK, reward="letters", model="begun"):
     """The words of a run of seconds, in a folder with a world; later words win."""
-    return [
+    return later_wins(
         *("train", "--model", model, "--task", task, "--reward", f"judge.py:{reward}"),
         *("--out", str(out), "--threads", "1", "--device", "cpu", "--rewards.workers", "1"),
         *("--engine.slots", "6", "--engine.max-tokens", "32"),
         *("--schedule.group-prompts", "8", "--schedule.update-batch", "4"),
         *("--optimiser.learning-rate", "1e-2", "--saving.every", "1"),
         *more,
-    ]
+    )
+
+
+def later_wins(*words):
+    """The words of a command in which each flag is given once, with its last value."""
+    groups = []
+    for word in map(str, words):
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    last = {group[0].partition("=")[0].replace("_", "-"): group for group in groups}
+    return [word for group in last.values() for word in group]
 
 
 def said(capsys, words, *, code=0):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from run_worlds import Nursery, run_words, said, weights, write_world
+from run_worlds import Nursery, later_wins, run_words, said, weights, write_world
 from sortedrl.arguments import settings_over
 from sortedrl.models.loading import load_tokenizer
 from sortedrl.run_log import read_metrics
@@ -31,11 +31,11 @@ def here(tmp_path, monkeypatch):
 
 
 def sft_words(out, *more, task=PUZZLES, model=MODEL):
-    return [
+    return later_wins(
         *("sft", "--model", str(model), "--task", str(task), "--out", str(out), "--threads", "1"),
         *("--device", "cpu", "--batch-tokens", "1024", "--optimiser.learning-rate", "1e-2"),
         *more,
-    ]
+    )
 
 
 def losses(out):
@@ -85,7 +85,7 @@ def test_the_seed_decides_everything(capsys, tmp_path):
 def test_the_settings_are_kept_and_read_back_the_same(capsys, tmp_path):
     said(capsys, sft_words(tmp_path / "one", "--max-steps", "1", "--lora.rank", "2"))
     path = tmp_path / "one" / "config.toml"
-    settings = settings_over(SupervisedSettings(), read_toml(path), path=path, is_dotted=True)
+    settings = settings_over(SupervisedSettings(), read_toml(path), path=path)
     assert (settings.model, settings.max_steps, settings.lora.rank) == (MODEL, 1, 2)
     said(capsys, ["sft", path, "--out", tmp_path / "two"])
     assert weights(tmp_path / "two") == weights(tmp_path / "one")

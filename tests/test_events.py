@@ -1,6 +1,6 @@
 """The log of a run on disk: written, cut, read back."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +21,9 @@ from sortedrl.events import (
     Update,
     from_json,
     read_events,
-    read_run_events,
     to_json,
 )
+from sortedrl.meter import measure
 from sortedrl.report.lanes import lanes
 from sortedrl.report.story import story
 from sortedrl.simulate.presets import six
@@ -74,7 +74,7 @@ def test_a_line_that_is_missing_or_doubled_is_refused_with_its_place(tmp_path, k
     place = next(number for number, event in enumerate(events) if event.kind == kind)
     write(tmp_path / "events.jsonl", events[:place] + [events[place]] * count + events[place + 1 :])
     with pytest.raises(DataError, match=r"events\.jsonl:\d+: "):
-        list(read_run_events(tmp_path / "events.jsonl"))
+        list(read_events(tmp_path / "events.jsonl"))
 
 
 def test_a_resume_is_one_line_with_seconds_round_and_version():
@@ -94,8 +94,71 @@ def test_a_new_file_takes_the_place_of_an_older_one(tmp_path):
     write(path, [BEGIN, RESUME])
     write(path, [BEGIN])
     assert list(read_events(path)) == [BEGIN]
-    write(path, [END], keep_bytes=0)
-    assert list(read_events(path)) == [END]
+    write(path, [BEGIN, END], keep_bytes=0)
+    assert list(read_events(path)) == [BEGIN, END]
+
+
+@settings(max_examples=25, deadline=None)
+@given(simulations(), st.randoms(use_true_random=False))
+def test_a_log_with_a_line_missing_is_read_or_refused_and_measured_without_a_fault(
+    simulation, random
+):
+    """What can be read can be measured: nothing ends in it that did not start."""
+    events = list(run(simulation).events)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        write(path, events)
+        assert list(read_events(path)) == events
+        lines = path.read_bytes().splitlines(keepends=True)
+        place, other = random.randrange(len(lines)), random.randrange(len(lines))
+        changed = [*lines[:place], *lines[place + 1 :]]
+        swapped = list(lines)
+        swapped[place], swapped[other] = swapped[other], swapped[place]
+        for content in (changed, swapped, [*lines[: place + 1], *lines[place:]]):
+            path.write_bytes(b"".join(content))
+            with suppress(DataError):
+                found = list(read_events(path))
+                if found:
+                    measure(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"event":"resume","seconds":"6","round":3,"version":4}', "resume.seconds"),
+        ('{"event":"resume","seconds":NaN,"round":3,"version":4}', "finite"),
+        ('{"event":"resume","seconds":1e999,"round":3,"version":4}', "finite"),
+        ('{"event":"resume","seconds":6,"round":true,"version":4}', "resume.round"),
+        ('{"event":"resume","seconds":6,"round":{},"version":4}', "resume.round"),
+        ('{"event":"resume","seconds":6,"round":3,"version":1' + "0" * 30 + "}", "must lie in"),
+        ('{"event":"resume","seconds":6,"round":3,"version":-1}', "must lie in 0.."),
+        ('{"event":"resume","seconds":1e300,"round":3,"version":4}', "finite"),
+        ('{"event":["resume"],"seconds":6}', "unknown event"),
+        ('{"event":"score","seconds":6,"round":3,"waited_seconds":1,"scored":[[1]]}', "missing"),
+        (
+            '{"event":"score","seconds":6,"round":3,"waited_seconds":1,'
+            '"scored":[["a",0,1.0,null,null,null]]}',
+            "scored.prompt",
+        ),
+        (
+            '{"event":"update","seconds":6,"round":3,"version":1,"took_seconds":1,"trained":[],'
+            '"closed":[null]}',
+            "closed groups must be whole numbers",
+        ),
+        (
+            '{"event":"finish","seconds":6,"prompt":0,"sample":0,"tokens":1,"decoded":1,'
+            '"reason":"tired","running":0,"engine_decoded":1,"engine_prefilled":1}',
+            "unknown reason 'tired'",
+        ),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_line(line, said, tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{to_json(BEGIN)}\n{line}\n")
+    with pytest.raises(DataError, match=r"events\.jsonl:2: ") as caught:
+        list(read_events(path))
+    assert said in str(caught.value)
 
 
 def test_the_length_given_is_the_length_on_the_disk(tmp_path):

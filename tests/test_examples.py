@@ -64,7 +64,7 @@ def test_a_reward_of_ones_own_is_tried_out_and_a_call_that_hangs_is_ended():
 
 
 def settings_in(name, kind):
-    return settings_over(kind(), read_toml(EXAMPLES / name), path=Path(name), is_dotted=True)
+    return settings_over(kind(), read_toml(EXAMPLES / name), path=Path(name))
 
 
 def test_the_files_are_settings_and_the_second_goes_on_from_the_first():

@@ -41,7 +41,7 @@ from experiments.learning_rows import (
 from experiments.pieces import ROOT, Trial
 from experiments.record import Record, Results
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.toml_file import read_toml, toml_value
+from sortedrl.toml_file import read_toml, toml_text
 from sortedrl.types import Prompt
 
 TABLES = ("learning_logic", "learning_maths")
@@ -449,7 +449,7 @@ def without_time(numbers):
 
 def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
     settings = tmp_path / "miniature.toml"
-    settings.write_text("".join(f"{k} = {toml_value(v)}\n" for k, v in MINIATURE.items()))
+    settings.write_text(toml_text(MINIATURE))
     words = [sys.executable, "-m", "experiments", "learning_maths", "--device", "cpu"]
     words += ["--settings", str(settings), "--results", str(tmp_path / "results"), "--resume"]
     words += ["--scratch", str(tmp_path / "work"), "--only", PIECE.piece]

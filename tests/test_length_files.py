@@ -5,8 +5,11 @@ import pytest
 from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import EventFile
+from sortedrl.prompts import open_group
 from sortedrl.simulate.length_files import read_lengths
+from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.simulate.presets import PRESETS
+from sortedrl.types import Prompt
 
 
 @pytest.mark.parametrize(
@@ -17,11 +20,15 @@ from sortedrl.simulate.presets import PRESETS
         ("a.csv", "tokens\n3\n\n5\n8"),
         ("a.jsonl", "3\n5\n8\n"),
         ("a.jsonl", '{"length": 3}\n{"length": 5.0}\n\n{"tokens": 8}\n'),
+        ("a.csv", '"3"\n" 5 "\n8e0\n'),
+        ("a.csv", '\n\nid,"Length"\r\n1,"3"\r\n2,5\r\n3,8\r\n'),
+        ("a.jsonl", '{"length": "3"}\n5\n"8"\n'),
     ],
 )
-def test_lengths_are_read_in_order(name, content, tmp_path):
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_lengths_are_read_in_order_with_or_without_a_byte_order_mark(name, content, mark, tmp_path):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_text(mark + content)
     assert read_lengths(path) == [3, 5, 8]
 
 
@@ -36,8 +43,26 @@ def test_the_events_of_a_run_give_its_lengths_in_the_order_of_the_data_set(tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "line", "said"),
     [
-        ("a.csv", "3\n-5\n", 2, "at least 1 token, got '-5'"),
+        ("a.csv", "3\n-5\n", 2, "got '-5'"),
         ("a.csv", "3\nfive\n", 2, "got 'five'"),
+        ("a.csv", "3\ninf\n", 2, "got 'inf'"),
+        ("a.csv", "inf\n", 1, "got 'inf'"),
+        ("a.csv", "3\n-inf\n", 2, "got '-inf'"),
+        ("a.csv", "3\nnan\n", 2, "got 'nan'"),
+        ("a.csv", "3\n0\n", 2, "got '0'"),
+        ("a.csv", "3\n1e18\n", 2, "at most 1,000,000,000, got '1e18'"),
+        ("a.csv", "3\n1e999\n", 2, "got '1e999'"),
+        ("a.csv", "3;5;8\n", 1, "header must name one of"),
+        ("a.csv", "3\n5;8\n", 2, "got '5;8'"),
+        ("a.csv", "id;length\n1;3\n", 1, "commas go between columns"),
+        ("a.csv", "\n\nid,words\n1,3\n", 3, "header must name one of length"),
+        ("a.jsonl", "3\nInfinity\n", 2, "got inf"),
+        ("a.jsonl", '{"length": NaN}\n', 1, "got nan"),
+        ("a.jsonl", '{"length": -3}\n', 1, "got -3"),
+        ("a.jsonl", '{"length": null}\n', 1, "got None"),
+        ("a.jsonl", '{"length": 1' + 400 * "0" + "}\n", 1, "a length must be"),
+        ("a.jsonl", "9" * 5000 + "\n", 1, "not JSON"),
+        ("a.jsonl", "[" * 200_000 + "\n", 1, "not JSON"),
         ("a.csv", "3\n2.5\n", 2, "got '2.5'"),
         ("a.csv", "id,words\n1,3\n", 1, "header must name one of length"),
         ("a.csv", "id,length\n1,3\n2\n", 3, "row has no column 2"),
@@ -61,6 +86,12 @@ def test_a_malformed_line_is_refused_with_file_line_and_reason(name, content, li
     ("name", "content", "said"),
     [
         ("a.csv", b"", "holds no length"),
+        ("a.csv", b"\xef\xbb\xbf", "holds no length"),
+        ("a.csv", b"length\n", "holds no length"),
+        ("a.csv", b"\n\n\n", "holds no length"),
+        ("a.jsonl", b"", "holds no length"),
+        ("a.csv", b"3" * 200_000, "not CSV"),
+        ("a.csv", "3\n".encode("utf-16"), "not UTF-8"),
         ("a.csv", b"\xff\xfe3", "not UTF-8"),
         ("a.txt", b"3\n", "read from .csv and .jsonl"),
         ("a.jsonl", b'{"event":"begin","seconds":0}\n', "must have the fields"),
@@ -72,6 +103,21 @@ def test_an_unusable_file_is_refused_with_what_to_do(name, content, said, tmp_pa
     with pytest.raises(DataError, match=str(path)) as caught:
         read_lengths(path)
     assert said in str(caught.value)
+
+
+def test_a_length_that_grows_beyond_all_numbers_is_the_limit():
+    lengths = Lengths(
+        LengthSettings(sigma=1e8, drift=0.99), seed=0, max_tokens=50, samples_per_prompt=1
+    )
+    mixed = Lengths(
+        LengthSettings(components=((1, 1e8, 1e8),)), seed=0, max_tokens=50, samples_per_prompt=1
+    )
+    prompts = [Prompt(id=number) for number in range(20)]
+    answers = open_group(prompts, group=0, samples_per_prompt=1, seed=0)
+    for version in (0, 10, 10**6):
+        for answer in answers:
+            assert 1 <= lengths.length(answer, version=version) <= 50
+            assert 1 <= mixed.length(answer, version=version) <= 50
 
 
 def test_a_missing_file_is_named(tmp_path):

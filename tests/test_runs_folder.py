@@ -45,7 +45,7 @@ def test_settings_are_read_back_as_they_were_written(tmp_path, settings):
     with folder.begun(all_to_toml(settings, TrainSettings())):
         pass
     table = read_toml(folder.config)
-    found = settings_over(TrainSettings(), table, path=folder.config, is_dotted=True)
+    found = settings_over(TrainSettings(), table, path=folder.config)
     assert found == settings
 
 

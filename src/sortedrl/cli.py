@@ -54,6 +54,15 @@ What writes the answers:
 Every command explains itself: sortedrl compare --help
 """
 
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "numpy", "tokenizers"), "native"),
+    **dict.fromkeys(("httpx", "packaging"), "servers"),
+    **dict.fromkeys(("datasets", "pyarrow"), "data"),
+    **dict.fromkeys(("gguf", "accelerate"), "gguf"),
+    **{"peft": "lora", "math_verify": "maths", "reasoning_gym": "gym", "ray": "cluster"},
+}
+"""The extra that brings a package which not every command needs."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it went well, 2 if the input cannot be used, 130 after Ctrl-C."""
@@ -68,18 +77,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sortedrl {__version__}")
         return 0
     name, *rest = words
+    if name.startswith("-") and any(word in COMMANDS for word in rest):
+        return _refuse(f"the command comes first, then its options; {name} stands before it")
     if name not in COMMANDS:
         return _refuse(unknown_name("command", name, COMMANDS) + "; see sortedrl --help")
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        run = import_module(f"sortedrl.commands.{name}").run
-        run(rest)
+        import_module(f"sortedrl.commands.{name}").run(arguments)
     except SortedRLError as error:
         return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        return _refuse(
+            f"sortedrl {name} needs {package}, not installed; "
+            f"pip install 'sortedrl[{_EXTRAS[package]}]'"
+        )
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; check the path and its permissions")
     return 0
 
 

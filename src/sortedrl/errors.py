@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SHOWN_NAMES = 60
+_SHOWN_LETTERS = 80
 
 
 class SortedRLError(Exception):
@@ -97,7 +98,9 @@ class CheckpointError(SortedRLError):
 def unknown_name(what: str, given: str, known: Iterable[str]) -> str:
     """A message for a misspelt name, with the nearest valid one."""
     names = list(known)
-    nearest = get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    shown = given if len(given) <= _SHOWN_LETTERS else f"{given[:_SHOWN_LETTERS]}..."
+    lower = {name.lower(): name for name in names}
+    nearest = get_close_matches(shown.lower(), lower, n=1, cutoff=0.5)
+    hint = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"unknown {what} {given!r}; {hint}known: {', '.join(names[:_SHOWN_NAMES])}{more}"
+    return f"unknown {what} {shown!r}; {hint}known: {', '.join(names[:_SHOWN_NAMES])}{more}"

@@ -378,7 +378,7 @@ class Order:
         self._running.add(key)
 
     def _update(self, event: Update) -> None:
-        self._refuse(event.round not in self._rounds, event)
+        self._refuse(event.round not in self._rounds and bool(event.closed), event)
         for entry in event.trained:
             key = (entry.prompt, entry.sample)
             self._refuse(self._group_of.pop(key, None) != entry.group, event)
@@ -424,19 +424,11 @@ class EventFile:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log.
+    """The events of a log; `DataError` names the first that cannot follow those before it.
 
     A last line without its newline is a run that was killed or is still writing: it is left out.
     """
-    return _read(path, lambda event: None)
-
-
-def read_run_events(path: Path) -> Iterator[Event]:
-    """The events of a run's log; `DataError` names the first that cannot follow those before."""
-    return _read(path, Order())
-
-
-def _read(path: Path, check: Record) -> Iterator[Event]:
+    check = Order()
     for number, line in read_lines(path):
         try:
             event = from_json(line)

@@ -7,6 +7,7 @@ cursor is replaced: names come from users, and from files of others.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +94,25 @@ def refuse_other_picture(path: Path | None) -> None:
     """Refuse a path for a picture, before it is computed, where there is anything else."""
     if path is not None:
         refuse_foreign(path, mark=_PICTURE)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there."""
+    if path.is_dir():
+        raise DataError(path, "cannot be written (Is a directory); give the name of a file")
+    if not path.parent.is_dir():
+        raise DataError(path, f"cannot be written (there is no folder {path.parent})")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DataError(path, "cannot be written (Permission denied)")
+
+
+def refuse_unwritable_folder(path: Path) -> None:
+    """Refuse a folder that cannot be made or written into; nothing is made yet."""
+    nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise DataError(path, f"must be a folder, but {nearest} is a file; give another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(path, f"cannot be made (no permission to write in {nearest})")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from sortedrl.arguments import parse, settings_over
+from sortedrl.arguments import parse, settings_over, source_and_flags
 from sortedrl.config import require
 from sortedrl.errors import DataError
 from sortedrl.terminal import tell
@@ -68,8 +68,7 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    words = list(arguments)
-    source = words.pop(1) if len(words) > 1 and words[1].endswith(".toml") else None
+    source, words = source_and_flags(Arguments, arguments)
     default = None
     if source is not None:
         default = Arguments(verb="check", cluster=_from_file(Path(source)))
@@ -88,7 +87,7 @@ def _from_file(path: Path) -> Cluster:
     table = read_toml(path).get("cluster")
     if not isinstance(table, dict):
         raise DataError(path, "has no section [cluster]; see sortedrl cluster --help")
-    return settings_over(Cluster(), table, path=path, is_dotted=False)
+    return settings_over(Cluster(), table, path=path)
 
 
 def _report(given: Arguments) -> tuple[Report, str]:

@@ -16,7 +16,15 @@ from sortedrl.report.bars import bar_chart
 from sortedrl.report.lanes import lanes
 from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, refuse_other_picture, table, thousands, write_text
+from sortedrl.terminal import (
+    percent,
+    progress,
+    refuse_other_picture,
+    refuse_unwritable,
+    table,
+    thousands,
+    write_text,
+)
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
 
@@ -68,6 +76,8 @@ def run(arguments: Sequence[str]) -> None:
     beside = given.plot and given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
+    if given.plot is not None:
+        refuse_unwritable(given.plot)
     outcomes = _outcomes(given)
     rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
     if given.plot is not None and beside is not None:

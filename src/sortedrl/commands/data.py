@@ -25,7 +25,7 @@ from sortedrl.evaluation.answers import in_order
 from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import TASKS, described, reward_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import one_line, write_text
+from sortedrl.terminal import one_line, refuse_unwritable, write_text
 from sortedrl.whole_file import refuse_foreign
 
 HELP = """Make tasks, look at them, measure them.
@@ -81,6 +81,8 @@ def run(arguments: Sequence[str]) -> None:
         assert given.out is not None
         refuse_foreign(given.out, mark=None)
     require(bool(given.tasks), f"give at least one task; sortedrl data {given.verb} TASK")
+    if given.out is not None:
+        refuse_unwritable(given.out)
     tasks = [_task(spec, given) for spec in given.tasks]
     tokenizer = None if given.tokenizer is None else tokenizer_of(given.tokenizer)
     if given.verb == "generate":

@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.arguments import parse
-from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.config import EngineSettings, Schedule, require, require_native
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import train, warm_start
-from sortedrl.terminal import PAGE, percent, table, tell, thousands, write_text
+from sortedrl.terminal import (
+    PAGE,
+    percent,
+    refuse_unwritable_folder,
+    table,
+    tell,
+    thousands,
+    write_text,
+)
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.saving import Saving
 from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
@@ -92,6 +100,8 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl demo", description=HELP)
+    require_native("sortedrl demo")
+    refuse_unwritable_folder(given.out)
     began = time.monotonic()
     _make_room(given.out)
     _warm_start(given)

@@ -14,7 +14,7 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.build.evaluation import evaluation_engine, tokenizer_of
-from sortedrl.config import require
+from sortedrl.config import check_device, require, require_native
 from sortedrl.data.settings import DataSettings
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ConfigError
@@ -39,7 +39,7 @@ from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import reward_from
 from sortedrl.tasks.spec import options_from
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import one_line, progress, table, write_text
+from sortedrl.terminal import one_line, progress, refuse_unwritable_folder, table, write_text
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 
@@ -87,8 +87,12 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl eval", description=HELP)
     require(bool(given.models), "give at least one model; see sortedrl eval --help")
+    check_device(given.device)
     labels = _labels(given.models)
     is_saved = [_is_saved(model) for model in given.models]
+    if not all(is_saved):
+        require_native("sortedrl eval")
+    refuse_unwritable_folder(given.out)
     tasks = [] if all(is_saved) else _tasks(given)
     evaluations = [
         replace(read_results(Path(model)), label=label)

@@ -11,7 +11,7 @@ import tyro
 
 from sortedrl.arguments import parse, to_toml
 from sortedrl.errors import DataError
-from sortedrl.events import read_run_events
+from sortedrl.events import read_events
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.lengths import LengthSettings
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl fit", description=HELP)
     try:
-        fitted = fit(read_run_events(given.events), name=str(given.events))
+        fitted = fit(read_events(given.events), name=str(given.events))
     except OSError as error:
         raise DataError(given.events, f"cannot be read ({error.strerror})") from error
     costs = asdict(fitted.costs)

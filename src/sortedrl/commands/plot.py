@@ -22,10 +22,10 @@ from sortedrl.report.pictures import (
     rewards_picture,
     slots_picture,
 )
-from sortedrl.report.raster import png
+from sortedrl.report.raster import MAX_WIDTH, png
 from sortedrl.report.record import Run, measured, read_runs
 from sortedrl.report.svg import Scheme
-from sortedrl.terminal import tell, write_text
+from sortedrl.terminal import refuse_unwritable, tell, write_text
 from sortedrl.whole_file import refuse_foreign, write_whole
 
 WIDTH = 860
@@ -96,6 +96,7 @@ def _check(given: Arguments) -> None:
     """Refuse what cannot be drawn before anything is read."""
     if given.out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out must end in .svg or .png, got {str(given.out)!r}")
+    refuse_unwritable(given.out)
     if given.width is not None and given.out.suffix != ".png":
         raise ConfigError("--width is for .png; an .svg is drawn at any size")
     belongs = {"slots": ("seconds", "groups"), "bubble": ("per",), "learning": ("by",)}
@@ -108,6 +109,8 @@ def _check(given: Arguments) -> None:
         raise ConfigError("give --seconds or --groups, not both")
     if given.groups is not None and given.groups < 1:
         raise ConfigError(f"--groups must be at least 1, got {given.groups}")
+    if given.width is not None and not 1 <= given.width <= MAX_WIDTH:
+        raise ConfigError(f"--width must lie in 1..{MAX_WIDTH} pixels, got {given.width}")
     if given.seconds is not None and not 0 <= given.seconds[0] < given.seconds[1]:
         first, last = given.seconds
         raise ConfigError(

@@ -15,7 +15,7 @@ from sortedrl.meter import measure
 from sortedrl.metrics import numbers
 from sortedrl.report.record import RunRecord, read_runs
 from sortedrl.report.runs import runs_page
-from sortedrl.terminal import progress, write_text
+from sortedrl.terminal import progress, refuse_unwritable, write_text
 
 HELP = """Show a run on one page: what it learned, where its slot-seconds went, what to change.
 
@@ -49,6 +49,8 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl report", description=HELP)
+    if given.out is not None:
+        refuse_unwritable(given.out)
     with progress(2) as advance:
         advance("reading", 0)
         records = read_runs(given.runs)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from sortedrl.arguments import parse, settings_over
+from sortedrl.arguments import parse, settings_over, source_and_flags
 from sortedrl.errors import ConfigError
 from sortedrl.runs.lines import duration
 from sortedrl.runs.start import warm_start
@@ -42,13 +42,13 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    has_source = bool(arguments) and not arguments[0].startswith("-")
+    source, flags = source_and_flags(Arguments, arguments, is_dotted=True)
     default = Arguments()
-    if has_source:
-        default = Arguments(settings=_settings_from(Path(arguments[0])))
+    if source is not None:
+        default = Arguments(settings=_settings_from(Path(source)))
     given = parse(
         Arguments,
-        arguments[1:] if has_source else arguments,
+        flags,
         prog="sortedrl sft [TOML]",
         description=HELP,
         default=default,
@@ -72,4 +72,4 @@ def _settings_from(source: Path) -> SupervisedSettings:
         raise ConfigError(
             f"the first word must be a .toml file, got {str(source)!r}; see sortedrl sft --help"
         )
-    return settings_over(SupervisedSettings(), read_toml(source), path=source, is_dotted=True)
+    return settings_over(SupervisedSettings(), read_toml(source), path=source)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.arguments import parse_over_settings
+from sortedrl.build.simulation import simulated_lengths
 from sortedrl.compare import Outcome, row, simulate
 from sortedrl.events import Event, EventFile, Record
 from sortedrl.metrics import numbers
@@ -15,7 +16,15 @@ from sortedrl.report.lanes import lanes
 from sortedrl.report.ticks import ticks
 from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, refuse_other_picture, table, thousands, write_text
+from sortedrl.terminal import (
+    percent,
+    progress,
+    refuse_other_picture,
+    refuse_unwritable,
+    table,
+    thousands,
+    write_text,
+)
 from sortedrl.whole_file import refuse_foreign
 
 HELP = """Simulate one strategy on a virtual clock: a line per round, then a summary.
@@ -54,6 +63,12 @@ def run(arguments: Sequence[str]) -> None:
         lambda base: Arguments(simulation=base), arguments, name="simulate", description=HELP
     )
     refuse_other_picture(given.plot)
+    for path in (given.plot, given.events):
+        if path is not None:
+            refuse_unwritable(path)
+    simulated_lengths(
+        given.simulation
+    )  # an unreadable length file is refused before any is written
     events: list[Event] = []
     sinks: list[Record] = [events.append] if given.ticks or given.plot is not None else []
     file = None if given.events is None else _event_file(given.events)

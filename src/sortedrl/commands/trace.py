@@ -12,7 +12,7 @@ import tyro
 from sortedrl.arguments import parse
 from sortedrl.report.record import read_run
 from sortedrl.report.trace import TraceSummary, write_trace
-from sortedrl.terminal import tell
+from sortedrl.terminal import refuse_unwritable, tell
 
 HELP = """Write a run as a trace, to be opened in Perfetto or in chrome://tracing.
 
@@ -41,6 +41,8 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl trace", description=HELP)
+    if given.out is not None:
+        refuse_unwritable(given.out)
     record = read_run(given.run)
     folder = given.run.parent if given.run.is_file() else given.run
     path = given.out or folder / "trace.json"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sortedrl.arguments import parse, settings_over
+from sortedrl.arguments import parse, settings_over, source_and_flags
 from sortedrl.data.row import Row
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import RunFolder
@@ -105,14 +105,14 @@ def _rows(settings: TrainSettings) -> Sequence[Row]:
 
 
 def _given(arguments: Sequence[str]) -> Arguments:
-    """The flags, over the file or the run that the first word names."""
-    has_source = bool(arguments) and not arguments[0].startswith("-")
+    """The flags, over the file or the run that the positional word names."""
+    source, flags = source_and_flags(Arguments, arguments, is_dotted=True)
     default = Arguments()
-    if has_source:
-        default = Arguments(settings=_settings_from(Path(arguments[0])))
+    if source is not None:
+        default = Arguments(settings=_settings_from(Path(source)))
     return parse(
         Arguments,
-        arguments[1:] if has_source else arguments,
+        flags,
         prog="sortedrl train [TOML|RUN]",
         description=HELP,
         default=default,
@@ -123,16 +123,14 @@ def _given(arguments: Sequence[str]) -> Arguments:
 def _settings_from(source: Path) -> TrainSettings:
     folder = RunFolder(source)
     if folder.holds_run:
-        settings = settings_over(
-            TrainSettings(), read_toml(folder.config), path=folder.config, is_dotted=True
-        )
+        settings = settings_over(TrainSettings(), read_toml(folder.config), path=folder.config)
         return replace(settings, out=source)
     if source.suffix != ".toml":
         raise ConfigError(
             f"the first word must be a .toml file or the folder of a run, got {str(source)!r}; "
             "see sortedrl train --help"
         )
-    return settings_over(TrainSettings(), read_toml(source), path=source, is_dotted=True)
+    return settings_over(TrainSettings(), read_toml(source), path=source)
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

@@ -12,7 +12,14 @@ from sortedrl.arguments import parse_over_settings, to_toml
 from sortedrl.compare import PREDICTION_ERROR, Outcome, row
 from sortedrl.report.pareto import Point, pareto
 from sortedrl.simulate.settings import Simulation
-from sortedrl.terminal import percent, progress, refuse_other_picture, thousands, write_text
+from sortedrl.terminal import (
+    percent,
+    progress,
+    refuse_other_picture,
+    refuse_unwritable,
+    thousands,
+    write_text,
+)
 from sortedrl.tune import Search, Tuned, tune
 
 HELP = """Search update batch, group size, lookahead and mode by simulation.
@@ -47,6 +54,8 @@ def run(arguments: Sequence[str]) -> None:
         lambda base: Arguments(simulation=base), arguments, name="tune", description=HELP
     )
     refuse_other_picture(given.plot)
+    if given.plot is not None:
+        refuse_unwritable(given.plot)
     with progress(1.0) as advance:
         tuned = tune(
             given.simulation,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from sortedrl.config import require, require_temperature
+from sortedrl.config import check_values, require, require_temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,17 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(self.samples >= 1, f"samples must be at least 1, got {self.samples}")
+        for name, count in (
+            ("samples", self.samples),
+            ("max_tokens", self.max_tokens),
+            ("slots", self.slots),
+        ):
+            require(count >= 1, f"{name} must be at least 1, got {count}")
+        require(
+            self.temperature is None or 0 <= self.temperature < math.inf,
+            f"temperature must be 0 (greedy) or more, got {self.temperature}",
+        )
+        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
         require(
             self.samples == 1 or self.temperature != 0,
             f"{self.samples} answers per prompt at temperature 0 would all be the same; "
@@ -38,6 +49,7 @@ class EvaluationSettings:
         require(
             self.limit is None or self.limit >= 1, f"limit must be at least 1, got {self.limit}"
         )
+        check_values(self)
 
     @property
     def sampling_temperature(self) -> float:

@@ -48,8 +48,15 @@ def _device(name: torch.device | str | None) -> torch.device:
         device = torch.device(name or ("cuda" if has_gpu else "cpu"))
     except RuntimeError as error:
         raise ModelError(f"{name!r} is no device that torch knows; take cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"device must be cpu or cuda, got {str(device)!r}")
     if device.type == "cuda" and not has_gpu:
         raise ModelError(f"device {name!r} needs a GPU, and torch finds none; take cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device {name!r} is not here: torch finds {torch.cuda.device_count()} GPUs, counted "
+            "from cuda:0"
+        )
     return device
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sortedrl.config import require
 from sortedrl.tasks.knights.compact import TAGS
-from sortedrl.tasks.spec import parsed, settings_from
+from sortedrl.tasks.spec import parsed, settings_of
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -28,6 +28,8 @@ _PAD, _EOS = "<pad>", "<eos>"
 _PAD_ID, _EOS_ID = _NUM_BYTES + len(TAGS), _NUM_BYTES + len(TAGS) + 1
 _VOCABULARY = _EOS_ID + 1
 _INNER_MULTIPLE = 32
+_MOST_SQUARES = 2**26
+_MOST_CONTEXT = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,12 @@ class TinySettings:
             f"tiny: hidden must be a multiple of twice the heads ({2 * self.heads}), because each "
             f"head turns pairs of numbers, got {self.hidden}",
         )
+        require(
+            self.layers * self.hidden**2 <= _MOST_SQUARES and self.context <= _MOST_CONTEXT,
+            "tiny: layers * hidden * hidden must be at most "
+            f"{_MOST_SQUARES:,} and context at most {_MOST_CONTEXT:,}, got {self.layers} layers, "
+            f"hidden {self.hidden} and context {self.context}; load a model that is not tiny",
+        )
         require(0 <= self.seed < 2**63, f"tiny: seed must lie in 0..{2**63 - 1:,}, got {self.seed}")
 
     @property
@@ -74,8 +82,8 @@ def is_tiny(name: str) -> bool:
 
 def tiny_settings(spec: str) -> TinySettings:
     """The sizes that a spec names."""
-    _, options = parsed(spec)
-    return settings_from(TinySettings, options, spec=spec)
+    _, options = parsed(spec, what="model")
+    return settings_of(TinySettings, options, called=f"model {spec!r}")
 
 
 def tiny_config(settings: TinySettings) -> LlamaConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.answer_log import LoggedAnswer, read_answers
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import Begin, End, Event, Score, read_run_events
+from sortedrl.events import Begin, End, Event, Score, read_events
 from sortedrl.meter import measure
 from sortedrl.metrics import Metrics
 from sortedrl.report.lanes import Lanes, lanes
@@ -157,7 +157,7 @@ def number(row: Mapping[str, Value], name: str) -> float | None:
 
 
 def _events(log: Path) -> list[Event]:
-    events = list(read_run_events(log))
+    events = list(read_events(log))
     if not events or not isinstance(events[0], Begin):
         raise DataError(
             log, "must open with 'begin', but does not; wait for the run's first update"

@@ -27,7 +27,7 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.evaluation.settings import EvaluationSettings
-from sortedrl.events import Event, EventFile, Finish, read_run_events
+from sortedrl.events import Event, EventFile, Finish, read_events
 from sortedrl.live.view import Source, View
 from sortedrl.meter import Meter
 from sortedrl.models.shape import shape_of
@@ -270,7 +270,7 @@ def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View)
         return
     EventFile(folder.events, keep_bytes=saved.state["events_bytes"]).close()
     MetricsFile(folder.metrics, keep_bytes=saved.state["metrics_bytes"]).close()
-    for event in read_run_events(folder.events):
+    for event in read_events(folder.events):
         meter(event)
         view(event)
     for row in read_metrics(folder.metrics):

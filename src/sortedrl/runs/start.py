@@ -10,14 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sortedrl.config import require_native
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.live.view import opened_view
+from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.last_words import last_words
 from sortedrl.runs.stopping import Stopping
 from sortedrl.runs.tasks import opened, training_tasks
 from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress, tell
+from sortedrl.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.supervision import SupervisedSettings
 
@@ -34,6 +36,7 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
 
     On a cluster that lost its trainer, or all of its workers, the run goes on by itself.
     """
+    _refuse_early(settings)
     settings.layout.refuse_several()
     task, held_out = training_tasks(settings)
     for left in reversed(range(settings.cluster.restarts + 1)):
@@ -45,6 +48,14 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
             tell(f"{error}\nThe run goes on from its last checkpoint ({left} restarts left).")
             is_resumed = True
     raise AssertionError("the last try returns or raises")
+
+
+def _refuse_early(settings: TrainSettings | SupervisedSettings) -> None:
+    """Refuse what shows without a row or a weight: packages, the size of `tiny`, the folder."""
+    require_native("training")
+    if is_tiny(settings.model):
+        tiny_settings(settings.model)
+    refuse_unwritable_folder(settings.out)
 
 
 def _train(
@@ -75,6 +86,7 @@ def _cut_off(out: Path) -> str:
 
 def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
     """Train on written answers until the run ends."""
+    _refuse_early(settings)
     task = opened(
         settings.task,
         split="train",

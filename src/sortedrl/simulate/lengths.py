@@ -25,6 +25,7 @@ AfterMismatch = Literal["same", "fresh"]
 _NORMAL = NormalDist()
 _PROMPT_KEY = 0x70726F6D7074
 _FRESH_TRIES = 64
+_MOST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +169,11 @@ class Lengths:
 
     def _limited(self, length: float, version: int) -> int:
         if self.settings.drift:
-            length *= (1 + self.settings.drift) ** version
-        return max(1, min(self.max_tokens, round(length)))
+            try:
+                length *= (1 + self.settings.drift) ** version
+            except OverflowError:
+                return self.max_tokens
+        return max(1, round(min(self.max_tokens, length)))
 
 
 def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
@@ -178,7 +182,7 @@ def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
     if settings.components:
         return _Mixture(settings.components)
     log_median, sigma = math.log(settings.median), settings.sigma
-    return lambda z: math.exp(min(log_median + sigma * z, 700.0))
+    return lambda z: math.exp(min(log_median + sigma * z, _MOST_EXPONENT))
 
 
 class _Empirical:
@@ -211,7 +215,7 @@ class _Mixture:
         share = (z - self._z[left]) / (self._z[right] - self._z[left])
         share = min(max(share, 0.0), 1.0)
         low, high = self._log_length[left], self._log_length[right]
-        return math.exp(low + share * (high - low))
+        return math.exp(min(low + share * (high - low), _MOST_EXPONENT))
 
     def _solve(self, share: float) -> float:
         low = min(log_median - 8 * sigma for _, log_median, sigma in self._parts)

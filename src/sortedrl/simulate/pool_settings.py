@@ -18,6 +18,7 @@ Broadcast = Literal["tree", "at_once", "one_by_one"]
 _SPREAD_KEY = 0x737072656164
 _SLOW_KEY = 0x736C6F77
 _FAILURE_KEY = 0x6661696C
+_MOST_SIGMA = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,10 @@ class PoolSettings:
             self.network_gigabytes_per_second > 0,
             "pool.network_gigabytes_per_second must be positive, got "
             f"{self.network_gigabytes_per_second}",
+        )
+        require(
+            self.straggler_sigma <= _MOST_SIGMA,
+            f"pool.straggler_sigma must be at most {_MOST_SIGMA}, got {self.straggler_sigma}",
         )
         for name, value in (
             ("straggler_sigma", self.straggler_sigma),

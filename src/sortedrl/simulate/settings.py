@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sortedrl.config import EngineSettings, Schedule, require
+from sortedrl.config import EngineSettings, Schedule, check_values, require
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.pool_settings import PoolSettings
+
+_MOST_ANSWERS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_values(self)
         require(self.groups >= 1, f"groups must be at least 1, got {self.groups}")
         require(
             self.prompts is None or self.prompts >= 1,
@@ -37,6 +40,13 @@ class Simulation:
             self.pool.engines <= self.engine.slots,
             f"pool.engines must be at most engine.slots ({self.engine.slots}), so that each has a "
             f"slot, got {self.pool.engines}; lower engines or raise slots",
+        )
+
+        answers = self.num_prompts * self.schedule.samples_per_prompt
+        require(
+            answers <= _MOST_ANSWERS,
+            f"a simulated run may have {_MOST_ANSWERS:,} answers at most, got {answers:,}; lower "
+            "groups, prompts or schedule.group_prompts",
         )
 
     @property

@@ -1,8 +1,9 @@
-"""A task in one word: `name`, or `name:option=value,option=value`.
+"""A task or a model in one word: `name`, or `name:option=value,option=value`.
 
     gsm8k
     knights_knaves:people=3-7,count=5000,split=train
     reasoning_gym:name=countdown,count=200
+    tiny:hidden=128,layers=3
 
 A pair of numbers is written with a dash, a list of words with plus signs.
 The same words stand on a command line and in a TOML file.
@@ -11,30 +12,35 @@ The same words stand on a command line and in a TOML file.
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from sortedrl.config import check_values
 from sortedrl.errors import ConfigError, unknown_name
 
-_Settings = TypeVar("_Settings")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
 
 
-def parsed(spec: str) -> tuple[str, Mapping[str, str]]:
-    """The name and the options of a spec."""
+def parsed(spec: str, *, what: Literal["task", "model"] = "task") -> tuple[str, Mapping[str, str]]:
+    """The name and the options of a spec; `what` is what errors call it."""
     name, colon, rest = spec.partition(":")
-    options = {}
+    options: dict[str, str] = {}
     for part in rest.split(",") if colon else ():
-        option, equals, value = part.partition("=")
+        option, equals, value = (side.strip() for side in part.partition("="))
         if not equals or not option:
             raise ConfigError(
-                f"task {spec!r}: an option must be written option=value, got {part!r}"
+                f"{what} {spec!r}: an option must be written option=value, got {part!r}"
             )
-        if option.strip() in options:
-            raise ConfigError(f"task {spec!r}: the option {option.strip()} must be given once")
-        options[option.strip()] = value.strip()
+        _refuse_second(option, options, f"{what} {spec!r}: option")
+        options[option] = value
     return name, options
 
 
@@ -42,31 +48,74 @@ def options_from(words: Sequence[str]) -> dict[str, object]:
     """Options written name=value; values are JSON, and what is no JSON is text."""
     options: dict[str, object] = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.strip():
+        name, equals, text = (side.strip() for side in word.partition("="))
+        if not equals or not name:
             raise ConfigError(f"an option must be written name=value, got {word!r}")
-        try:
-            options[name.strip()] = json.loads(text)
-        except json.JSONDecodeError:
-            options[name.strip()] = text.strip()
+        _refuse_second(name, options, "option")
+        options[name] = _option_value(name, text)
     return options
+
+
+def _option_value(name: str, text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if not _is_finite(value):
+        raise ConfigError(f"option {name} must be a finite number, got {text!r}")
+    return value
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value of JSON, or text that says one, holds neither NaN nor infinity."""
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, str):
+        try:
+            return math.isfinite(float(value))
+        except ValueError:
+            return True
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _refuse_second(name: str, given: Mapping[str, object], called: str) -> None:
+    if name in given:
+        raise ConfigError(f"{called} {name} is given twice; give it once")
 
 
 def settings_from(
     kind: type[_Settings], options: Mapping[str, str], *, spec: str, **fixed: object
 ) -> _Settings:
-    """Settings with these options; one that does not exist or has no such value is refused."""
+    """Settings of a task with these options; one that does not exist or cannot be is refused."""
+    return settings_of(kind, options, called=f"task {spec!r}", fixed=fixed)
+
+
+def settings_of(
+    kind: type[_Settings],
+    options: Mapping[str, str],
+    *,
+    called: str,
+    fixed: Mapping[str, object] = MappingProxyType({}),
+) -> _Settings:
+    """Settings with these options; `called` is what errors name, such as `model 'tiny'`."""
     hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind) if field.name not in fixed]  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind) if field.name not in fixed]
     given: dict[str, object] = {}
     for option, text in options.items():
         if option not in names:
-            raise ConfigError(f"task {spec!r}: {unknown_name('option', option, names)}")
+            raise ConfigError(f"{called}: {unknown_name('option', option, names)}")
         try:
             given[option] = _value(text, hints[option])
         except ValueError as error:
-            raise ConfigError(f"task {spec!r}: option {option} must be {error}") from error
-    return kind(**given, **fixed)
+            raise ConfigError(f"{called}: option {option} must be {error}") from error
+    settings = kind(**given, **fixed)
+    try:
+        check_values(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{called}: {error}") from error
+    return settings
 
 
 def _value(text: str, hint: Any) -> object:  # noqa: ANN401

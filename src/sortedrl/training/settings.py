@@ -5,11 +5,19 @@ One file, one tree: the keys of `config.toml` are the fields here, section by se
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sortedrl.config import EngineSettings, Schedule, require, require_temperature
+from sortedrl.config import (
+    EngineSettings,
+    Schedule,
+    check_device,
+    check_values,
+    require,
+    require_temperature,
+)
 from sortedrl.data.settings import DataSettings
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.trackers import Tracking
@@ -22,6 +30,8 @@ from sortedrl.training.rollout import Rollout
 from sortedrl.training.saving import Saving
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+_ALPHA = 32
+_ALL_LINEAR = ("all-linear",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +57,9 @@ class Lora:
 
     rank: int | None = None
     """Rank of the adapters; by default none, and all weights are trained."""
-    alpha: int = 32
+    alpha: int = _ALPHA
     """Their scale, over the rank."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: tuple[str, ...] = _ALL_LINEAR
     """The layers that get one, by the end of their names; all-linear for all but the output."""
 
     def __post_init__(self) -> None:
@@ -59,6 +69,16 @@ class Lora:
             f"lora.rank must be at least 1, got {self.rank}; leave it out for no adapters",
         )
         require(self.alpha >= 1, f"lora.alpha must be at least 1, got {self.alpha}")
+        require(
+            bool(self.targets) and "" not in self.targets,
+            f"lora.targets must name at least one layer, got {list(self.targets)}; leave it out "
+            "for all linear layers",
+        )
+        require(
+            self.rank is not None or (self.alpha, self.targets) == (_ALPHA, _ALL_LINEAR),
+            "lora.alpha and lora.targets need lora.rank, without which there are no adapters; set "
+            "lora.rank, or leave them out",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +110,20 @@ class PeriodicEvaluation:
             f"evaluation.limit must be at least 1, got {self.limit}; leave it out for all rows",
         )
         require(
+            self.temperature is None or 0 <= self.temperature < math.inf,
+            f"evaluation.temperature must be 0 or more, got {self.temperature}",
+        )
+        require(
             self.samples == 1 or self.temperature != 0,
             f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
             "temperature out, or ask for one answer",
         )
         if self.temperature is not None:
             require_temperature("evaluation.temperature", self.temperature, is_greedy_allowed=True)
+        require(
+            self.target is None or math.isfinite(self.target),
+            f"evaluation.target must be a finite number, got {self.target}",
+        )
         require(
             self.target is None or bool(self.tasks),
             f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
@@ -153,6 +181,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work together."""
+        check_values(self)
+        check_device(self.device)
         require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
         require(
             self.max_updates is None or self.max_updates >= 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sortedrl.config import require
+from sortedrl.config import check_device, check_values, require
 from sortedrl.data.settings import DataSettings
 from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.settings import Lora, PassSettings, Precision
@@ -48,6 +48,8 @@ class SupervisedSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
+        check_values(self)
+        check_device(self.device)
         for name, value in (("epochs", self.epochs), ("batch_tokens", self.batch_tokens)):
             require(value >= 1, f"{name} must be at least 1, got {value}")
         require(

@@ -1,0 +1,79 @@
+"""What is fuzzed: every name of the package that the fuzzers use, imported in this one place."""
+
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import get_type_hints
+
+from sortedrl.arguments import all_to_toml, parse, settings_from, settings_over, to_toml
+from sortedrl.cli import COMMANDS, main
+from sortedrl.compare import row, simulate
+from sortedrl.data.settings import DataSettings
+from sortedrl.data.stream import tokenized
+from sortedrl.errors import SortedRLError
+from sortedrl.models.tiny import tiny_tokenizer
+from sortedrl.rewards.score import NoScoreError, checked_score
+from sortedrl.rewards.source import load
+from sortedrl.simulate.length_files import read_lengths
+from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.settings import Simulation
+from sortedrl.tasks.catalogue import open_task, reward_from
+from sortedrl.toml_file import read_toml
+from sortedrl.training.settings import TrainSettings
+from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.types import Prompt
+
+__all__ = [
+    "COMMANDS",
+    "PRESETS",
+    "DataSettings",
+    "NoScoreError",
+    "Prompt",
+    "Simulation",
+    "SortedRLError",
+    "SupervisedSettings",
+    "TrainSettings",
+    "all_to_toml",
+    "checked_score",
+    "command_arguments",
+    "fields_of",
+    "gym_names",
+    "load",
+    "main",
+    "open_task",
+    "parse",
+    "read_lengths",
+    "read_toml",
+    "reward_from",
+    "row",
+    "settings_from",
+    "settings_over",
+    "simulate",
+    "sortedrl_source",
+    "tiny_tokenizer",
+    "to_toml",
+    "tokenized",
+]
+
+sortedrl_source = Path(import_module("sortedrl").__file__).parent
+
+
+def command_arguments(name):
+    """The dataclass of a command's arguments."""
+    return import_module(f"sortedrl.commands.{name}").Arguments
+
+
+def fields_of(kind, *path):
+    """Every field of a dataclass and of its sections: the path of names, and the type."""
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from fields_of(hint, *path, name)
+        else:
+            yield (*path, name), hint
+
+
+def gym_names():
+    """All tasks of reasoning-gym."""
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(set(DATASETS) - {"composite"})
