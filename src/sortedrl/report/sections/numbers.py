@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import HandOver, Landed, Score, Update
+from sortedrl.events import Event, HandOver, Landed, Resume, Score, Update
 from sortedrl.report.axis import short
 from sortedrl.report.html import table, unbroken
 from sortedrl.report.record import Run
@@ -14,6 +14,14 @@ from sortedrl.report.sections.frame import framed
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"
 _BESIDE = "updates beside the rollouts"
+_TIMES = (
+    "rollouts",
+    "waiting for rewards",
+    "updates of the weights",
+    "hand-overs",
+    "saving checkpoints and logs",
+    "everything else",
+)
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -32,21 +40,23 @@ def section(runs: Sequence[Run]) -> str:
         ("mean length", lambda run: f"{short(run.metrics.run.mean_length)} tokens"),
         ("staleness, mean and most", _staleness),
         ("time of training, all together", lambda run: f"{short(run.metrics.run.seconds)} s"),
-        ("rollouts", lambda run: _part(run, run.metrics.run.rollout_seconds)),
-        ("waiting for rewards", lambda run: _part(run, _waiting(run))),
-        ("updates of the weights", lambda run: _part(run, _updating(run))),
-        ("hand-overs", lambda run: _part(run, _handing_over(run))),
     ]
-    quiet = {"best evaluation", *(name for name, _ in rows[-4:]), _BESIDE}
+    told = [[name, *(tell(run) for run in runs)] for name, tell in rows]
+    spent = [seconds_spent(run) for run in runs]
+    told += [
+        [name, *(_part(run, times[name]) for run, times in zip(runs, spent, strict=True))]
+        for name in _TIMES
+    ]
+    quiet = {"best evaluation", *_TIMES, _BESIDE}
     if any(_beside(run) for run in runs):
-        rows.append((_BESIDE, lambda run: _part(run, _beside(run))))
-    told = table(
+        told.append([_BESIDE, *(_part(run, _beside(run)) for run in runs)])
+    numbers = table(
         ["", *(run.name for run in runs)],
-        [[name, *(unbroken(tell(run)) for run in runs)] for name, tell in rows],
+        [[row[0], *map(unbroken, row[1:])] for row in told],
         caption="From start to end; evaluations take no time here",
-        quiet=[name in quiet for name, _ in rows],
+        quiet=[row[0] in quiet for row in told],
     )
-    return framed("Numbers", told, name="numbers")
+    return framed("Numbers", numbers, name="numbers")
 
 
 def _before_and_after(run: Run) -> str:
@@ -65,24 +75,44 @@ def _staleness(run: Run) -> str:
     return f"{run.metrics.run.mean_staleness:.2f} and {run.metrics.run.staleness_max}"
 
 
-def _waiting(run: Run) -> float:
-    return sum(e.waited_seconds for e in run.record.events if isinstance(e, Score))
+def seconds_spent(run: Run) -> dict[str, float]:
+    """The seconds of the run by what they were spent on; together they are all of them.
 
-
-def _updating(run: Run) -> float:
-    """Updates are timed with the wait for their rewards, which is told apart here."""
-    events = run.record.events
-    took = sum(e.took_seconds for e in events if isinstance(e, Update))
-    took += sum(e.waited_seconds for e in events if isinstance(e, Landed))
-    return max(0.0, took - _waiting(run))
+    Updates are timed with the wait for their rewards, which has a row of its own. What follows an
+    update before anything else begins is the saving of checkpoints and logs.
+    """
+    waiting = updating = handing_over = saving = 0.0
+    before: Event | None = None
+    for event in run.record.events:
+        took = 0.0
+        if isinstance(event, Score):
+            took = event.waited_seconds
+            waiting += took
+        elif isinstance(event, HandOver):
+            took = event.took_seconds
+            handing_over += took
+        elif isinstance(event, Update):
+            took = event.took_seconds
+            updating += took
+        elif isinstance(event, Landed):
+            took = event.waited_seconds
+            updating += took
+        if isinstance(before, Update | Landed) and not isinstance(event, Resume):
+            saving += max(0.0, event.seconds - took - before.seconds)
+        before = event
+    spent = (
+        run.metrics.run.rollout_seconds,
+        waiting,
+        max(0.0, updating - waiting),
+        handing_over,
+        saving,
+    )
+    rest = max(0.0, run.metrics.run.seconds - sum(spent))
+    return dict(zip(_TIMES, (*spent, rest), strict=True))
 
 
 def _beside(run: Run) -> float:
     return sum(e.beside_seconds for e in run.record.events if isinstance(e, Landed))
-
-
-def _handing_over(run: Run) -> float:
-    return sum(e.took_seconds for e in run.record.events if isinstance(e, HandOver))
 
 
 def _part(run: Run, seconds: float) -> str:
