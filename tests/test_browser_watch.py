@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from browser import NARROW, expect, is_too_wide, keep_screenshot, set_scheme, set_width
+from report_worlds import NASTY, SHOWN
 from sortedrl.answer_log import LoggedAnswer
 from sortedrl.report.record import read_run
 from watched_runs import first_updates, served, whole_log, write_run
-
-NASTY = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
-
 
 TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
@@ -130,17 +128,17 @@ def test_drawers_that_were_opened_stay_open(browser_page, tmp_path):
 def test_what_others_wrote_shows_as_text(browser_page, tmp_path):
     folder = write_run(tmp_path / "a <b>run", picture(2))
     (folder / "answers.jsonl").write_text(answers(2, question=NASTY))
-    (folder / "config.toml").write_text(f"task = {json.dumps(NASTY)}\n")
+    (folder / "config.toml").write_text(f"task = {json.dumps(NASTY.replace(chr(0xD800), ''))}\n")
     with watched(browser_page, folder):
         first = browser_page.locator("#answers details").first
         first.locator("summary").click()
-        expect(first).to_contain_text(NASTY)
+        expect(first).to_contain_text(SHOWN)
         before = version(browser_page)
         (folder / "answers.jsonl").write_text(answers(4, question=NASTY))
         write_run(folder, picture(3))
         wait_for_news(browser_page, before)
         expect(browser_page.locator("#answers details").nth(3)).to_contain_text("onerror=")
-        assert browser_page.evaluate("window.broken === undefined")
+        assert browser_page.evaluate("window.hacked === undefined")
         assert browser_page.locator("img, main b").count() == 0
         assert "a <b>run" in browser_page.title()
 
@@ -205,6 +203,18 @@ def test_what_keeps_the_page_from_being_newer_is_told(browser_page, tmp_path):
         expect(status(browser_page)).to_contain_text("The run goes on")
         (folder / "metrics.jsonl").write_text("[]\n")
         expect(status(browser_page)).to_contain_text("metrics.jsonl:1: expected a JSON object")
+
+
+def test_the_dot_of_a_run_that_goes_on_can_be_seen(browser_page, tmp_path):
+    folder = write_run(tmp_path / "mine", picture(1))
+    with watched(browser_page, folder):
+        expect(status(browser_page)).to_contain_text("The run goes on")
+        for scheme in ("light", "dark"):
+            set_scheme(browser_page, scheme)
+            colour = browser_page.eval_on_selector(
+                ".watch-mark", "mark => getComputedStyle(mark).backgroundColor"
+            )
+            assert colour not in ("rgba(0, 0, 0, 0)", "transparent")
 
 
 def test_several_runs_are_watched_together(browser_page, tmp_path):
