@@ -17,6 +17,7 @@ from browser import (
     set_scheme,
     set_width,
 )
+from report_worlds import NASTY, SHOWN
 from sortedrl.answer_log import LoggedAnswer
 from sortedrl.compare import simulate
 from sortedrl.events import Score, Scored, Update
@@ -25,9 +26,6 @@ from sortedrl.report.record import RunRecord
 from sortedrl.report.runs import runs_page
 from sortedrl.simulate.presets import PRESETS
 
-NASTY = (
-    '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked=2"> \u202e & "q"'
-)
 OPENING_BUDGET_SECONDS = 10
 """For a page of 100,000 answers, on a slow and busy machine."""
 
@@ -256,9 +254,7 @@ def test_answers_are_text_and_can_be_filtered_by_reward_and_length(browser_page,
     browser_page.wait_for_selector("#answers summary")
     browser_page.locator("#answers summary").first.click()
     text = browser_page.locator("#answers details[open]").inner_text()
-    assert (
-        '</script><script>window.hacked = 1</script><img src=x onerror="window.hacked=2">' in text
-    )
+    assert SHOWN in text
     assert browser_page.evaluate("window.hacked") is None
     assert browser_page.locator("main img").count() == 0
     for field, values in (

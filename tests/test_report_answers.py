@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from browser import NARROW, is_too_wide, keep_screenshot, open_text, set_scheme, set_width
+from report_worlds import NASTY, SHOWN
 from sortedrl.answer_log import LoggedAnswer
 from sortedrl.events import Begin, End
 from sortedrl.report import samples
@@ -16,11 +17,6 @@ from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections import answers
 from sortedrl.report.svg import stylesheet
 
-NASTY = (
-    "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> "
-    "& \"q\" 'a' \x00\x1b\ud800\u202edrow"
-)
-SHOWN = re.sub("[\x00\x1b\u202e]", lambda sign: f"\u2039U+{ord(sign[0]):04X}\u203a", NASTY)
 SYSTEM = "You solve logic puzzles. Reason first, then give the result.\n"
 
 
@@ -275,14 +271,10 @@ def test_what_models_wrote_is_text_never_markup(shown):
     kept = [answer(0, question=NASTY, response=NASTY, parts={NASTY: 1.0}), answer(1)]
     page = shown(run(NASTY, kept), run("b", [answer(2)]))
     open_drawer(page)
-    # halves of characters show as the sign for what is none
-    shown_text = [
-        text.replace("\ufffd", "\ud800") for text in page.locator("pre").all_inner_texts()
-    ]
-    assert shown_text == [SHOWN, SHOWN]
+    assert page.locator("pre").all_inner_texts() == [SHOWN, SHOWN]
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 2
-    assert page.locator("dt", has_text="onerror=alert(2)").count() == 1
+    assert page.locator("dt", has_text="onerror=").count() == 1
     set_width(page, NARROW)
     assert not is_too_wide(page)
 

@@ -3,12 +3,11 @@ from functools import cache
 
 import pytest
 
+from report_worlds import NASTY
 from sortedrl.compare import simulate
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections import learning
 from sortedrl.simulate.presets import PRESETS
-
-NASTY = "</style><script>alert(1)</script> & \"q\" 'a'"
 
 
 @cache

@@ -4,10 +4,10 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 
 import pytest
 
+from report_worlds import NASTY, SHOWN, Reader
 from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import Update, to_json
@@ -17,47 +17,6 @@ from sortedrl.report.record import RunRecord, read_run
 from sortedrl.report.runs import SCRIPTS, runs_page
 from sortedrl.report.timeline import MAX_BARS
 from sortedrl.simulate.presets import PRESETS
-
-NASTY = "</style><script>alert(1)</script><img src=x onerror=alert(2)> & \"q\" 'a'"
-
-
-class Reader(HTMLParser):
-    """What a browser would make of the page: its elements, and the text inside each kind."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.text = text
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: dict[str, list[str]] = {}
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open.append(tag)
-            self.words.setdefault(tag, []).append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.words[self.open[-1]][-1] += data
-
-    def table(self):
-        """The cells of each row of the numbers under its name."""
-        section = re.search(r'<section id="numbers">.*?</section>', self.text, re.DOTALL).group()
-        found = Reader(section)
-        runs = len([True for tag, attrs in found.tags if attrs.get("scope") == "col"]) - 1
-        names = found.words["th"][runs + 1 :]
-        cells = iter(found.words["td"])
-        return {name: [next(cells) for _ in range(runs)] for name in names}
 
 
 @cache
@@ -152,8 +111,8 @@ def test_one_evaluation_is_neither_before_nor_after():
 
 def test_the_headline_names_the_best_run_its_gain_and_the_bubbles():
     reader = read(pair())
-    assert reader.words["h1"] == ["ours: right answers go from 25.0\xa0% to 75.0\xa0%"]
-    title, lead = reader.words["p"][:2]
+    assert reader.texts("h1") == ["ours: right answers go from 25.0\xa0% to 75.0\xa0%"]
+    title, lead = reader.texts("p")[:2]
     assert title == "Two runs"
     assert "+50.0 points for ours, +35.0 points for base" in lead
     ours, base = (measure(run.events).run.bubble for run in pair())
@@ -164,9 +123,9 @@ def test_the_headline_names_the_best_run_its_gain_and_the_bubbles():
 
 
 def test_the_best_run_is_the_one_that_ends_highest_wherever_it_stands():
-    assert read(pair()[::-1]).words["h1"][0].startswith("ours: ")
+    assert read(pair()[::-1]).texts("h1")[0].startswith("ours: ")
     peak = record("peak", scores=(0.25, 0.99, 0.3))
-    assert read([peak, *pair()]).words["h1"][0].startswith("ours: ")
+    assert read([peak, *pair()]).texts("h1")[0].startswith("ours: ")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +139,7 @@ def test_the_best_run_is_the_one_that_ends_highest_wherever_it_stands():
 def test_a_run_that_learned_nothing_is_not_praised(scores, headline):
     run = record("one")
     rows = [{"update": i, "evaluation/score": score} for i, score in enumerate(scores)]
-    assert read([replace(run, rows=rows)]).words["h1"] == [headline]
+    assert read([replace(run, rows=rows)]).texts("h1") == [headline]
 
 
 def test_an_evaluation_stands_at_the_answers_and_seconds_of_the_update_before_it():
@@ -208,13 +167,13 @@ def test_lengths_and_rewards_have_a_dot_for_each_update():
 def test_runs_without_metrics_show_their_slots_and_numbers():
     bare = replace(record("bare"), rows=[])
     reader = read([bare])
-    assert reader.words["h1"][0].startswith("bare: the slots were idle for ")
-    assert "Learning" not in reader.words["h2"]
+    assert reader.texts("h1")[0].startswith("bare: the slots were idle for ")
+    assert "Learning" not in reader.texts("h2")
     assert "answers" not in re.findall(r'<section id="([a-z]+)"', reader.text)
-    assert "Slots" in reader.words["h2"]
+    assert "Slots" in reader.texts("h2")
     assert reader.table()["best evaluation"] == ["\N{EN DASH}"]
     both = read([bare, record("whole")])
-    assert "bare (none)" in both.words["text"]
+    assert "bare (none)" in both.texts("text")
 
 
 def test_numbers_that_are_missing_or_not_finite_are_left_out():
@@ -242,9 +201,9 @@ def test_everything_from_outside_is_shown_as_text():
     assert "img" not in tags
     scripts = [attrs for tag, attrs in reader.tags if tag == "script"]
     assert [attrs for attrs in scripts if "type" not in attrs] == [{}]
-    assert reader.words["title"][0] == NASTY
-    assert reader.words["p"][0] == NASTY
-    assert NASTY in reader.words["th"]
+    assert reader.texts("title")[0] == SHOWN
+    assert reader.texts("p")[0] == SHOWN
+    assert SHOWN in reader.texts("th")
     assert not any(name.startswith("on") for _, attrs in reader.tags for name in attrs)
 
 
@@ -308,7 +267,7 @@ def test_a_run_killed_in_mid_line_shows_as_far_as_it_came(tmp_path):
     figures = measure(found.events).run
     assert told["updates"] == [f"{figures.updates}"]
     header = re.compile(r"<header>.*?</header>", re.DOTALL)
-    (note,) = Reader(header.search(read([run, found]).text).group()).words["li"]
+    (note,) = Reader(header.search(read([run, found]).text).group()).texts("li")
     assert note.startswith("torn was stopped before its prompts were used up")
     assert f"{figures.trajectories} answers" in note
     assert "<li>" not in header.search(read([run]).text).group()

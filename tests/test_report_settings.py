@@ -1,38 +1,9 @@
-from html.parser import HTMLParser
-
 import pytest
 
+from report_worlds import NASTY, SHOWN, Reader
 from sortedrl.events import Begin, End
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections import settings
-
-NASTY = "</script><img src=x onerror=alert(2)> & \"q\" 'a' \x00\ud800"
-
-
-class Reader(HTMLParser):
-    """The text of each element, in order, and the elements that are there."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open: list[str] = []
-        self.found: list[tuple[str, str]] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.found.append((tag, ""))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        tag, before = self.found[-1]
-        self.found[-1] = (tag, before + data)
-
-    def texts(self, tag):
-        return [text for kind, text in self.found if kind == tag]
 
 
 def run(name, config):
@@ -48,7 +19,7 @@ def test_a_single_run_shows_every_setting_behind_a_fold():
     assert reader.texts("dt") == ["seed", "engine.slots", "engine.x"]
     assert reader.texts("dd") == ["1", "8", '"y"']
     assert reader.texts("summary") == ["Every setting"]
-    assert "table" not in dict(reader.found)
+    assert "table" not in reader.kinds()
 
 
 def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
@@ -91,4 +62,5 @@ def test_settings_are_text_never_markup():
     text = settings.section([run(NASTY + str(n), config) for n, config in enumerate(configs)])
     text.encode()
     reader = Reader(text)
-    assert not {"script", "img"} & set(dict(reader.found))
+    assert not {"script", "img"} & reader.kinds()
+    assert SHOWN + "0" in reader.texts("th")

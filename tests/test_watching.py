@@ -177,7 +177,7 @@ def folder(tmp_path):
 
 
 GOOD = ["events.jsonl", "model/weights.bin", "a%20b.txt", "page.html", "log.txt"]
-NASTY = [
+OUTSIDE = [
     "",
     ".",
     "..",
@@ -237,7 +237,7 @@ def test_the_runs_own_plain_files_are_handed_out_to_be_saved(folder):
             assert "sandbox" in headers["Content-Security-Policy"]
 
 
-@pytest.mark.parametrize("path", NASTY)
+@pytest.mark.parametrize("path", OUTSIDE)
 def test_nothing_outside_the_folder_and_nothing_hidden_is_handed_out(folder, path):
     with served(folder) as server:
         status, _, body = ask(server, f"/files/mine/{path}")

@@ -17,10 +17,32 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 
-_NOT_TEXT = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+_PICTOGRAPH = (
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2190-\u27ff\u2900-\u2bff\u3030\u303d\u3297\u3299"
+    "\U0001f000-\U0001faff][\U0001f3fb-\U0001f3ff]?\ufe0f?"
 )
-"""What a page may not contain: controls, halves of characters, and code points that are none."""
+_EMOJI = f"{_PICTOGRAPH}(?:\u200d{_PICTOGRAPH})*|[0-9#*]\ufe0f\u20e3"
+_HIDDEN = (
+    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"  # no width, or a blank for a letter
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufeff\uffa0"  # the same, and directions
+    "\ufe00-\ufe0f\U000e0000-\U000e0fff"  # variation selectors and tags
+    "\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # formats
+    "\ud800-\udfff\ufdd0-\ufdef"  # halves of characters, and code points that are none
+) + "".join(f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000))
+_HIDDEN_OR_EMOJI = re.compile(f"(?P<emoji>{_EMOJI})|[{_HIDDEN}]")
+"""Characters that show as nothing or turn the text around; inside an emoji they change its look."""
+
+
+def visible(text: str) -> str:
+    r"""Text in which hidden characters are replaced by their code points, as `browse.js` does.
+
+    >>> ascii(visible("a\u200bb"))
+    "'a\\u2039U+200B\\u203ab'"
+    """
+    return _HIDDEN_OR_EMOJI.sub(
+        lambda found: found["emoji"] or f"\u2039U+{ord(found[0]):04X}\u203a", text
+    )
 
 
 def escape(text: str) -> str:
@@ -29,7 +51,7 @@ def escape(text: str) -> str:
     >>> escape('<b title="x">')
     '&lt;b title=&quot;x&quot;&gt;'
     """
-    return html.escape(_NOT_TEXT.sub("\ufffd", text))
+    return html.escape(visible(text))
 
 
 def prose(text: str) -> str:

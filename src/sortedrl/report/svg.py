@@ -7,12 +7,13 @@ They are those of Okabe and Ito and one blue ramp, told apart with any kind of c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal
 from xml.sax.saxutils import escape, quoteattr
+
+from sortedrl.report.html import visible
 
 Anchor = Literal["start", "middle", "end"]
 Scheme = Literal["auto", "light", "dark"]
@@ -79,7 +80,6 @@ _HATCH = (
     'patternTransform="rotate(45)"><rect class="discarded" width="1.7" height="4"/>'
     "</pattern></defs>"
 )
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def number(value: float) -> str:
@@ -215,7 +215,7 @@ class Canvas:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img" '
-            f"aria-label={quoteattr(_NOT_XML.sub('', self._label))}>"
+            f"aria-label={quoteattr(visible(self._label))}>"
         )
 
     def _add(self, shape: str, *, element: str, title: str) -> None:
@@ -228,7 +228,7 @@ def text_width(text: str, *, size: float = 12) -> float:
 
 
 def _clean(text: str) -> str:
-    return escape(_NOT_XML.sub("", text))
+    return escape(visible(text))
 
 
 def _title(text: str) -> str:

@@ -217,7 +217,7 @@ function sayState(say, state) {
     return;
   }
   const written = new Date(1000 * state.written);
-  const notes = state.notes.map((note) => " " + note + ".").join("");
+  const notes = state.notes.map((note) => " " + visible(note) + ".").join("");
   const rest = ", " + Math.round(state.seconds).toLocaleString("en") + " s of training, last written at " + clockTime(written) + "." + notes;
   if (state.ended) say("is-quiet", "The " + what + " " + has + " ended", rest);
   else if (Date.now() - written > QUIET_MILLISECONDS) say("is-quiet", "No news for a while", rest);

@@ -71,7 +71,7 @@ function slotsPanel(run, place) {
   const lanes = element("canvas", "slots-lanes");
   lanes.tabIndex = 0;
   lanes.setAttribute("role", "application");
-  lanes.setAttribute("aria-label", "Slot timeline of " + run.name + ". Plus and minus zoom, 0 shows everything, arrows move, shift and arrows go from bar to bar.");
+  lanes.setAttribute("aria-label", "Slot timeline of " + visible(run.name) + ". Plus and minus zoom, 0 shows everything, arrows move, shift and arrows go from bar to bar.");
   const mark = element("canvas", "slots-mark");
   mark.setAttribute("aria-hidden", "true");
   return { run, place, lanes, mark, height: 0, bins: null };
@@ -104,7 +104,7 @@ function slotsBuild(view) {
     element("div", "slots-bar", element("div", "slots-buttons", view.buttons.in, view.buttons.out, view.buttons.whole), view.slotButtons, slotsColourChoice(view)),
     view.words, view.whole,
     ...view.panels.flatMap(({ run, lanes, mark }) => [
-      element("div", "slots-title", element("strong", "", run.name), element("span", "", run.told)),
+      element("div", "slots-title", element("strong", "", visible(run.name)), element("span", "", visible(run.told))),
       element("div", "slots-panel", lanes, mark),
     ]),
     view.axis, view.key, hint, view.tip,
