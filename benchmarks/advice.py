@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.diagnosis import diagnose
-from sortedrl.diagnosis.forecast import simulated
-from sortedrl.diagnosis.observed import observed_answers
-from sortedrl.diagnosis.world import observed_world
 from sortedrl.events import Event, read_events
 from sortedrl.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
+from sortedrl.report.advice.diagnosis import diagnose
+from sortedrl.report.advice.forecast import simulated
+from sortedrl.report.advice.observed import observed_answers
+from sortedrl.report.advice.world import observed_world
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
 from sortedrl.training.optimisation import Optimisation

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from sortedrl.compare import simulate
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis import world
-from sortedrl.diagnosis.advice import changed
-from sortedrl.diagnosis.diagnosis import diagnose
-from sortedrl.diagnosis.schedule import observed_schedule
 from sortedrl.events import Begin, Update
 from sortedrl.meter import measure
+from sortedrl.report.advice import world
+from sortedrl.report.advice.advice import changed
+from sortedrl.report.advice.diagnosis import diagnose
+from sortedrl.report.advice.schedule import observed_schedule
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import PRESETS

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.compare import simulate
-from sortedrl.diagnosis.idle import Idle, idle
 from sortedrl.events import Load
 from sortedrl.meter import measure
+from sortedrl.report.advice.idle import Idle, idle
 from sortedrl.simulate.presets import PRESETS
 
 picture = PRESETS["picture"]()

@@ -15,18 +15,18 @@ from rich.console import Console, ConsoleDimensions
 from sortedrl.compare import simulate
 from sortedrl.config import Schedule
 from sortedrl.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
-from sortedrl.live import memory
-from sortedrl.live.drawing import bar, sparkline, stacked, strip
-from sortedrl.live.frame import ASCII, BLOCKS, Frame, fitted, glyphs_for, shown
-from sortedrl.live.history import History
-from sortedrl.live.memory import Memory, used_memory
-from sortedrl.live.panel import panel
-from sortedrl.live.slots import Slots
-from sortedrl.live.state import Course, LiveState, Moment, OpenGroup
-from sortedrl.live.view import LiveView, PlainView, Source, activity, opened_view
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures
 from sortedrl.report.lanes import lanes
+from sortedrl.report.live import memory
+from sortedrl.report.live.drawing import bar, sparkline, stacked, strip
+from sortedrl.report.live.frame import ASCII, BLOCKS, Frame, fitted, glyphs_for, shown
+from sortedrl.report.live.history import History
+from sortedrl.report.live.memory import Memory, used_memory
+from sortedrl.report.live.panel import panel
+from sortedrl.report.live.slots import Slots
+from sortedrl.report.live.state import Course, LiveState, Moment, OpenGroup
+from sortedrl.report.live.view import LiveView, PlainView, Source, activity, opened_view
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.settings import Simulation
 from worlds import simulations

@@ -21,16 +21,16 @@ from sortedrl.build.simulation import simulated_lengths
 from sortedrl.clock import VirtualClock
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller
-from sortedrl.diagnosis.diagnosis import diagnose
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.events import Landed, Update, from_json, to_json
 from sortedrl.journal import Journal, JournalState, Landing
-from sortedrl.live.state import LiveState
-from sortedrl.live.view import PlainView
 from sortedrl.loop import Loop
 from sortedrl.meter import Meter, measure
+from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
+from sortedrl.report.live.state import LiveState
+from sortedrl.report.live.view import PlainView
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.numbers import section
 from sortedrl.report.spans import spans

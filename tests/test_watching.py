@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sortedrl.watching.pages as pages_module
+import sortedrl.report.watch.pages as pages_module
 from sortedrl.commands.watch import Arguments
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import read_events
 from sortedrl.report.html import head_value, page
 from sortedrl.report.record import read_run
-from sortedrl.watching.files import decoded, file_inside
-from sortedrl.watching.follow import FollowedRun, followed
-from sortedrl.watching.pages import Pages
-from sortedrl.watching.server import USUAL_PORT, open_server
-from sortedrl.watching.tail import Tail
+from sortedrl.report.watch.files import decoded, file_inside
+from sortedrl.report.watch.follow import FollowedRun, followed
+from sortedrl.report.watch.pages import Pages
+from sortedrl.report.watch.server import USUAL_PORT, open_server
+from sortedrl.report.watch.tail import Tail
 from watched_runs import ask, first_updates, log_of, served, until, whole_log, write_run
 
 LINES = log_of(preset="picture")[:120]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.errors import EngineLost, TrainerLost
-from sortedrl.live.view import opened_view
+from sortedrl.report.live.view import opened_view
 from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.last_words import last_words
 from sortedrl.runs.stopping import Stopping

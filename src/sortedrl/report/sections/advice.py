@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.advice import Advice
-from sortedrl.diagnosis.diagnosis import Diagnosis, diagnose
-from sortedrl.diagnosis.forecast import Forecast
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
+from sortedrl.report.advice.advice import Advice
+from sortedrl.report.advice.diagnosis import Diagnosis, diagnose
+from sortedrl.report.advice.forecast import Forecast
 from sortedrl.report.axis import short
 from sortedrl.report.html import escape, prose, table, unbroken
 from sortedrl.report.record import Run, RunRecord

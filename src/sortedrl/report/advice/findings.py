@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.forecast import Forecast
-from sortedrl.diagnosis.idle import Idle
+from sortedrl.report.advice.forecast import Forecast
+from sortedrl.report.advice.idle import Idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

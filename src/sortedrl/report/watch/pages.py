@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from sortedrl.report.html import head_value
 from sortedrl.report.runs import runs_page
-from sortedrl.watching.follow import FollowedRun
-from sortedrl.watching.waiting import waiting_page
+from sortedrl.report.watch.follow import FollowedRun
+from sortedrl.report.watch.waiting import waiting_page
 
 WANTED_SECONDS = 60.0
 """Who has not asked for so long is no longer looking."""

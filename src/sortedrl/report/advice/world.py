@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.forecast import simulated
-from sortedrl.diagnosis.observed import ObservedAnswers
 from sortedrl.events import Event
 from sortedrl.randomness import uniform
+from sortedrl.report.advice.forecast import simulated
+from sortedrl.report.advice.observed import ObservedAnswers
 from sortedrl.simulate.costs import Costs, CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation

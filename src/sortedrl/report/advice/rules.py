@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.config import ModeName
-from sortedrl.diagnosis.findings import Findings
+from sortedrl.report.advice.findings import Findings
 
 Changes = Mapping[str, object]
 """Settings by their dotted name; `None` leaves a setting out."""

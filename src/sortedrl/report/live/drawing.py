@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from sortedrl.live.frame import Glyphs, Line, Piece
-from sortedrl.live.history import squeezed
+from sortedrl.report.live.frame import Glyphs, Line, Piece
+from sortedrl.report.live.history import squeezed
 
 _BAR_LEAST = 4
 _BAR_MOST = 16

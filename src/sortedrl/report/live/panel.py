@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sortedrl.live.drawing import bar, sparkline, stacked, strip
-from sortedrl.live.frame import BLOCKS, Frame, Glyphs, Line, Piece, fitted, shown
-from sortedrl.live.memory import Memory
-from sortedrl.live.state import Moment
+from sortedrl.report.live.drawing import bar, sparkline, stacked, strip
+from sortedrl.report.live.frame import BLOCKS, Frame, Glyphs, Line, Piece, fitted, shown
+from sortedrl.report.live.memory import Memory
+from sortedrl.report.live.state import Moment
 from sortedrl.terminal import percent, thousands
 
 _LABEL = 10

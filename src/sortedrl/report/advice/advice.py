@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.forecast import Forecast, simulated
-from sortedrl.diagnosis.rules import About, Changes, Proposal
-from sortedrl.diagnosis.world import World
 from sortedrl.errors import ConfigError
+from sortedrl.report.advice.forecast import Forecast, simulated
+from sortedrl.report.advice.rules import About, Changes, Proposal
+from sortedrl.report.advice.world import World
 from sortedrl.simulate.settings import Simulation
 
 LEAST_GAIN = 1.02

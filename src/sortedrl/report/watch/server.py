@@ -28,8 +28,8 @@ from urllib.parse import quote
 from sortedrl.config import require
 from sortedrl.errors import ConfigError
 from sortedrl.report.html import head_value
-from sortedrl.watching.files import decoded, file_inside
-from sortedrl.watching.pages import Pages
+from sortedrl.report.watch.files import decoded, file_inside
+from sortedrl.report.watch.pages import Pages
 
 USUAL_PORT = 8642
 _PORTS_TRIED = 20

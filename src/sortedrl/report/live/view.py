@@ -20,11 +20,11 @@ from rich.live import Live
 from rich.text import Text
 
 from sortedrl.events import Event, Harvest, Score, Update
-from sortedrl.live.frame import Frame, glyphs_for, shown
-from sortedrl.live.memory import Memory, used_memory
-from sortedrl.live.panel import panel
-from sortedrl.live.state import LiveState, Moment
 from sortedrl.metrics import Figures
+from sortedrl.report.live.frame import Frame, glyphs_for, shown
+from sortedrl.report.live.memory import Memory, used_memory
+from sortedrl.report.live.panel import panel
+from sortedrl.report.live.state import LiveState, Moment
 from sortedrl.run_log import Value
 from sortedrl.terminal import Advance, progress, tell
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Load, Renew, Start, Update
-from sortedrl.live.history import History
-from sortedrl.live.memory import Memory
-from sortedrl.live.slots import Slots
 from sortedrl.metrics import Figures
+from sortedrl.report.live.history import History
+from sortedrl.report.live.memory import Memory
+from sortedrl.report.live.slots import Slots
 from sortedrl.run_log import Value
 
 COURSES = {

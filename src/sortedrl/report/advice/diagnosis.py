@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.advice import LEAST_GAIN, Advice, Trial, gain_of
-from sortedrl.diagnosis.findings import Findings, mean_sample_size
-from sortedrl.diagnosis.forecast import Forecast, forecast
-from sortedrl.diagnosis.idle import Idle, idle
-from sortedrl.diagnosis.observed import ObservedAnswers, observed_answers
-from sortedrl.diagnosis.rules import proposals
-from sortedrl.diagnosis.schedule import observed_schedule, shows_group
-from sortedrl.diagnosis.world import observed_world
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import Event, Landed, Update
 from sortedrl.meter import measure
+from sortedrl.report.advice.advice import LEAST_GAIN, Advice, Trial, gain_of
+from sortedrl.report.advice.findings import Findings, mean_sample_size
+from sortedrl.report.advice.forecast import Forecast, forecast
+from sortedrl.report.advice.idle import Idle, idle
+from sortedrl.report.advice.observed import ObservedAnswers, observed_answers
+from sortedrl.report.advice.rules import proposals
+from sortedrl.report.advice.schedule import observed_schedule, shows_group
+from sortedrl.report.advice.world import observed_world
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.fit import fit
 

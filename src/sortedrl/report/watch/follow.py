@@ -12,7 +12,7 @@ from pathlib import Path
 from sortedrl.errors import DataError
 from sortedrl.events import Begin, End
 from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
-from sortedrl.watching.tail import Tail
+from sortedrl.report.watch.tail import Tail
 
 _Print = tuple[int, int] | None
 """Length and time of a file, by which a change shows; `None` where there is none."""
