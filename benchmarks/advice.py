@@ -27,9 +27,8 @@ from sortedrl.events import Event, read_events
 from sortedrl.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.advice.forecast import simulated
 from sortedrl.report.advice.observed import observed_answers
-from sortedrl.report.advice.world import observed_world
+from sortedrl.report.advice.simulation import observed_world, simulated
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
 from sortedrl.training.optimisation import Optimisation

@@ -22,8 +22,8 @@ from sortedrl.answer_log import LoggedAnswer
 from sortedrl.compare import simulate
 from sortedrl.events import Score, Scored, Update
 from sortedrl.meter import measure
+from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord
-from sortedrl.report.runs import runs_page
 from sortedrl.simulate.presets import PRESETS
 
 OPENING_BUDGET_SECONDS = 10

@@ -11,7 +11,7 @@ from sortedrl.commands import plot
 from sortedrl.compare import simulate
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import EventFile, Score, Scored, Start, Update, read_events
-from sortedrl.report import raster
+from sortedrl.report import pictures
 from sortedrl.simulate.presets import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -198,7 +198,7 @@ def test_a_png_shows_its_words(runs, tmp_path):
     silent = ElementTree.tostring(svg, encoding="unicode")
     text = re.sub(r"<(ns0:)?text.*?</(ns0:)?text>", "", silent)
     assert text != silent
-    assert raster.png(silent, width=430) != raster.png(text, width=430)
+    assert pictures.png(silent, width=430) != pictures.png(text, width=430)
 
 
 def test_without_the_package_a_png_says_how_to_get_it(runs, tmp_path, monkeypatch):
@@ -229,13 +229,13 @@ def test_the_first_font_that_is_there_is_used(monkeypatch):
         (Fonts(otherwise="Some Serif"), b"Some Serif"),
     ):
         monkeypatch.setitem(sys.modules, "resvg_py", fonts)
-        assert raster.png(svg, width=10) == used
+        assert pictures.png(svg, width=10) == used
 
 
 def test_where_no_text_can_be_drawn_a_png_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", Fonts())
     with pytest.raises(ConfigError, match="needs a font for its words"):
-        raster.png("<svg/>", width=10)
+        pictures.png("<svg/>", width=10)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ from sortedrl.compare import simulate
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.events import Begin, Update
 from sortedrl.meter import measure
-from sortedrl.report.advice import world
-from sortedrl.report.advice.advice import changed
-from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.advice.schedule import observed_schedule
+from sortedrl.report.advice import simulation as simulation_module
+from sortedrl.report.advice.diagnosis import changed, diagnose
+from sortedrl.report.advice.observed import observed_schedule
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.presets import PRESETS
@@ -238,7 +237,7 @@ def test_a_smaller_last_update_does_not_hide_the_update_batch():
 
 
 def test_a_long_run_is_judged_by_groups_from_all_of_it(monkeypatch):
-    monkeypatch.setattr(world, "_MOST_TRAJECTORIES", 512)
+    monkeypatch.setattr(simulation_module, "_MOST_TRAJECTORIES", 512)
     growing = replace(picture.lengths, drift=0.004)
     simulation = replace(scheduled(picture, strategy="sync"), groups=64, lengths=growing)
     diagnosis = diagnosed(simulation)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sortedrl.compare import simulate
 from sortedrl.events import Load
 from sortedrl.meter import measure
-from sortedrl.report.advice.idle import Idle, idle
+from sortedrl.report.advice.observed import Idle, idle
 from sortedrl.simulate.presets import PRESETS
 
 picture = PRESETS["picture"]()

@@ -23,7 +23,7 @@ from sortedrl.events import (
     to_json,
 )
 from sortedrl.report.lanes import lanes
-from sortedrl.report.story import story
+from sortedrl.report.ticks import story
 from sortedrl.simulate.presets import six
 from worlds import run, simulations
 

@@ -18,14 +18,30 @@ from sortedrl.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Sta
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures
 from sortedrl.report.lanes import lanes
-from sortedrl.report.live import memory
-from sortedrl.report.live.drawing import bar, sparkline, stacked, strip
-from sortedrl.report.live.frame import ASCII, BLOCKS, Frame, fitted, glyphs_for, shown
-from sortedrl.report.live.history import History
-from sortedrl.report.live.memory import Memory, used_memory
-from sortedrl.report.live.panel import panel
-from sortedrl.report.live.slots import Slots
-from sortedrl.report.live.state import Course, LiveState, Moment, OpenGroup
+from sortedrl.report.live import state as state_module
+from sortedrl.report.live.panel import (
+    ASCII,
+    BLOCKS,
+    Frame,
+    bar,
+    fitted,
+    glyphs_for,
+    panel,
+    shown,
+    sparkline,
+    stacked,
+    strip,
+)
+from sortedrl.report.live.state import (
+    History,
+    LiveState,
+    Memory,
+    Moment,
+    OpenGroup,
+    Slots,
+    Trend,
+    used_memory,
+)
 from sortedrl.report.live.view import LiveView, PlainView, Source, activity, opened_view
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.settings import Simulation
@@ -324,7 +340,7 @@ FULL = Moment(
     update_batch=8,
     group=OpenGroup(number=1, trained=6, total=16, num_younger=1),
     figures=Figures(),
-    courses={"reward": Course(values=(0.0, 0.5, 1.0), last=1.0)},
+    trends={"reward": Trend(values=(0.0, 0.5, 1.0), last=1.0)},
     memory=Memory(used=3 * 2**29, total=80 * 2**30),
 )
 
@@ -391,9 +407,9 @@ def test_rows_become_courses_and_what_is_missing_is_left_out():
         state.updated(row)
     moment = state.moment(activity="", done=0, seconds=0, figures=None, memory=None)
     assert moment.skipped == 1
-    assert moment.courses == {
-        "reward": Course(values=(0.5, 0.75), last=0.75),
-        "score": Course(values=(0.4,), last=0.4),
+    assert moment.trends == {
+        "reward": Trend(values=(0.5, 0.75), last=0.75),
+        "score": Trend(values=(0.4,), last=0.4),
     }
 
 
@@ -409,7 +425,7 @@ def test_memory_is_that_of_this_process():
 
 def test_memory_is_told_where_the_system_has_no_such_file(tmp_path, monkeypatch):
     here = used_memory("cpu").used
-    monkeypatch.setattr(memory, "_STATM", tmp_path / "absent")
+    monkeypatch.setattr(state_module, "_STATM", tmp_path / "absent")
     assert used_memory("cpu").used >= here / 2
 
 

@@ -11,11 +11,11 @@ from browser import NARROW, is_too_wide, keep_screenshot, open_text, set_scheme,
 from report_worlds import NASTY, SHOWN
 from sortedrl.answer_log import LoggedAnswer
 from sortedrl.events import Begin, End
-from sortedrl.report import samples
+from sortedrl.report import html
+from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import asset, data_script, page
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.sections import answers
-from sortedrl.report.svg import stylesheet
+from sortedrl.report.sections import learning
 
 SYSTEM = "You solve logic puzzles. Reason first, then give the result.\n"
 
@@ -47,7 +47,7 @@ def run(name, kept):
 
 def whole_page(runs):
     """A page with nothing but the answers; `refresh` does what a served page does."""
-    section = answers.section(runs)
+    section = learning.answers_section(runs)
     script = "\n".join(
         [
             '"use strict";',
@@ -68,7 +68,7 @@ def whole_page(runs):
     styles = "".join(asset(name) for name in ("page.css", "run.css", "answers.css"))
     return page(
         title="answers",
-        body=f"<main>{section}</main>{data_script('data', answers.data(runs))}",
+        body=f"<main>{section}</main>{data_script('data', learning.answers_data(runs))}",
         style=stylesheet() + styles,
         script=script,
     )
@@ -101,7 +101,7 @@ def open_drawer(page, number=0):
 
 @given(st.lists(st.integers(0, 50)), st.integers(0, 60))
 def test_shares_of_the_page_are_fair_and_use_the_room(wanted, most):
-    counts = answers._fair_counts(wanted, most)
+    counts = learning._fair_counts(wanted, most)
     assert all(count <= want for count, want in zip(counts, wanted, strict=True))
     assert sum(counts) == min(sum(wanted), most)
     short = [count for count, want in zip(counts, wanted, strict=True) if count < want]
@@ -112,7 +112,7 @@ def test_shares_of_the_page_are_fair_and_use_the_room(wanted, most):
 def test_chosen_answers_are_one_of_each_equal_stretch_of_the_run(total, data):
     count = data.draw(st.integers(0, total))
     kept = list(range(total))
-    chosen = answers._evenly(kept, count)
+    chosen = learning._evenly(kept, count)
     assert len(chosen) == count
     assert chosen == sorted(set(chosen))
     stretch = total / count if count else 0
@@ -122,33 +122,33 @@ def test_chosen_answers_are_one_of_each_equal_stretch_of_the_run(total, data):
 @pytest.mark.parametrize("stride", [2, 4, 8, 16])
 def test_chosen_answers_are_of_all_ranks_of_length(stride):
     ranks = [rank for _ in range(400) for rank in range(8)]
-    chosen = answers._evenly(ranks, len(ranks) // stride)
+    chosen = learning._evenly(ranks, len(ranks) // stride)
     shares = [chosen.count(rank) / len(chosen) for rank in range(8)]
     assert all(0.08 < share < 0.18 for share in shares)
 
 
 def test_the_page_says_how_many_of_how_many_answers_it_shows(monkeypatch):
     kept = [answer(number) for number in range(40)]
-    assert "All 40 answers that the run kept as text" in answers.section([run("a", kept)])
-    monkeypatch.setattr(answers, "MAX_ANSWERS", 10)
+    assert "All 40 answers that the run kept as text" in learning.answers_section([run("a", kept)])
+    monkeypatch.setattr(learning, "MAX_ANSWERS", 10)
     runs = [run("a", kept), run("b", []), run("c", kept[:3])]
-    text = answers.section(runs)
+    text = learning.answers_section(runs)
     assert "10 of 43 answers that the runs kept as text" in text
     assert "chosen evenly" in text
     assert "None of b." in text
-    assert answers.data(runs)["run"] == [0] * 7 + [2] * 3
+    assert learning.answers_data(runs)["run"] == [0] * 7 + [2] * 3
 
 
 def test_there_is_no_section_without_answers():
-    assert answers.section([run("a", [])]) == ""
-    assert answers.data([run("a", [])])["update"] == []
+    assert learning.answers_section([run("a", [])]) == ""
+    assert learning.answers_data([run("a", [])])["update"] == []
 
 
 def test_long_texts_lose_their_middle_when_the_page_gets_too_heavy(monkeypatch):
-    monkeypatch.setattr(samples, "MAX_CHARACTERS", 10_000)
+    monkeypatch.setattr(html, "MAX_CHARACTERS", 10_000)
     long = "a" * 4000 + "b" * 4000
     kept = [answer(number, response=long) for number in range(4)] + [answer(4, question=long)]
-    data = answers.data([run("a", kept)])
+    data = learning.answers_data([run("a", kept)])
     beginning, left_out, end = data["response"][0]
     assert len(beginning) + left_out + len(end) == len(long)
     assert long.startswith(beginning)
@@ -159,14 +159,14 @@ def test_long_texts_lose_their_middle_when_the_page_gets_too_heavy(monkeypatch):
 
 def test_a_question_that_was_answered_twice_travels_once():
     kept = [answer(number, question=f"Q{number % 2}") for number in range(6)]
-    data = answers.data([run("a", kept)])
+    data = learning.answers_data([run("a", kept)])
     assert data["questions"] == ["Q0", "Q1"]
     assert data["question"] == [0, 1] * 3
 
 
 def test_rewards_that_are_no_numbers_travel_as_none():
     kept = [answer(0, reward=float("nan"), parts={"x": float("inf")}), answer(1, reward=None)]
-    data = answers.data([run("a", kept)])
+    data = learning.answers_data([run("a", kept)])
     json.dumps(data, allow_nan=False)
     assert data["reward"] == [None, None]
     assert data["parts"][0] == {"x": None}
@@ -258,7 +258,7 @@ def test_gists_leave_out_what_most_questions_open_with(shown):
 
 
 def test_a_long_text_says_how_much_of_it_is_left_out(shown, monkeypatch):
-    monkeypatch.setattr(samples, "MAX_CHARACTERS", 10)
+    monkeypatch.setattr(html, "MAX_CHARACTERS", 10)
     page = shown(run("a", [answer(0, response="\x1b" + "a" * 5000 + "\x1b")]))
     open_drawer(page)
     text = page.locator("pre").nth(1).text_content()

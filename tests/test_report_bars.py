@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sortedrl.compare import row, simulate, variants
-from sortedrl.report.bars import bar_chart
+from sortedrl.report.charts.comparison import bar_chart
 from sortedrl.simulate.presets import PRESETS
 
 TEXT = "{http://www.w3.org/2000/svg}text"

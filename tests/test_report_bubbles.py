@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from report_worlds import any_runs, drawn, run_of, size, whole_runs, words
 from sortedrl.events import Update
 from sortedrl.metrics import Figures
-from sortedrl.report.sections import bubbles
-from sortedrl.report.sections.bubbles import (
+from sortedrl.report.sections import slots
+from sortedrl.report.sections.slots import (
     MAX_COLUMNS,
+    Step,
+    Strip,
+    bubbles_section,
     closing_rounds,
     group_columns,
     place_of_bubble,
     round_columns,
-    section,
+    strips,
 )
-from sortedrl.report.steps import Step, Strip, strips
 
 finite = st.floats(0, 1000, allow_subnormal=False)
 rounds = st.lists(
@@ -66,7 +68,7 @@ def test_columns_weighted_by_their_widths_have_the_bubble_of_the_run_as_mean(run
 def test_neighbours_drawn_together_lose_no_idle_slot_second(figures, most):
     run = with_rounds(figures)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bubbles, "MAX_COLUMNS", most)
+        patch.setattr(slots, "MAX_COLUMNS", most)
         columns = round_columns(run)
     assert len(columns) <= most
     assert weighted_mean(columns) == pytest.approx(run.metrics.run.bubble, abs=1e-9)
@@ -75,7 +77,7 @@ def test_neighbours_drawn_together_lose_no_idle_slot_second(figures, most):
 @settings(max_examples=60)
 @given(whole_runs)
 def test_the_area_drawn_is_the_idle_time(run):
-    page = section([run])
+    page = bubbles_section([run])
     columns = [element for element, told in drawn(page, "rect") if told and "round" in told]
     steps = [step for step in round_columns(run) if step.share]
     assert len(columns) == len(steps)
@@ -91,13 +93,15 @@ def test_the_area_drawn_is_the_idle_time(run):
 
 def test_many_rounds_become_a_bounded_number_of_columns_and_the_caption_says_so():
     figures = [Figures(slots=4, rollout_seconds=1.0, busy_slot_seconds=n % 4) for n in range(5000)]
-    page = section([with_rounds(figures)])
+    page = bubbles_section([with_rounds(figures)])
     columns = [told for _, told in drawn(page, "rect") if told and "round" in told]
     stride = math.ceil(5000 / MAX_COLUMNS)
     assert len(columns) <= MAX_COLUMNS
     assert columns[0].startswith(f"rounds 0 to {stride - 1}: ")
     assert any(f"Each column is up to {stride} rounds together" in told for told in words(page))
-    assert any("Each column is a round," in told for told in words(section([run_of("sync")])))
+    assert any(
+        "Each column is a round," in told for told in words(bubbles_section([run_of("sync")]))
+    )
 
 
 @given(whole_runs)
@@ -157,7 +161,7 @@ def test_the_end_of_the_run_is_told_apart_only_once_the_run_has_ended():
 
 def test_full_slots_are_told_in_words_and_not_drawn():
     full = [Figures(slots=4, rollout_seconds=1.0, busy_slot_seconds=4.0)] * 3
-    page = section([with_rounds(full)])
+    page = bubbles_section([with_rounds(full)])
     assert words(page) == ["Hardly a slot was idle in a rollout, under 0.05 % of the slot-seconds."]
     assert drawn(page, "rect") == []
 

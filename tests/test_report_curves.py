@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.report.curves import MAX_POINTS, Series, curves, curves_svg
+from sortedrl.report.charts.curves import MAX_POINTS, Series, curves, curves_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,7 +11,8 @@ from report_worlds import NASTY, SHOWN, Reader
 from sortedrl.evaluation import intervals
 from sortedrl.evaluation.answers import Asked, Evaluation
 from sortedrl.evaluation.comparison import compare
-from sortedrl.report import samples
+from sortedrl.report import evaluation as evaluation_module
+from sortedrl.report import html
 from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.html import data_script, escape
 
@@ -193,7 +194,7 @@ def test_the_answers_and_the_flips_travel_with_the_page(every_page):
 
 
 def test_too_many_answers_are_chosen_evenly_over_the_prompts(monkeypatch):
-    monkeypatch.setattr(samples, "MAX_SAMPLES", 50)
+    monkeypatch.setattr(evaluation_module, "MAX_SAMPLES", 50)
     evaluation = verdicts([[1, 0]] * 100)
     text = evaluation_page([evaluation], None)
     data = Reader(text).data()
@@ -202,15 +203,15 @@ def test_too_many_answers_are_chosen_evenly_over_the_prompts(monkeypatch):
 
 
 def test_second_answers_come_when_every_prompt_has_its_first(monkeypatch):
-    monkeypatch.setattr(samples, "MAX_SAMPLES", 15)
+    monkeypatch.setattr(evaluation_module, "MAX_SAMPLES", 15)
     data = Reader(evaluation_page([verdicts([[1, 0]] * 10)], None)).data()
     counts = [a["sample"] for a in data["answers"]]
     assert (counts.count(0), counts.count(1)) == (10, 5)
 
 
 def test_flipped_prompts_are_always_among_the_answers(monkeypatch):
-    monkeypatch.setattr(samples, "MAX_SAMPLES", 10)
-    monkeypatch.setattr(samples, "MAX_FLIPS", 2)
+    monkeypatch.setattr(evaluation_module, "MAX_SAMPLES", 10)
+    monkeypatch.setattr(evaluation_module, "MAX_FLIPS", 2)
     rows = [[0]] * 60
     old, new = verdicts(rows, label="old"), verdicts([*rows[:57], [1], [1], [1]], label="new")
     data = Reader(evaluation_page([old, new], compare(old, new))).data()
@@ -219,7 +220,7 @@ def test_flipped_prompts_are_always_among_the_answers(monkeypatch):
 
 
 def test_long_answers_lose_their_middle_when_the_page_gets_too_heavy(monkeypatch):
-    monkeypatch.setattr(samples, "MAX_CHARACTERS", 10_000)
+    monkeypatch.setattr(html, "MAX_CHARACTERS", 10_000)
     long = "a" * 4000 + "b" * 4000
     answers = [answer(number, 0, response=long) for number in range(4)] + [answer(4, 0)]
     data = Reader(evaluation_page([Evaluation(label="m", answers=answers)], None)).data()

@@ -46,7 +46,7 @@ def titles(text):
 
 
 def test_scores_are_drawn_by_answers_by_tokens_and_by_seconds():
-    text = learning.section([run("a", [0.2, 0.5])])
+    text = learning.learning_section([run("a", [0.2, 0.5])])
     assert titles(text) == [
         "Right answers to held-out prompts, by answers trained on",
         "Right answers to held-out prompts, by tokens trained on",
@@ -60,7 +60,9 @@ def test_scores_are_drawn_by_answers_by_tokens_and_by_seconds():
 
 
 def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band():
-    text = learning.section([run("mine0", [0.2, 0.4], seed=0), run("mine1", [0.2, 0.6], seed=1)])
+    text = learning.learning_section(
+        [run("mine0", [0.2, 0.4], seed=0), run("mine1", [0.2, 0.6], seed=1)]
+    )
     assert "mine (mean of 2 seeds)" in text
     assert 'class="series0 band"' in text
     assert "mine: right answers 50.0 % (40.0 % to 60.0 %) at 100</title>" in text
@@ -70,10 +72,10 @@ def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band():
 
 
 def test_numbers_of_updates_are_drawn_where_there_are_any():
-    text = learning.section([run("a", [0.2, 0.5], reward_mean=0.5)])
+    text = learning.learning_section([run("a", [0.2, 0.5], reward_mean=0.5)])
     assert titles(text)[3:] == ["Mean reward of the answers of an update"]
     assert "<details" not in text
-    text = learning.section([run("a", [0.2, 0.5], correction_ess=0.5, entropy_mean=0.1)])
+    text = learning.learning_section([run("a", [0.2, 0.5], correction_ess=0.5, entropy_mean=0.1)])
     folded = text[text.index("<details") :]
     assert titles(folded) == ["Effective sample size of an update", "Mean entropy of a token"]
     assert "a: effective sample size 50.0 % at 1</title>" in folded
@@ -84,7 +86,7 @@ def test_the_table_says_what_each_needed_for_the_best_score_that_all_reached():
         run("quick", [0.2, 0.6, 0.8], answers=100, seconds=10),
         run("slow", [0.2, 0.4, 0.5, 0.6], answers=200, seconds=40),
     ]
-    text = learning.section(runs).replace("\N{NO-BREAK SPACE}", " ")
+    text = learning.learning_section(runs).replace("\N{NO-BREAK SPACE}", " ")
     assert "The best score that all of them reached is 60.0 %." in text
     assert "on average" not in text
     assert table(text) == [["quick", "100", "700", "10"], ["slow", "600", "4,200", "120"]]
@@ -97,7 +99,7 @@ def test_a_run_that_gained_nothing_does_not_lower_the_score_and_may_not_reach_it
         run("flat", [0.2, 0.1]),
         run("unmeasured", []),
     ]
-    text = learning.section(runs).replace("\N{NO-BREAK SPACE}", " ")
+    text = learning.learning_section(runs).replace("\N{NO-BREAK SPACE}", " ")
     assert "The best score that all that gained anything reached is 50.0 %." in text
     assert [row[1] for row in table(text)] == ["100", "100", "not reached", "not reached"]
 
@@ -108,28 +110,28 @@ def test_seeds_of_a_group_reach_a_score_on_average():
         run("mine1", [0.0, 0.6, 0.6], seed=1, seconds=30),
         run("other", [0.0, 0.5, 0.4]),
     ]
-    text = learning.section(runs)
+    text = learning.learning_section(runs)
     assert "on average" in text
     assert table(text) == [["mine", "200", "1,400", "40"], ["other", "100", "700", "10"]]
 
 
 @pytest.mark.parametrize("scores", [[], [0.5], [0.5, 0.4]])
 def test_one_that_learned_alone_has_no_table(scores):
-    assert "<table" not in learning.section([run("a", [0.2, 0.5]), run("b", scores)])
+    assert "<table" not in learning.learning_section([run("a", [0.2, 0.5]), run("b", scores)])
 
 
 def test_there_is_no_section_where_nothing_was_measured():
-    assert learning.section([run("a", [])]) == ""
+    assert learning.learning_section([run("a", [])]) == ""
 
 
 def test_rewards_are_shown_where_nothing_was_evaluated():
     rows = [{"update": 1, "reward/mean": 0.25}]
     bare = measured(RunRecord(name="a", events=events(), rows=rows))
-    assert titles(learning.section([bare])) == ["Mean reward of the answers of an update"]
+    assert titles(learning.learning_section([bare])) == ["Mean reward of the answers of an update"]
 
 
 def test_names_are_text_never_markup():
     runs = [run(NASTY, [0.1, 0.2], reward_mean=1.0), run(NASTY + "b", [0.1, 0.3])]
-    text = learning.section(runs)
+    text = learning.learning_section(runs)
     assert "<script" not in text
     assert "</style" not in text

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, path_points, run_of, size, tree, words
 from sortedrl.metrics import Ledger
-from sortedrl.report.flow import flows
-from sortedrl.report.sections.ledger import ledger_words, section
+from sortedrl.report.sections.tokens import flows, ledger_section, ledger_words
 
 counts = st.integers(0, 10**12)
 ledgers = st.builds(
@@ -67,7 +66,7 @@ def test_what_goes_out_is_as_thick_as_what_was_decoded(ledger):
 
 @given(any_runs)
 def test_the_law_is_written_out_with_the_numbers_of_the_meter(run):
-    page = section([run])
+    page = ledger_section([run])
     law = re.search(
         r"decoded ([\d,]+) = trained ([\d,]+) \+ discarded ([\d,]+) \+ still cached ([\d,]+)",
         "".join(tree(page).itertext()),
@@ -82,12 +81,12 @@ def test_the_law_is_written_out_with_the_numbers_of_the_meter(run):
 
 
 def test_resumed_work_is_told_beside_the_flow():
-    page = "".join(tree(section([run_of("partial")])).itertext())
+    page = "".join(tree(ledger_section([run_of("partial")])).itertext())
     ledger = run_of("partial").metrics.run.ledger
     assert ledger.kept
     assert f"kept at resumes {ledger.kept:,}" in page
     assert f"prefilled again {ledger.prefilled_again:,}" in page
-    assert "nothing was resumed" in "".join(tree(section([run_of("sync")])).itertext())
+    assert "nothing was resumed" in "".join(tree(ledger_section([run_of("sync")])).itertext())
 
 
 def test_words_name_the_tokens_thrown_away_for_those_trained_on():
@@ -98,7 +97,7 @@ def test_words_name_the_tokens_thrown_away_for_those_trained_on():
     assert told.startswith(f"{100 * ledger.trained / ledger.decoded:.1f} % of the decoded")
     ratio = float(re.search(r"; ([\d.,]+) were thrown away", told)[1])
     assert ratio == pytest.approx(100 * ledger.discarded / ledger.trained, rel=0.01)
-    assert words(section([run_of("sync")]))[0] == "Every decoded token was trained on."
+    assert words(ledger_section([run_of("sync")]))[0] == "Every decoded token was trained on."
 
 
 def test_words_of_a_run_that_trained_on_nothing_yet():

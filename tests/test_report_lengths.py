@@ -11,14 +11,16 @@ from report_worlds import any_runs, check_pictures, drawn, run_of, size, whole_r
 from sortedrl.compare import simulate
 from sortedrl.events import Score, Scored
 from sortedrl.metrics import ks_distance
-from sortedrl.report.histogram import Shape, histograms, length_bins
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
     Lengths,
+    Shape,
     bias_words,
+    histograms,
+    length_bins,
     lengths_of,
+    lengths_section,
     reward_words,
-    section,
 )
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.survival import Survival
@@ -62,7 +64,7 @@ def test_the_axis_is_logarithmic_where_some_answers_are_huge():
 @given(any_runs)
 def test_shares_drawn_add_up_to_one_for_each_kind(run):
     assume(run.metrics.run.trajectories)
-    page = section([run])
+    page = lengths_section([run])
     told = [
         re.search(r"([\d.]+) % of the answers trained on, ([\d.]+) %", words)
         for _, words in drawn(page, "rect")
@@ -144,7 +146,7 @@ def test_the_bias_of_redrawn_answers_is_found_and_told():
 def test_the_table_tells_what_the_words_tell():
     run = run_of("on_policy")
     bias = lengths_of(run).bias
-    cells = words(section([run]))
+    cells = words(lengths_section([run]))
     assert f"{bias.ratio:.2f}" in cells
     assert f"{bias.ks_distance:.3f}" in cells
 
@@ -168,7 +170,7 @@ def test_what_was_not_seen_to_its_end_is_told():
 
 def test_a_run_without_a_token_has_no_lengths():
     assert lengths_of(run_of("sync", share=0.0)) is None
-    assert section([run_of("sync", share=0.0)]) == ""
+    assert lengths_section([run_of("sync", share=0.0)]) == ""
 
 
 def test_lengths_by_reward_are_told_where_answers_have_rewards():
@@ -192,7 +194,7 @@ def test_lengths_by_reward_are_told_where_answers_have_rewards():
     assert [float(mean) for mean in found.groups()] == pytest.approx(means, rel=0.01)
     assert f"({len(short)} answers)" in told
     assert f"({len(long)})" in told
-    assert any(told[1:] in words_ for words_ in words(section([scored])))
+    assert any(told[1:] in words_ for words_ in words(lengths_section([scored])))
     assert reward_words(run) == ""
 
 

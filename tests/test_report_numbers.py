@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, log, run_of
 from sortedrl.events import HandOver, Update
+from sortedrl.report.page import numbers_section, seconds_spent
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.sections.numbers import seconds_spent, section
 
 
 @given(any_runs)
@@ -38,5 +38,5 @@ def test_the_table_has_a_row_for_saving():
     events = list(log("partial"))
     place = next(n for n, event in enumerate(events) if isinstance(event, HandOver) and n > 5)
     late = [replace(event, seconds=event.seconds + 3) for event in events[place:]]
-    text = section([measured(RunRecord(name="a", events=[*events[:place], *late]))])
+    text = numbers_section([measured(RunRecord(name="a", events=[*events[:place], *late]))])
     assert '<th scope="row">saving checkpoints and logs</th><td>3 s, ' in text

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.report.pareto import Point, pareto
+from sortedrl.report.charts.comparison import Point, pareto
 
 SVG = "{http://www.w3.org/2000/svg}"
 POINTS = [

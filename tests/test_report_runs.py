@@ -12,10 +12,10 @@ from sortedrl.compare import simulate
 from sortedrl.errors import DataError
 from sortedrl.events import Update, to_json
 from sortedrl.meter import measure
+from sortedrl.report.charts.timeline import MAX_BARS
 from sortedrl.report.html import asset
+from sortedrl.report.page import SCRIPTS, runs_page
 from sortedrl.report.record import RunRecord, read_run
-from sortedrl.report.runs import SCRIPTS, runs_page
-from sortedrl.report.timeline import MAX_BARS
 from sortedrl.simulate.presets import PRESETS
 
 

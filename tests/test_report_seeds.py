@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from sortedrl.events import Begin
 from sortedrl.report.record import RunRecord
-from sortedrl.report.seeds import SeedGroup, seed_groups, seed_series, spread
+from sortedrl.report.series import SeedGroup, seed_groups, seed_series, spread
 
 
 def record(name="run", *, seed=0, **changes):

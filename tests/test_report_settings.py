@@ -2,8 +2,8 @@ import pytest
 
 from report_worlds import NASTY, SHOWN, Reader
 from sortedrl.events import Begin, End
+from sortedrl.report import page
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.sections import settings
 
 
 def run(name, config):
@@ -15,7 +15,9 @@ def run(name, config):
 
 
 def test_a_single_run_shows_every_setting_behind_a_fold():
-    reader = Reader(settings.section([run("a", {"seed": 1, "engine": {"slots": 8, "x": "y"}})]))
+    reader = Reader(
+        page.settings_section([run("a", {"seed": 1, "engine": {"slots": 8, "x": "y"}})])
+    )
     assert reader.texts("dt") == ["seed", "engine.slots", "engine.x"]
     assert reader.texts("dd") == ["1", "8", '"y"']
     assert reader.texts("summary") == ["Every setting"]
@@ -25,7 +27,7 @@ def test_a_single_run_shows_every_setting_behind_a_fold():
 def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
     one = {"seed": 1, "epochs": 1, "schedule": {"mode": "partial", "max_staleness": 4}}
     other = {"seed": 2, "epochs": 1, "schedule": {"mode": "partial"}, "threads": 1}
-    reader = Reader(settings.section([run("one", one), run("other", other)]))
+    reader = Reader(page.settings_section([run("one", one), run("other", other)]))
     assert reader.texts("th") == [
         "",
         "one",
@@ -40,26 +42,26 @@ def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
 
 
 def test_true_and_1_are_different_settings():
-    reader = Reader(settings.section([run("a", {"x": True}), run("b", {"x": 1})]))
+    reader = Reader(page.settings_section([run("a", {"x": True}), run("b", {"x": 1})]))
     assert reader.texts("td") == ["true", "1"]
 
 
 def test_equal_runs_say_that_nothing_differs():
-    text = settings.section([run("a", {"seed": 1}), run("b", {"seed": 1})])
+    text = page.settings_section([run("a", {"seed": 1}), run("b", {"seed": 1})])
     assert "All settings are the same." in text
     assert "<table" not in text
 
 
 @pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
 def test_a_run_without_settings_says_so(others):
-    text = settings.section([run("a", None), *(run(*other) for other in others)])
+    text = page.settings_section([run("a", None), *(run(*other) for other in others)])
     assert "Not known, because there is no config.toml: a." in text
     assert ("<details" in text) == bool(others)
 
 
 def test_settings_are_text_never_markup():
     configs = [{NASTY: NASTY, "x": number, NASTY + "y": NASTY * number} for number in (1, 2)]
-    text = settings.section([run(NASTY + str(n), config) for n, config in enumerate(configs)])
+    text = page.settings_section([run(NASTY + str(n), config) for n, config in enumerate(configs)])
     text.encode()
     reader = Reader(text)
     assert not {"script", "img"} & reader.kinds()

@@ -11,15 +11,22 @@ from sortedrl.compare import simulate
 from sortedrl.events import Load
 from sortedrl.report.html import data_script
 from sortedrl.report.record import Run, RunRecord, measured
-from sortedrl.report.sections.slots import BANDS, FALLBACK_BARS, TICKS, data, section, tick_seconds
+from sortedrl.report.sections.slots import (
+    BANDS,
+    FALLBACK_BARS,
+    TICKS,
+    slots_data,
+    slots_section,
+    tick_seconds,
+)
 from sortedrl.simulate.presets import PRESETS
 from worlds import run as simulated
 from worlds import simulations
 
 
 def packed(run: Run) -> dict:
-    """The data of one run, as the page's script gets it."""
-    (only,) = json.loads(json.dumps(data([run]), allow_nan=False))["runs"]
+    """The slots_data of one run, as the page's script gets it."""
+    (only,) = json.loads(json.dumps(slots_data([run]), allow_nan=False))["runs"]
     return only
 
 
@@ -165,13 +172,13 @@ def test_a_run_that_took_no_time_has_a_tick_too():
 def test_without_scripts_a_small_run_is_a_picture_and_a_large_one_a_sentence():
     run = measured(picture())
     assert len(run.lanes.bars) <= FALLBACK_BARS
-    small = section([run])
-    assert small.startswith('<section id="slots">')
+    small = slots_section([run])
+    assert small.startswith('<slots_section id="slots">')
     assert "<noscript><div" in small
     assert "<svg" in small
     assert "<style" not in small
     copies = [run] * (1 + FALLBACK_BARS // len(run.lanes.bars))
-    large = section(copies)
+    large = slots_section(copies)
     assert "<svg" not in large
     assert "needs JavaScript" in large
 
@@ -179,12 +186,12 @@ def test_without_scripts_a_small_run_is_a_picture_and_a_large_one_a_sentence():
 def test_a_run_in_which_nothing_was_written_has_no_timeline():
     whole = picture()
     empty = measured(replace(whole, events=whole.events[:1]))
-    assert section([empty]) == ""
+    assert slots_section([empty]) == ""
     assert packed(empty)["bars"]["count"] == [0] * empty.lanes.slots
 
 
 def test_names_from_outside_are_text():
     nasty = '</script><img src=x onerror="alert(1)">'
     run = measured(replace(picture(), name=nasty))
-    assert "<img" not in section([run])
-    assert "<img" not in data_script("slots", data([run]))
+    assert "<img" not in slots_section([run])
+    assert "<img" not in data_script("slots", slots_data([run]))

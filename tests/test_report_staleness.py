@@ -6,14 +6,21 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, run_of, tree, whole_runs, words
 from sortedrl.events import Update
-from sortedrl.report.heat import Column, HeatMap, heat_maps
-from sortedrl.report.sections import staleness
-from sortedrl.report.sections.staleness import MAX_COLUMNS, columns, section, staleness_words
+from sortedrl.report.sections import tokens as tokens_module
+from sortedrl.report.sections.tokens import (
+    MAX_COLUMNS,
+    Column,
+    HeatMap,
+    heat_maps,
+    staleness_columns,
+    staleness_section,
+    staleness_words,
+)
 
 
 @given(any_runs)
 def test_columns_hold_every_answer_at_the_staleness_of_its_oldest_token(run):
-    drawn_columns = columns(run)
+    drawn_columns = staleness_columns(run)
     figures = run.metrics.run
     answers = sum(sum(column.answers) for column in drawn_columns)
     oldest = sum(
@@ -28,8 +35,8 @@ def test_columns_hold_every_answer_at_the_staleness_of_its_oldest_token(run):
 @given(run=any_runs, most=st.integers(1, 6))
 def test_means_of_columns_weighted_by_tokens_are_the_mean_of_the_run(run, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staleness, "MAX_COLUMNS", most)
-        drawn_columns = columns(run)
+        patch.setattr(tokens_module, "MAX_COLUMNS", most)
+        drawn_columns = staleness_columns(run)
     assert len(drawn_columns) <= most
     updates = [event for event in run.record.events if isinstance(event, Update)]
     assert [n for c in drawn_columns for n in range(c.first, c.last + 1)] == [
@@ -46,7 +53,7 @@ def test_means_of_columns_weighted_by_tokens_are_the_mean_of_the_run(run, most):
 @given(whole_runs)
 def test_shares_of_a_column_add_up_to_all_its_answers(run):
     assume(run.metrics.run.staleness_max)
-    page = section([run])
+    page = staleness_section([run])
     shares: dict[str, int] = {}
     wholes: dict[str, int] = {}
     for _, told in drawn(page, "rect"):
@@ -75,13 +82,13 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
 
 @pytest.mark.parametrize("schedule", ["sync", "on_policy", "coupled"])
 def test_where_all_is_fresh_a_sentence_stands_in_place_of_a_picture(schedule):
-    page = section([run_of(schedule)])
+    page = staleness_section([run_of(schedule)])
     assert words(page) == ["Every token was trained on by the weights that wrote it."]
     assert not list(tree(page).iter("figure"))
 
 
 def test_only_runs_with_older_tokens_are_drawn_and_keep_their_colour():
-    page = section([run_of("sync", name="fresh"), run_of("partial", name="older")])
+    page = staleness_section([run_of("sync", name="fresh"), run_of("partial", name="older")])
     assert next(told for _, told in drawn(page, "rect", css="series1")).startswith("older: mean ")
     assert drawn(page, "rect", css="series0") == []
     assert words(page)[0] == "fresh: every token was trained on by the weights that wrote it."
@@ -124,6 +131,6 @@ def test_many_updates_become_a_bounded_number_of_columns_and_the_caption_says_so
     run = run_of("partial", groups=60)
     updates = run.metrics.run.updates
     assert updates > MAX_COLUMNS
-    assert len(columns(run)) <= MAX_COLUMNS
-    assert any("updates together" in told for told in words(section([run])))
-    assert not any("together" in told for told in words(section([run_of("partial")])))
+    assert len(staleness_columns(run)) <= MAX_COLUMNS
+    assert any("updates together" in told for told in words(staleness_section([run])))
+    assert not any("together" in told for told in words(staleness_section([run_of("partial")])))

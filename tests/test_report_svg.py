@@ -2,8 +2,8 @@ import re
 from xml.etree import ElementTree
 
 from report_worlds import NASTY, SHOWN
-from sortedrl.report.axis import round_steps, short
-from sortedrl.report.svg import SHADES, Canvas, series, stylesheet
+from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
 
 
 def test_text_titles_and_labels_are_escaped_and_stay_well_formed():

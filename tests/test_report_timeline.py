@@ -6,9 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from sortedrl.compare import simulate
-from sortedrl.report.density import density
+from sortedrl.report.charts.timeline import density, timelines, timelines_inline
 from sortedrl.report.lanes import Lanes, lanes
-from sortedrl.report.timeline import timelines, timelines_inline
 from sortedrl.simulate.presets import PRESETS
 
 

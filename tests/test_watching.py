@@ -19,11 +19,8 @@ from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import read_events
 from sortedrl.report.html import head_value, page
 from sortedrl.report.record import read_run
-from sortedrl.report.watch.files import decoded, file_inside
-from sortedrl.report.watch.follow import FollowedRun, followed
-from sortedrl.report.watch.pages import Pages
-from sortedrl.report.watch.server import USUAL_PORT, open_server
-from sortedrl.report.watch.tail import Tail
+from sortedrl.report.watch.pages import FollowedRun, Pages, Tail, followed
+from sortedrl.report.watch.server import USUAL_PORT, decoded, file_inside, open_server
 from watched_runs import ask, first_updates, log_of, served, until, whole_log, write_run
 
 LINES = log_of(preset="picture")[:120]

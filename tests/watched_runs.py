@@ -9,8 +9,7 @@ from functools import cache
 
 from sortedrl.compare import simulate
 from sortedrl.events import to_json
-from sortedrl.report.watch.follow import followed
-from sortedrl.report.watch.pages import Pages
+from sortedrl.report.watch.pages import Pages, followed
 from sortedrl.report.watch.server import Server
 from sortedrl.simulate.presets import PRESETS
 

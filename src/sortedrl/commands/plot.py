@@ -11,7 +11,7 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.report.courses import By
+from sortedrl.report.charts.svg import Scheme
 from sortedrl.report.pictures import (
     Look,
     Per,
@@ -19,12 +19,12 @@ from sortedrl.report.pictures import (
     learning_picture,
     lengths_picture,
     pareto_picture,
+    png,
     rewards_picture,
     slots_picture,
 )
-from sortedrl.report.raster import png
 from sortedrl.report.record import Run, measured, read_runs
-from sortedrl.report.svg import Scheme
+from sortedrl.report.series import By
 from sortedrl.terminal import tell, write_text
 from sortedrl.whole_file import write_whole
 

@@ -13,8 +13,7 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.config import require
-from sortedrl.report.watch.follow import followed
-from sortedrl.report.watch.pages import Pages
+from sortedrl.report.watch.pages import Pages, followed
 from sortedrl.report.watch.server import Server, open_server
 from sortedrl.terminal import tell
 

@@ -14,7 +14,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 _PICTOGRAPH = (
@@ -32,6 +32,11 @@ _HIDDEN = (
 ) + "".join(f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000))
 _HIDDEN_OR_EMOJI = re.compile(f"(?P<emoji>{_EMOJI})|[{_HIDDEN}]")
 """Characters that show as nothing or turn the text around; inside an emoji they change its look."""
+
+MAX_CHARACTERS = 8_000_000
+"""Characters of text that a page carries for its script."""
+_LIMITS = (1_000_000, 50_000, 20_000, 10_000, 5_000, 2_000)
+"""Characters of one answer, tried in this order until all fit."""
 
 
 def visible(text: str) -> str:
@@ -133,6 +138,22 @@ def packed_script(name: str, data: object) -> str:
     return f'<script type="application/octet-stream+base64" id="{escape(name)}">{packed}</script>'
 
 
+def characters_each(lengths: Sequence[int]) -> int:
+    """Characters of one text at which all together fit."""
+    for limit in _LIMITS[:-1]:
+        if sum(min(length, limit) for length in lengths) <= MAX_CHARACTERS:
+            return limit
+    return _LIMITS[-1]
+
+
+def shortened(text: str, limit: int) -> str | list[str | int]:
+    """The text, or its beginning, the number of characters left out, and its end."""
+    if len(text) <= limit:
+        return text
+    end = limit // 3
+    return [text[: limit - end], len(text) - limit, text[-end:]]
+
+
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, quiet: Sequence[bool]
 ) -> str:
@@ -160,3 +181,38 @@ def asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def remarks(said: Iterable[tuple[str, str]], *, are_named: bool) -> str:
+    """Paragraphs from pairs of a run's name and what is said of it, or of that alone."""
+    names: dict[str, list[str]] = {}
+    for name, words in said:
+        names.setdefault(words, []).append(name)
+    if not are_named:
+        return "".join(paragraph(words[:1].upper() + words[1:]) for words in names)
+    return "".join(paragraph(f"{_listed(whose)}: {words}") for words, whose in names.items())
+
+
+def _listed(names: list[str]) -> str:
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def framed(title: str, *parts: str, name: str) -> str:
+    """A section with a heading; nothing where there is nothing in it. `name` is its anchor."""
+    inside = "".join(parts)
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{inside}</section>' if inside else ""
+
+
+def figure(caption: str, picture: str) -> str:
+    """A picture that scrolls sideways where it is too wide, under a caption."""
+    return (
+        f"<figure><figcaption>{prose(caption)}</figcaption>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"{picture}</div></figure>"
+    )
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{prose(text)}</p>"

@@ -5,12 +5,13 @@ A rule reads the findings and proposes; whether a proposal helps is for the simu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sortedrl.config import ModeName
-from sortedrl.report.advice.findings import Findings
+from sortedrl.config import EngineSettings, ModeName, Schedule
+from sortedrl.report.advice.observed import Idle
+from sortedrl.report.advice.simulation import Forecast
 
 Changes = Mapping[str, object]
 """Settings by their dotted name; `None` leaves a setting out."""
@@ -270,3 +271,34 @@ def _mode_cost(found: Findings, mode: ModeName) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The run's settings and its measured numbers."""
+
+    schedule: Schedule
+    engine: EngineSettings
+    measured: Forecast
+    discarded_per_trained: float
+    idle: Idle
+    num_prompts: int
+    is_group_known: bool
+    """Whether `schedule.group_prompts` is the run's own, or a guess."""
+    truncated_share: float
+    """Share of the answers that ended at the token limit."""
+    update_seconds: float
+    """Mean seconds of an update."""
+    sample_size: float | None
+    """Effective sample size as a share, over the later half of the updates; `None`: not logged."""
+    is_mismatch_measured: bool
+    step_share: float
+    """Share of a decode step of full slots that does not grow with the answers in it."""
+
+
+def mean_sample_size(rows: Sequence[Mapping[str, object]]) -> float | None:
+    """The effective sample size over the later half of the updates."""
+    sizes = [row.get("correction/ess") for row in rows]
+    known = [float(size) for size in sizes if isinstance(size, int | float)]
+    later = known[len(known) // 2 :]
+    return sum(later) / len(later) if later else None

@@ -1,18 +1,251 @@
 """What a moment of a run looks like: a panel that fits the terminal, whatever its size.
 
 Where there are too few lines, the least important ones are left out.
+A frame is plain data that can be compared, so one that shows nothing new is not written.
+Text is never read as markup, and what would move the cursor is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
-from sortedrl.report.live.drawing import bar, sparkline, stacked, strip
-from sortedrl.report.live.frame import BLOCKS, Frame, Glyphs, Line, Piece, fitted, shown
-from sortedrl.report.live.memory import Memory
-from sortedrl.report.live.state import Moment
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+
+from sortedrl.report.live.state import Memory, Moment, squeezed
 from sortedrl.terminal import percent, thousands
+
+Piece = tuple[str, str]
+"""A text without control characters, and the name of its tint."""
+Line = tuple[Piece, ...]
+
+_TINTS = {
+    "": Style(),
+    "name": Style(bold=True),
+    "label": Style(dim=True),
+    "faint": Style(dim=True),
+    "busy": Style(color="#56b4e9"),
+    "idle": Style(color="#e69f00", bold=True),
+    "good": Style(color="#009e73"),
+    "bad": Style(color="#d55e00"),
+}
+"""Okabe and Ito's colours, which differ for colour-blind eyes, on a dark and a light ground."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """The characters of a picture."""
+
+    levels: str
+    """From little to much, in one cell."""
+    parts: str
+    """A cell of a bar that is filled from the left, from little to all of it."""
+    rest: str
+    """The part of a bar that is still to come."""
+    idle: str
+    trained: str
+    discarded: str
+    cached: str
+    cut: str
+    """Stands where a text was cut."""
+    unknown: str
+    """Stands for a character that cannot be shown."""
+
+
+BLOCKS = Glyphs(
+    levels="▁▂▃▄▅▆▇█",
+    parts="╸━",
+    rest="─",
+    idle="·",
+    trained="█",
+    discarded="▒",
+    cached="░",
+    cut="…",
+    unknown="�",
+)
+ASCII = Glyphs(
+    levels="12345678",
+    parts="#",
+    rest="-",
+    idle=".",
+    trained="#",
+    discarded="x",
+    cached=":",
+    cut="~",
+    unknown="?",
+)
+
+
+def glyphs_for(encoding: str) -> Glyphs:
+    """Blocks where the encoding has them, plain letters elsewhere."""
+    try:
+        (BLOCKS.levels + BLOCKS.parts + BLOCKS.rest + BLOCKS.idle).encode(encoding)
+        (BLOCKS.trained + BLOCKS.discarded + BLOCKS.cached + BLOCKS.cut + BLOCKS.unknown).encode(
+            encoding
+        )
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BLOCKS
+
+
+def shown(text: str, glyphs: Glyphs) -> str:
+    """The text as one line that only shows and does nothing else.
+
+    >>> shown("[bold]" + chr(27) + "[2J" + chr(10), ASCII)
+    '[bold]?[2J?'
+    """
+    is_shown = str.isascii if glyphs is ASCII else _always
+    return "".join(
+        char if char.isprintable() and is_shown(char) else glyphs.unknown for char in text
+    )
+
+
+def fitted(pieces: Iterable[Piece], width: int, *, cut: str) -> Line:
+    """The pieces as far as the line has room, without blanks at the end; `cut` ends what is cut."""
+    line: list[Piece] = []
+    left = width
+    for text, tint in pieces:
+        size = cell_len(text)
+        if size > left:
+            if left > 0:
+                line.append((set_cell_size(text, left - 1) + cut, tint))
+            break
+        line.append((text, tint))
+        left -= size
+    while line and not line[-1][0].rstrip():
+        line.pop()
+    if line:
+        line[-1] = (line[-1][0].rstrip(), line[-1][1])
+    return tuple(piece for piece in line if piece[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Lines that fit on the terminal they were made for."""
+
+    lines: Sequence[Line]
+
+    def __str__(self) -> str:
+        return "\n".join("".join(text for text, _ in line) for line in self.lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Give segments, without a detour through text that would be wrapped and styled anew."""
+        new_line = Segment.line()
+        for number, line in enumerate(self.lines):
+            if number:
+                yield new_line
+            for text, tint in line:
+                yield Segment(text, _TINTS[tint])
+
+
+def _always(char: str) -> bool:
+    return True
+
+
+_SLOT_BAR_LEAST = 4
+_SLOT_BAR_MOST = 16
+
+
+def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
+    """A share of a whole, filled from the left."""
+    steps = len(glyphs.parts)
+    filled = min(width * steps, max(0, int(share * width * steps)))
+    whole, part = divmod(filled, steps)
+    text = glyphs.parts[-1] * whole + (glyphs.parts[part - 1] if part else "")
+    return (text, "busy"), (glyphs.rest * (width - len(text)), "faint")
+
+
+def stacked(shares: Sequence[tuple[float, str, str]], width: int) -> Line:
+    """Parts of a whole side by side, each with its character and tint."""
+    line, end, total = [], 0, 0.0
+    for share, char, tint in shares:
+        total += share
+        begin, end = end, min(width, round(total * width))
+        line.append((char * (end - begin), tint))
+    return tuple(line)
+
+
+def sparkline(values: Sequence[float], width: int, *, glyphs: Glyphs, from_zero: bool) -> str:
+    """The course of a number, as high as its range; from zero if zero means something."""
+    points = squeezed(values, width)
+    if not points:
+        return ""
+    low, high = min(points), max(points)
+    if from_zero:
+        low = min(low, 0.0)
+    most = len(glyphs.levels) - 1
+    if high / 2 - low / 2 <= 0:
+        return glyphs.levels[0 if from_zero else most // 2] * len(points)
+    # Halved, as the distance of two finite numbers may not be finite.
+    return "".join(
+        glyphs.levels[round((value / 2 - low / 2) / (high / 2 - low / 2) * most)]
+        for value in points
+    )
+
+
+def strip(
+    shares: Sequence[float | None], width: int, *, rows: int, glyphs: Glyphs, is_rollout: bool
+) -> list[Line]:
+    """The slots in at most `rows` lines: how much each has written, and which are idle.
+
+    Few slots have a bar each, many a cell each, in the order of their numbers. If even cells do
+    not suffice, one cell holds several slots; they are then sorted, so that a cell holds slots
+    that are alike and the idle ones stand together.
+    """
+    idle = (glyphs.idle, "idle" if is_rollout else "faint")
+    if width // max(1, len(shares)) > _SLOT_BAR_LEAST:
+        return [_slot_bars(shares, width, glyphs=glyphs, idle=idle)]
+    per_cell = -(-len(shares) // (width * rows))
+    cells = shares if per_cell == 1 else _joined(shares, per_cell)
+    lines = -(-len(cells) // width)
+    per_line = -(-len(cells) // lines)
+    return [
+        _cells(cells[begin : begin + per_line], glyphs=glyphs, idle=idle)
+        for begin in range(0, len(cells), per_line)
+    ]
+
+
+def _slot_bars(shares: Sequence[float | None], width: int, *, glyphs: Glyphs, idle: Piece) -> Line:
+    size = min(_SLOT_BAR_MOST, width // max(1, len(shares))) - 1
+    line: list[Piece] = []
+    for share in shares:
+        if share is None:
+            line.append((idle[0] * size, idle[1]))
+        else:
+            line.extend(bar(share, size, glyphs=glyphs))
+        line.append((" ", ""))
+    return tuple(line)
+
+
+def _joined(shares: Sequence[float | None], per_cell: int) -> list[float | None]:
+    """Cells of several slots, the longest answers first: their mean, or idle where most are."""
+    busy = sorted((share for share in shares if share is not None), reverse=True)
+    in_order: list[float | None] = [*busy, *[None] * (len(shares) - len(busy))]
+    cells: list[float | None] = []
+    for begin in range(0, len(in_order), per_cell):
+        held = in_order[begin : begin + per_cell]
+        written = [share for share in held if share is not None]
+        is_idle = 2 * len(written) < len(held)
+        cells.append(None if is_idle else sum(written) / len(written))
+    return cells
+
+
+def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: Piece) -> Line:
+    most = len(glyphs.levels) - 1
+    drawn = [
+        idle if share is None else (glyphs.levels[min(most, int(share * (most + 1)))], "busy")
+        for share in shares
+    ]
+    return tuple(
+        ("".join(char for char, _ in alike), tint)
+        for tint, alike in groupby(drawn, key=lambda piece: piece[1])
+    )
+
 
 _LABEL = 10
 _BAR_LEAST, _BAR_MOST = 8, 60
@@ -122,19 +355,19 @@ def _figures(moment: Moment, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]
 
 
 def _of_updates(moment: Moment) -> Iterator[_Figure]:
-    courses, run = moment.courses, moment.figures
+    trends, run = moment.trends, moment.figures
     for name, digits in (("reward", 3), ("length", 0)):
-        if name in courses:
-            yield _Figure(name, f"{courses[name].last:,.{digits}f}", courses[name].values)
+        if name in trends:
+            yield _Figure(name, f"{trends[name].last:,.{digits}f}", trends[name].values)
     if run is not None:
-        past = {name: course.values for name, course in courses.items()}
+        past = {name: trend.values for name, trend in trends.items()}
         yield _Figure("bubble", percent(run.bubble), past.get("bubble", ()), True)
         goodput = f"{thousands(run.goodput)}/s"
         yield _Figure("goodput", goodput, past.get("goodput", ()), True)
         stale = f"{run.mean_staleness:.2f} max {run.staleness_max}"
         yield _Figure("staleness", stale, past.get("staleness", ()), True)
-    if "score" in courses:
-        yield _Figure("score", percent(courses["score"].last), courses["score"].values)
+    if "score" in trends:
+        yield _Figure("score", percent(trends["score"].last), trends["score"].values)
     if moment.memory is not None:
         yield _Figure("memory", _memory_words(moment.memory))
 

@@ -6,17 +6,20 @@ are. The numbers themselves stay the meter's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+import math
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Load, Renew, Start, Update
 from sortedrl.metrics import Figures
-from sortedrl.report.live.history import History
-from sortedrl.report.live.memory import Memory
-from sortedrl.report.live.slots import Slots
 from sortedrl.run_log import Value
+from sortedrl.types import Key
 
-COURSES = {
+TRENDS = {
     "reward": "reward/mean",
     "length": "length/mean",
     "bubble": "rollout/bubble",
@@ -28,7 +31,7 @@ COURSES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class Trend:
     """A number over the run so far, and the last it was."""
 
     values: tuple[float, ...]
@@ -66,7 +69,7 @@ class Moment:
     update_batch: int = 0
     group: OpenGroup | None = None
     figures: Figures | None = None
-    courses: Mapping[str, Course] = field(default_factory=dict)
+    trends: Mapping[str, Trend] = field(default_factory=dict)
     memory: Memory | None = None
 
 
@@ -97,7 +100,7 @@ class LiveState:
         self._updates = self._skipped = self._round = self._ready = 0
         self._is_rollout = False
         self._groups: dict[int, _Group] = {}
-        self._histories = {name: History() for name in COURSES}
+        self._histories = {name: History() for name in TRENDS}
 
     @property
     def running(self) -> int:
@@ -131,7 +134,7 @@ class LiveState:
 
     def updated(self, row: Mapping[str, Value]) -> None:
         """Take in a row of metrics, of an update or of an evaluation."""
-        for name, key in COURSES.items():
+        for name, key in TRENDS.items():
             value = row.get(key)
             if isinstance(value, int | float):
                 self._histories[name].add(value)
@@ -163,8 +166,8 @@ class LiveState:
             update_batch=self._update_batch,
             group=self._oldest(),
             figures=figures,
-            courses={
-                name: Course(values=history.values(), last=history.last)
+            trends={
+                name: Trend(values=history.values(), last=history.last)
                 for name, history in self._histories.items()
                 if history.last is not None
             },
@@ -197,3 +200,142 @@ class LiveState:
             total=group.total,
             num_younger=len(self._groups) - 1,
         )
+
+
+class Slots:
+    """The slots of one engine."""
+
+    def __init__(self, count: int, *, decoded: Callable[[], int]) -> None:
+        """All free; `decoded` gives all tokens that the engine has written so far."""
+        self._free = list(range(count))
+        self._offsets: list[float | None] = [None] * count
+        self._seats: dict[Key, int] = {}
+        self._queue: dict[Key, int] = {}
+        self._decoded = decoded
+        self._counted = decoded()
+        self._growth = 0.0
+
+    @property
+    def running(self) -> int:
+        """Answers that were started and not stopped, the queue included."""
+        return len(self._seats) + len(self._queue)
+
+    @property
+    def seated(self) -> int:
+        """Answers that have a slot."""
+        return len(self._seats)
+
+    def start(self, key: Key, *, cached: int) -> None:
+        """An answer comes with `cached` tokens."""
+        self._grow()
+        self._queue[key] = cached
+        self._fill()
+
+    def stop(self, key: Key) -> None:
+        """An answer leaves, complete or not; one that never came is none of ours."""
+        self._grow()
+        if self._queue.pop(key, None) is not None:
+            return
+        slot = self._seats.pop(key, None)
+        if slot is not None:
+            self._offsets[slot] = None
+            heapq.heappush(self._free, slot)
+            self._fill()
+
+    def tokens(self) -> list[float | None]:
+        """For each slot the tokens of its answer by now; `None` where it is idle."""
+        self._grow()
+        growth = self._growth
+        return [None if offset is None else offset + growth for offset in self._offsets]
+
+    def _grow(self) -> None:
+        decoded = self._decoded()
+        if self._seats:
+            self._growth += (decoded - self._counted) / len(self._seats)
+        self._counted = decoded
+
+    def _fill(self) -> None:
+        while self._queue and self._free:
+            key = next(iter(self._queue))
+            slot = heapq.heappop(self._free)
+            self._seats[key] = slot
+            self._offsets[slot] = self._queue.pop(key) - self._growth
+
+
+_MOST = 256
+
+
+class History:
+    """The course of one number."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.last: float | None = None
+        self._values: list[float] = []
+        self._open: list[float] = []
+        self._stride = 1
+
+    def add(self, value: float) -> None:
+        """Take in the next value; one that is not finite cannot be drawn and is left out."""
+        if not math.isfinite(value):
+            return
+        self.last = value
+        self._open.append(value)
+        if len(self._open) == self._stride:
+            self._values.append(_mean(self._open))
+            self._open.clear()
+        if len(self._values) == _MOST:
+            self._values = squeezed(self._values, _MOST // 2)
+            self._stride *= 2
+
+    def values(self) -> tuple[float, ...]:
+        """The course so far."""
+        return (*self._values, _mean(self._open)) if self._open else tuple(self._values)
+
+
+def squeezed(values: Sequence[float], most: int) -> list[float]:
+    """At most `most` values, each the mean of its share of them.
+
+    >>> squeezed([1, 3, 5, 7, 9, 11], 3)
+    [2.0, 6.0, 10.0]
+    """
+    count = len(values)
+    if count <= most:
+        return list(values)
+    ends = [part * count // most for part in range(most + 1)]
+    return [_mean(values[ends[part] : ends[part + 1]]) for part in range(most)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Divided first: the sum of great finite numbers may not be finite.
+    return sum(value / len(values) for value in values)
+
+
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes in use, of `total` where the device has a size of its own."""
+
+    used: int
+    total: int | None
+
+
+def used_memory(device: str) -> Memory:
+    """What is in use on the card, by everyone; or by this process where the device is a CPU."""
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(used=total - free, total=total)
+    return Memory(used=_resident_bytes(), total=None)
+
+
+def _resident_bytes() -> int:
+    """The memory of this process; where the system does not tell, the most it ever was."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return pages * resource.getpagesize()

@@ -21,10 +21,8 @@ from rich.text import Text
 
 from sortedrl.events import Event, Harvest, Score, Update
 from sortedrl.metrics import Figures
-from sortedrl.report.live.frame import Frame, glyphs_for, shown
-from sortedrl.report.live.memory import Memory, used_memory
-from sortedrl.report.live.panel import panel
-from sortedrl.report.live.state import LiveState, Moment
+from sortedrl.report.live.panel import Frame, glyphs_for, panel, shown
+from sortedrl.report.live.state import LiveState, Memory, Moment, used_memory
 from sortedrl.run_log import Value
 from sortedrl.terminal import Advance, progress, tell
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sortedrl.evaluation.answers import Answer
 from sortedrl.evaluation.intervals import Estimate
 from sortedrl.evaluation.tables import percent, points
-from sortedrl.report.axis import round_steps, short
-from sortedrl.report.svg import Canvas, series, text_width
+from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.svg import Canvas, series, text_width
 
 _WIDTH = 400
 _NAMES, _VALUES = 126, 58

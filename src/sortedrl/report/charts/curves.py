@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.report.axis import round_steps, short
-from sortedrl.report.svg import Canvas, Scheme, text_width
-from sortedrl.report.svg import series as series_class
+from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.svg import Canvas, Scheme, text_width
+from sortedrl.report.charts.svg import series as series_class
 
 MAX_POINTS = 240
 """Dots of one line; where there are more, a dot is the mean of several neighbours."""

@@ -1,5 +1,7 @@
-"""Runs that differ in nothing but the seed: one group, one line, one band.
+"""Numbers of runs over the course of training, one line for each run or for each group of seeds.
 
+A chart has one line for each run, in the order of the runs; a run that has no values has an empty
+one. Runs that differ in nothing but the seed are one group: one line, their mean, with a band.
 A group holds no two runs of one seed: a seed fixes its run, so that would be one draw told twice.
 What is not surely the same counts as different, because a mean over unlike runs would mislead.
 """
@@ -8,14 +10,134 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from sortedrl.events import Begin
-from sortedrl.report.curves import Series
-from sortedrl.report.record import RunRecord
+from sortedrl.events import Begin, Score, Update
+from sortedrl.report.charts.curves import Series, curves
+from sortedrl.report.html import figure
+from sortedrl.report.record import HeldOut, Run, RunRecord, number
+
+By = Literal["answers", "tokens", "seconds"]
+"""What a score can be drawn against."""
+
+_PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
+    "answers": ("answers trained on", lambda held_out: held_out.answers),
+    "tokens": ("tokens trained on", lambda held_out: held_out.tokens),
+    "seconds": ("seconds of training", lambda held_out: held_out.seconds),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineChart:
+    """One number of every run."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    is_share: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run has the number."""
+        return not any(self.lines)
+
+
+def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
+    """The score on held-out prompts against what it took."""
+    x_label, place = _PLACES[by]
+    return LineChart(
+        title=f"Right answers to held-out prompts, by {x_label}",
+        x_label=x_label,
+        y_label="right answers",
+        lines=tuple([(place(held_out), held_out.score) for held_out in r.scores] for r in runs),
+        is_share=True,
+    )
+
+
+def length_chart(runs: Sequence[Run]) -> LineChart:
+    """The mean length of the answers of each update."""
+    return LineChart(
+        title="Mean length of the answers of an update",
+        x_label="update",
+        y_label="tokens",
+        lines=tuple(counted(_lengths(run)) for run in runs),
+    )
+
+
+def reward_chart(runs: Sequence[Run]) -> LineChart:
+    """The mean reward of the answers of each update that got any."""
+    return LineChart(
+        title="Mean reward of the answers of an update",
+        x_label="update",
+        y_label="reward",
+        lines=tuple(_over_updates(run, "reward/mean") or counted(_rewards(run)) for run in runs),
+    )
+
+
+def sample_size_chart(runs: Sequence[Run]) -> LineChart:
+    """The effective sample size of each update, as a share of what was trained on."""
+    return LineChart(
+        title="Effective sample size of an update",
+        x_label="update",
+        y_label="effective sample size",
+        lines=tuple(_over_updates(run, "correction/ess") for run in runs),
+        is_share=True,
+    )
+
+
+def entropy_chart(runs: Sequence[Run]) -> LineChart:
+    """The mean entropy of the tokens of each update."""
+    return LineChart(
+        title="Mean entropy of a token",
+        x_label="update",
+        y_label="entropy",
+        lines=tuple(_over_updates(run, "entropy/mean") for run in runs),
+    )
+
+
+def chart_figure(chart: LineChart, groups: Sequence[SeedGroup], *, caption: str) -> str:
+    """Curves with a line for each group of seeds; nothing where no run has the number."""
+    if chart.is_empty:
+        return ""
+    picture = curves(
+        seed_series(groups, chart.lines),
+        x_label=chart.x_label,
+        y_label=chart.y_label,
+        title=chart.title,
+        is_share=chart.is_share,
+    )
+    return figure(caption, picture)
+
+
+def counted(values: Sequence[float]) -> Line:
+    """The values at 1, 2, 3 and so on."""
+    return [(float(place), value) for place, value in enumerate(values, start=1)]
+
+
+def _over_updates(run: Run, name: str) -> Line:
+    """A number of the run's metrics."""
+    pairs = [(number(row, "update"), number(row, name)) for row in run.record.rows]
+    return [(x, y) for x, y in pairs if x is not None and y is not None]
+
+
+def _lengths(run: Run) -> list[float]:
+    return [
+        sum(trained.tokens for trained in event.trained) / len(event.trained)
+        for event in run.record.events
+        if isinstance(event, Update) and event.trained
+    ]
+
+
+def _rewards(run: Run) -> list[float]:
+    """From the events, where the run has no metrics."""
+    updates = [event.scored for event in run.record.events if isinstance(event, Score)]
+    given = [[one.reward for one in scored if one.reward is not None] for scored in updates]
+    return [sum(found) / len(found) for found in given if found]
+
 
 Line = Sequence[tuple[float, float]]
 """Values over places, the places in order."""
@@ -68,7 +190,7 @@ def seed_groups(records: Sequence[RunRecord]) -> list[SeedGroup]:
                 break
         else:
             groups.append([place])
-    names = _names([[records[place] for place in group] for group in groups])
+    names = _group_names([[records[place] for place in group] for group in groups])
     return [
         SeedGroup(name=name, places=tuple(group)) for name, group in zip(names, groups, strict=True)
     ]
@@ -189,12 +311,12 @@ def _named_after(folder: str, seed: str) -> str:
     return re.sub(rf"(?<![0-9.]){re.escape(seed)}$", "*", folder)
 
 
-def _names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
+def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
     """A name for each group; runs that stand alone keep theirs where they can."""
     names: dict[int, str] = {}
     for place in sorted(range(len(groups)), key=lambda place: len(groups[place]) > 1):
         group = groups[place]
-        wanted = [_common_name([record.name for record in group]), _schedule(group[0])]
+        wanted = [_common_name([record.name for record in group]), _schedule_name(group[0])]
         if len(group) == 1:
             wanted = [group[0].name]
         free = [name for name in wanted if name and name not in names.values()]
@@ -233,5 +355,5 @@ def _shared(rows: Sequence[Sequence[str]]) -> list[str]:
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
-def _schedule(record: RunRecord) -> str:
+def _schedule_name(record: RunRecord) -> str:
     return next(event.schedule for event in record.events if isinstance(event, Begin))

@@ -1,16 +1,12 @@
-"""The plain part of a picture: a plot area with a name above it and marks along its edges.
-
-Places inside are shares of its width and height, 0 to 1, so that a panel knows nothing of what is
-drawn in it. Names come from outside: they are cut where they would leave the picture, and the
-whole name shows when pointed at.
-"""
+"""Axes and plot areas: round numbers, short labels, and where values lie on the canvas."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sortedrl.report.svg import Canvas, text_width
+from sortedrl.report.charts.svg import Canvas, text_width
 
 WIDTH = 860
 """Pixels across a picture."""
@@ -71,3 +67,31 @@ def clipped(text: str, width: float, *, size: float = 12) -> str:
     """The text, cut with an ellipsis where it would be wider than `width` pixels."""
     room = max(1, int(width / text_width("x", size=size)))
     return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def round_steps(end: float, *, count: int) -> list[float]:
+    """About `count` round numbers from 0 to at most `end`.
+
+    >>> round_steps(2475, count=6)
+    [0.0, 500.0, 1000.0, 1500.0, 2000.0]
+    >>> round_steps(0.9, count=5)
+    [0.0, 0.2, 0.4, 0.6, 0.8]
+    """
+    if end <= 0:
+        return [0.0]
+    rough = end / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    return [round(index * step, 10) for index in range(int(end / step * (1 + 1e-9)) + 1)]
+
+
+def short(value: float) -> str:
+    """A number for a label: grouped thousands, no needless digits.
+
+    >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374)
+    ('12,346', '37.3', '4', '0.7', '0.074')
+    """
+    if abs(value) >= 100 or value == round(value):
+        return f"{value:,.0f}"
+    digits = 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 3
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".")
