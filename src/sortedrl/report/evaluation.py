@@ -45,6 +45,16 @@ from sortedrl.report.html import (
     table,
 )
 
+_MANY_TRUNCATED = 0.05
+"""Share of truncated answers from which it is worth a note."""
+_FEW_ANSWERED = 0.95
+"""Share of answers in the form asked for below which it is worth a note."""
+MAX_SAMPLES = 2000
+MAX_FLIPS = 200
+PromptKey = tuple[str, int]
+Place = tuple[int, Answer]
+"""An answer and the evaluation it belongs to."""
+
 
 def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
     """The page of these evaluations; `comparison` is that of the first two."""
@@ -289,12 +299,6 @@ def _name(part: Estimates | Contrast) -> str:
     return part.task if part.level is None else level_name(part.level)
 
 
-_MANY_TRUNCATED = 0.05
-"""Share of truncated answers from which it is worth a note."""
-_FEW_ANSWERED = 0.95
-"""Share of answers in the form asked for below which it is worth a note."""
-
-
 def summary_words(
     evaluations: Sequence[Evaluation], summaries: Sequence[Summary]
 ) -> tuple[str, str]:
@@ -400,15 +404,6 @@ def _equals(difference: Difference) -> str:
 
 def _several(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-MAX_SAMPLES = 2000
-MAX_FLIPS = 200
-
-
-PromptKey = tuple[str, int]
-Place = tuple[int, Answer]
-"""An answer and the evaluation it belongs to."""
 
 
 def packed(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> dict[str, object]:

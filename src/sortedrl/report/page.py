@@ -57,6 +57,19 @@ SCRIPTS = (
 )
 """The parts of the page's script; they are joined inside one function."""
 
+_ARROW = "\N{RIGHTWARDS ARROW}"
+_NONE = "\N{EN DASH}"
+_BESIDE = "updates beside the rollouts"
+_TIMES = (
+    "rollouts",
+    "waiting for rewards",
+    "updates of the weights",
+    "hand-overs",
+    "saving checkpoints and logs",
+    "everything else",
+)
+_Settings = TypeVar("_Settings", Schedule, EngineSettings)
+
 
 def runs_page(
     records: Sequence[RunRecord], *, title: str, refresh_seconds: float | None = None
@@ -157,19 +170,6 @@ def lead(runs: Sequence[Run]) -> str:
     return " ".join(words)
 
 
-_ARROW = "\N{RIGHTWARDS ARROW}"
-_NONE = "\N{EN DASH}"
-_BESIDE = "updates beside the rollouts"
-_TIMES = (
-    "rollouts",
-    "waiting for rewards",
-    "updates of the weights",
-    "hand-overs",
-    "saving checkpoints and logs",
-    "everything else",
-)
-
-
 def numbers_section(runs: Sequence[Run]) -> str:
     """The numbers of the runs, a column for each."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
@@ -264,9 +264,6 @@ def _beside(run: Run) -> float:
 def _part(run: Run, seconds: float) -> str:
     whole = run.metrics.run.seconds
     return f"{short(seconds)} s, {percent(seconds / whole if whole else 0.0)}"
-
-
-_Settings = TypeVar("_Settings", Schedule, EngineSettings)
 
 
 def advice_section(runs: Sequence[Run]) -> str:

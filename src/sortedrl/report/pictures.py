@@ -34,6 +34,26 @@ from sortedrl.report.series import (
 
 Per = Literal["round", "group"]
 
+FONTS = (
+    "Arial",
+    "Helvetica",
+    "Liberation Sans",
+    "Segoe UI",
+    "Roboto",
+    "Noto Sans",
+    "Open Sans",
+    "Ubuntu",
+    "Cantarell",
+    "DejaVu Sans",
+    "Verdana",
+)
+"""Fonts to draw with, the narrow ones first: pictures leave room for letters of Arial's width."""
+MAX_WIDTH = 20_000
+"""Beyond this, a picture takes gigabytes."""
+_SHEET = '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16">{}</svg>'
+_WORD = _SHEET.format('<text y="12" font-family="sans-serif" font-size="9">Wag1</text>')
+_NO_FONT = "no font has this name"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -175,29 +195,6 @@ def _described(run: Run) -> str:
 def _is_beaten(point: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
     """Whether another costs no more and gives no less, and is better in one of the two."""
     return any(x <= point[0] and y >= point[1] and (x, y) != point for x, y in others)
-
-
-FONTS = (
-    "Arial",
-    "Helvetica",
-    "Liberation Sans",
-    "Segoe UI",
-    "Roboto",
-    "Noto Sans",
-    "Open Sans",
-    "Ubuntu",
-    "Cantarell",
-    "DejaVu Sans",
-    "Verdana",
-)
-"""Fonts to draw with, the narrow ones first: pictures leave room for letters of Arial's width."""
-
-MAX_WIDTH = 20_000
-"""Beyond this, a picture takes gigabytes."""
-
-_SHEET = '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16">{}</svg>'
-_WORD = _SHEET.format('<text y="12" font-family="sans-serif" font-size="9">Wag1</text>')
-_NO_FONT = "no font has this name"
 
 
 def png(svg: str, *, width: int) -> bytes:

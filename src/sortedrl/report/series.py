@@ -29,6 +29,25 @@ _PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
     "seconds": ("seconds of training", lambda held_out: held_out.seconds),
 }
 
+Line = Sequence[tuple[float, float]]
+"""Values over places, the places in order."""
+_OTHERWISE = frozenset(
+    {
+        "seed",
+        "out",
+        "threads",
+        "device",
+        "rewards.workers",
+        "rewards.batch",
+        "rewards.concurrency",
+    }
+)
+_OTHERWISE_SECTIONS = ("saving.", "tracking.")
+"""Settings and sections that change where and how fast a run goes, not what it learns."""
+_SEED_OF_TASK = re.compile(r"(?<=[:,])seed=[0-9]+(?=,|$)")
+_WORD = re.compile(r"[^-_./\\\s]+")
+_SEED_WORDS = ("seed", "s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart:
@@ -137,27 +156,6 @@ def _rewards(run: Run) -> list[float]:
     updates = [event.scored for event in run.record.events if isinstance(event, Score)]
     given = [[one.reward for one in scored if one.reward is not None] for scored in updates]
     return [sum(found) / len(found) for found in given if found]
-
-
-Line = Sequence[tuple[float, float]]
-"""Values over places, the places in order."""
-
-_OTHERWISE = frozenset(
-    {
-        "seed",
-        "out",
-        "threads",
-        "device",
-        "rewards.workers",
-        "rewards.batch",
-        "rewards.concurrency",
-    }
-)
-_OTHERWISE_SECTIONS = ("saving.", "tracking.")
-"""Settings and sections that change where and how fast a run goes, not what it learns."""
-_SEED_OF_TASK = re.compile(r"(?<=[:,])seed=[0-9]+(?=,|$)")
-_WORD = re.compile(r"[^-_./\\\s]+")
-_SEED_WORDS = ("seed", "s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,10 @@ from sortedrl.types import Key
 _MARGIN = 9
 _BANDS = {"update": "|", "hand_over": ":", "rollout": "."}
 
+MAX_PROMPTS = 26
+"""Prompts are named by letters."""
+_WIDTH = 88
+
 
 def ticks(events: Sequence[Event]) -> str:
     """The rows of the slots, what the marks mean, and the story; without a last newline."""
@@ -87,12 +91,6 @@ def _legend(run: Lanes) -> str:
     if any(band.kind == "hand_over" for band in run.bands):
         words.append(":: hand-over")
     return "   ".join(words)
-
-
-MAX_PROMPTS = 26
-"""Prompts are named by letters."""
-
-_WIDTH = 88
 
 
 def letter(prompt: int) -> str:

@@ -47,6 +47,8 @@ PROCESSES = ("rounds", "groups", "trainer", "rewards", "slots")
 _FIRST_THREAD = 101
 """Threads are numbered on from here, so that none has the number of a process."""
 
+SpanKind = Literal["rounds", "groups", "updates", "hand_overs", "waits", "rewards", "slots"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
@@ -279,9 +281,6 @@ def _packed_or_plain(path: Path, file: IO[bytes]) -> Iterator[Callable[[bytes], 
     # without name and time, the same run gives the same file
     with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
         yield packed.write
-
-
-SpanKind = Literal["rounds", "groups", "updates", "hand_overs", "waits", "rewards", "slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

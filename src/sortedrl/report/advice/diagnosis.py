@@ -37,6 +37,12 @@ from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import Simulation
 
+LEAST_GAIN = 1.02
+# Where lengths are drawn and not replayed, smaller gains are within the spread of the draws.
+_LEAST_DRAWN_GAIN = 1.1
+_NEARLY_BEST = 0.99
+_ORDER: tuple[About, ...] = ("learning", "speed", "extrapolation", "memory", "note")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -171,13 +177,6 @@ def _times(gain: float) -> str:
     if gain >= 2:
         return f"{gain:.1f} times as many tokens per second"
     return f"{100 * (gain - 1):.0f} % more tokens per second"
-
-
-LEAST_GAIN = 1.02
-# Where lengths are drawn and not replayed, smaller gains are within the spread of the draws.
-_LEAST_DRAWN_GAIN = 1.1
-_NEARLY_BEST = 0.99
-_ORDER: tuple[About, ...] = ("learning", "speed", "extrapolation", "memory", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ from sortedrl.types import Key
 
 _LEAST_RESUMES = 20
 
+_GROUP_BATCHES = 4
+
 
 @dataclass(slots=True)
 class ObservedAnswers:
@@ -232,9 +234,6 @@ class _IdleCounter:
             self._elsewhere += passed * free
         else:
             self._tail += passed * free
-
-
-_GROUP_BATCHES = 4
 
 
 def observed_schedule(events: Sequence[Event]) -> Schedule | None:

@@ -7,17 +7,24 @@ Points of the front carry numbers, and a key below the chart names them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.axes import Frame, round_marks, short
 from sortedrl.report.charts.svg import Canvas, Scheme
 
 _WIDTH, _HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 30, 50, 60
 _INSET = 16
 _KEY_PITCH = 19
+
+Row = Mapping[str, object]
+"""One row of `compare.row`."""
+_NAMES = 176
+_COLUMN, _BETWEEN, _LABEL = 150, 21, 48
+_BARS_TOP, _PITCH, _GAP, _BARS_BOTTOM = 62, 20, 8, 14
+_FAIR = 0.1
+"""A length bias within this of 1 counts as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +36,6 @@ class Point:
     label: str
     is_best: bool = False
     on_front: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Frame:
-    """Values to pixels."""
-
-    x_start: float
-    x_end: float
-    y_start: float
-    y_end: float
-
-    def x(self, value: float) -> float:
-        """The place of a cost; the least keeps a little off the axis."""
-        share = (value - self.x_start) / (self.x_end - self.x_start)
-        return _LEFT + _INSET + (_WIDTH - _LEFT - _RIGHT - _INSET) * share
-
-    def y(self, value: float) -> float:
-        """The height of a gain."""
-        share = (value - self.y_start) / (self.y_end - self.y_start)
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share
 
 
 def pareto(
@@ -70,7 +57,12 @@ def pareto(
         raise ValueError("a Pareto picture needs at least one point, got none")
     xs, ys = [point.x for point in points], [point.y for point in points]
     x_start, y_start = (_start(xs), _start(ys)) if is_cropped else (0.0, 0.0)
-    frame = _Frame(
+    frame = Frame(
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
+        top=_TOP,
+        floor=_HEIGHT - _BOTTOM,
+        inset=_INSET,
         x_start=x_start,
         x_end=_end(xs, start=x_start, air=1.04),
         y_start=y_start,
@@ -81,7 +73,14 @@ def pareto(
     height = _HEIGHT + _KEY_PITCH * (len(named) + 1) + 10 if named else _HEIGHT
     canvas = Canvas(_WIDTH, height, label=title or f"{y_label} against {x_label}")
     canvas.text(_LEFT, 26, content=title or f"{len(points)} settings", css="title")
-    _draw_axes(canvas, frame, x_label=x_label, y_label=y_label)
+    y_marks = round_marks(frame.y_start, frame.y_end, count=5)
+    frame.draw_axes(
+        canvas,
+        x_marks=round_marks(frame.x_start, frame.x_end, count=8),
+        y_marks=[(mark, short(mark)) for mark in y_marks],
+        x_label=x_label,
+        y_label=y_label,
+    )
     _draw_front(canvas, [point for point in named if point.on_front], frame=frame)
     for point in sorted(points, key=lambda point: (point.is_best, point.on_front)):
         x, y = frame.x(point.x), frame.y(point.y)
@@ -97,24 +96,6 @@ def pareto(
     return canvas.svg(scheme=scheme)
 
 
-def _draw_axes(canvas: Canvas, frame: _Frame, *, x_label: str, y_label: str) -> None:
-    floor = _HEIGHT - _BOTTOM
-    for value in _marks(frame.y_start, frame.y_end, count=5):
-        y = frame.y(value)
-        canvas.line(_LEFT, y, x2=_WIDTH - _RIGHT, y2=y, css="rule")
-        canvas.text(_LEFT - 8, y + 4, content=short(value), css="small", anchor="end")
-    if frame.y_start:
-        canvas.line(_LEFT, floor, x2=_WIDTH - _RIGHT, y2=floor, css="rule")
-    for value in _marks(frame.x_start, frame.x_end, count=8):
-        x = frame.x(value)
-        canvas.line(x, floor, x2=x, y2=floor + 4, css="rule")
-        canvas.text(x, floor + 18, content=short(value), css="small", anchor="middle")
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    canvas.text(middle, floor + 40, content=x_label, css="muted", anchor="middle")
-    upright = (_TOP + floor) / 2
-    canvas.text(18, upright, content=y_label, css="muted", anchor="middle", is_upright=True)
-
-
 def _start(values: Sequence[float]) -> float:
     """Where an axis begins: at 0, or a little below the least value if 0 is far away."""
     low, high = min(values), max(values)
@@ -127,16 +108,7 @@ def _end(values: Sequence[float], *, start: float, air: float) -> float:
     return start + air * (max(values) - start) or 1.0
 
 
-def _marks(start: float, end: float, *, count: int) -> list[float]:
-    """About so many round numbers on an axis."""
-    steps = round_steps(end - start, count=count)
-    if not start or len(steps) < 2:
-        return steps
-    first, last = math.ceil(start / steps[1] - 1e-9), math.floor(end / steps[1] + 1e-9)
-    return [round(index * steps[1], 10) for index in range(first, last + 1)]
-
-
-def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: _Frame) -> None:
+def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: Frame) -> None:
     """Steps: right of a point and below it, everything is beaten by it."""
     if not front:
         return
@@ -150,7 +122,7 @@ def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: _Frame) -> Non
     canvas.path(corners, css="front")
 
 
-def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: _Frame) -> None:
+def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: Frame) -> None:
     """A number beside each named dot, on the side where the front leaves room; none over another.
 
     That is up and left of what lies on it, down and right of what it beats.
@@ -196,16 +168,6 @@ def _digits(values: Sequence[float]) -> int:
     """Decimals for a column of numbers, the same in every row."""
     largest = max(values)
     return 0 if largest >= 100 else 1 if largest >= 10 else 2
-
-
-Row = Mapping[str, object]
-"""One row of `compare.row`."""
-
-_NAMES = 176
-_COLUMN, _BETWEEN, _LABEL = 150, 21, 48
-_BARS_TOP, _PITCH, _GAP, _BARS_BOTTOM = 62, 20, 8, 14
-_FAIR = 0.1
-"""A length bias within this of 1 counts as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

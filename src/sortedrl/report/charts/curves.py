@@ -6,12 +6,12 @@ A line that stands for several runs has a band behind it, from the least of them
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.report.charts.axes import round_steps, short
-from sortedrl.report.charts.svg import Canvas, Scheme, text_width
+from sortedrl.evaluation.tables import percent
+from sortedrl.report.charts.axes import Frame, neighbours, round_marks, round_steps, short
+from sortedrl.report.charts.svg import Canvas, Scheme, clipped, text_width
 from sortedrl.report.charts.svg import series as series_class
 
 MAX_POINTS = 240
@@ -46,46 +46,6 @@ class _Dot:
     """How many points it is the mean of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Frame:
-    """Values to pixels, and to words."""
-
-    x_end: float
-    has_whole_x: bool
-    y_low: float
-    y_high: float
-    top: float
-    is_share: bool
-
-    @property
-    def floor(self) -> float:
-        """The lower edge of the plot."""
-        return self.top + _PLOT_HEIGHT
-
-    def x(self, value: float) -> float:
-        """The place of a value."""
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.x_end
-
-    def y(self, value: float) -> float:
-        """The height of a value."""
-        return self.floor - _PLOT_HEIGHT * (value - self.y_low) / (self.y_high - self.y_low)
-
-    def words(self, value: float) -> str:
-        """A value of the upright axis."""
-        return f"{100 * value:.1f} %" if self.is_share else _figure(value)
-
-    def y_marks(self) -> list[float]:
-        """Round numbers on both sides of 0."""
-        step = round_steps(self.y_high - self.y_low, count=6)[1]
-        first, last = math.ceil(self.y_low / step - 1e-9), math.floor(self.y_high / step + 1e-9)
-        return [step * index for index in range(first, last + 1)]
-
-    def x_marks(self) -> list[float]:
-        """Round numbers; whole ones where all places are whole."""
-        marks = round_steps(self.x_end, count=8)
-        return [mark for mark in marks if mark == int(mark)] if self.has_whole_x else marks
-
-
 def curves(
     series: Sequence[Series], *, x_label: str, y_label: str, title: str, is_share: bool = False
 ) -> str:
@@ -118,19 +78,32 @@ def _drawing(
 ) -> Canvas:
     """The picture; `edge` is empty space above its title."""
     lines = [_dots(line.points) for line in series]
-    bands = [_stretches(line.band) for line in series]
+    bands = [_thinned(line.band) for line in series]
     key = _key(series)
     rows = 1 + max((row for row, *_ in key), default=-1)
     top = edge + _TITLE + _KEY_PITCH * rows + _AIR
     dots = [dot for line in lines for dot in line]
     edges = [_Dot(x=x, y=y, count=1) for band in bands for x, *ends in band for y in ends]
     frame = _frame([*dots, *edges], top=top, is_share=is_share)
+    label = percent if is_share else _figure
     canvas = Canvas(_WIDTH, frame.floor + _BOTTOM, label=title)
     canvas.text(_LEFT, edge + 18, content=title, css="title")
     for place, (row, x, words) in enumerate(key):
         baseline = edge + _TITLE + _KEY_PITCH * row + 14
         _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, words=words)
-    _draw_axes(canvas, frame, x_label=x_label, y_label=y_label)
+    has_whole_x = all(dot.x == int(dot.x) for dot in [*dots, *edges])
+    frame.draw_axes(
+        canvas,
+        x_marks=[m for m in round_steps(frame.x_end, count=8) if m == int(m) or not has_whole_x],
+        y_marks=[
+            (mark, f"{short(100 * mark)} %" if is_share else short(mark))
+            for mark in round_marks(frame.y_start, frame.y_end, count=6)
+        ],
+        x_label=x_label,
+        y_label=y_label,
+        zero_css="axis",
+        gap=10,
+    )
     if not any(lines):
         middle = (_LEFT + _WIDTH - _RIGHT) / 2
         y = (frame.top + frame.floor) / 2
@@ -145,33 +118,33 @@ def _drawing(
         told = f"{series[place].name}: {y_label}"
         spread = {x: (low, high) for x, low, high in series[place].band}
         css = series_class(place)
-        _draw_dots(canvas, lines[place], frame=frame, css=css, told=told, spread=spread)
-    _label_ends(canvas, [line[-1] for line in lines if line], frame=frame)
+        _draw_dots(
+            canvas, lines[place], frame=frame, css=css, told=told, spread=spread, label=label
+        )
+    _label_ends(canvas, [line[-1] for line in lines if line], frame=frame, label=label)
     return canvas
 
 
 def _dots(points: Sequence[tuple[float, float]]) -> list[_Dot]:
     """The points, or means of neighbours where there are too many."""
-    stride = math.ceil(len(points) / MAX_POINTS) or 1
-    dots = []
-    for start in range(0, len(points), stride):
-        part = points[start : start + stride]
-        xs, ys = zip(*part, strict=True)
-        dots.append(_Dot(x=sum(xs) / len(part), y=sum(ys) / len(part), count=len(part)))
-    return dots
+    parts = [part for _, part in neighbours(points, most=MAX_POINTS)]
+    return [_Dot(x=x, y=y, count=len(part)) for part in parts for x, y in [_means(part)]]
 
 
-def _stretches(
+def _thinned(
     band: Sequence[tuple[float, float, float]],
 ) -> list[tuple[float, float, float]]:
     """The band, or means of neighbours where it has too many places."""
-    stride = math.ceil(len(band) / MAX_POINTS) or 1
-    parts = (band[start : start + stride] for start in range(0, len(band), stride))
-    means = (tuple(sum(column) / len(part) for column in zip(*part, strict=True)) for part in parts)
+    means = (_means(part) for _, part in neighbours(band, most=MAX_POINTS))
     return [(x, low, high) for x, low, high in means]
 
 
-def _frame(dots: Sequence[_Dot], *, top: float, is_share: bool) -> _Frame:
+def _means(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The mean of each column."""
+    return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
+
+
+def _frame(dots: Sequence[_Dot], *, top: float, is_share: bool) -> Frame:
     highest = max((dot.y for dot in dots), default=0.0)
     low, high = 1.08 * min([0.0, *(dot.y for dot in dots)]), 1.08 * max(0.0, highest)
     if is_share and highest <= 1:
@@ -179,13 +152,14 @@ def _frame(dots: Sequence[_Dot], *, top: float, is_share: bool) -> _Frame:
     # below this, round numbers are no longer told apart
     is_flat = high - low < 1e-6
     x_end = max((dot.x for dot in dots), default=0.0)
-    return _Frame(
-        x_end=x_end if x_end > 1e-6 else 1.0,
-        has_whole_x=all(dot.x == int(dot.x) for dot in dots),
-        y_low=0.0 if is_flat else low,
-        y_high=1.0 if is_flat else high,
+    return Frame(
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
         top=top,
-        is_share=is_share,
+        floor=top + _PLOT_HEIGHT,
+        x_end=x_end if x_end > 1e-6 else 1.0,
+        y_start=0.0 if is_flat else low,
+        y_end=1.0 if is_flat else high,
     )
 
 
@@ -195,10 +169,7 @@ def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)
     for line in series:
-        words = _words(line)
-        longest = int((room - 20) / text_width("x"))
-        if len(words) > longest:
-            words = words[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+        words = clipped(_words(line), room - 20)
         width = 20 + text_width(words) + 24
         if x > _LEFT and x + width > _LEFT + room:
             row, x = row + 1, float(_LEFT)
@@ -229,7 +200,7 @@ def _draw_key(
 
 
 def _draw_band(
-    canvas: Canvas, band: Sequence[tuple[float, float, float]], *, frame: _Frame, css: str
+    canvas: Canvas, band: Sequence[tuple[float, float, float]], *, frame: Frame, css: str
 ) -> None:
     """The area between the lowest and the highest; at a single place, the stretch between them."""
     upper = [(frame.x(x), frame.y(high)) for x, _, high in band]
@@ -240,41 +211,28 @@ def _draw_band(
         canvas.path([*upper, *reversed(lower)], css=f"{css} band", is_closed=True)
 
 
-def _draw_axes(canvas: Canvas, frame: _Frame, *, x_label: str, y_label: str) -> None:
-    for mark in frame.y_marks():
-        y = frame.y(mark)
-        canvas.line(_LEFT, y, x2=_WIDTH - _RIGHT, y2=y, css="rule" if mark else "axis")
-        words = f"{short(100 * mark)} %" if frame.is_share else short(mark)
-        canvas.text(_LEFT - 10, y + 4, content=words, css="small", anchor="end")
-    for mark in frame.x_marks():
-        x = frame.x(mark)
-        canvas.line(x, frame.floor, x2=x, y2=frame.floor + 4, css="rule")
-        canvas.text(x, frame.floor + 18, content=short(mark), css="small", anchor="middle")
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    canvas.text(middle, frame.floor + 40, content=x_label, css="muted", anchor="middle")
-    upright = (frame.top + frame.floor) / 2
-    canvas.text(18, upright, content=y_label, css="muted", anchor="middle", is_upright=True)
-
-
 def _draw_dots(
     canvas: Canvas,
     dots: Sequence[_Dot],
     *,
-    frame: _Frame,
+    frame: Frame,
     css: str,
     told: str,
     spread: Mapping[float, tuple[float, float]],
+    label: Callable[[float], str],
 ) -> None:
     radius = 3.5 if len(dots) <= _FEW else 2
     for dot in dots:
         mean = f" (mean of {dot.count})" if dot.count > 1 else ""
         if dot.count == 1 and dot.x in spread:
-            mean = " ({} to {})".format(*(frame.words(end) for end in spread[dot.x]))
-        words = f"{told} {frame.words(dot.y)}{mean} at {_figure(dot.x)}"
+            mean = " ({} to {})".format(*(label(end) for end in spread[dot.x]))
+        words = f"{told} {label(dot.y)}{mean} at {_figure(dot.x)}"
         canvas.circle(frame.x(dot.x), frame.y(dot.y), radius=radius, css=css, title=words)
 
 
-def _label_ends(canvas: Canvas, ends: Sequence[_Dot], *, frame: _Frame) -> None:
+def _label_ends(
+    canvas: Canvas, ends: Sequence[_Dot], *, frame: Frame, label: Callable[[float], str]
+) -> None:
     """The last value of each line beside its end, none over another.
 
     Labels that would touch give way towards the emptier half of the plot, as far as it goes.
@@ -290,7 +248,7 @@ def _label_ends(canvas: Canvas, ends: Sequence[_Dot], *, frame: _Frame) -> None:
                 y = other_y + way * _LABEL_PITCH
         taken.append((x, y))
         if frame.top - _AIR < y < frame.floor + 6:
-            canvas.text(x, y, content=frame.words(dot.y), css="head")
+            canvas.text(x, y, content=label(dot.y), css="head")
 
 
 def _figure(value: float) -> str:

@@ -14,7 +14,7 @@ from sortedrl.evaluation.answers import Answer
 from sortedrl.evaluation.intervals import Estimate
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.charts.axes import round_steps, short
-from sortedrl.report.charts.svg import Canvas, series, text_width
+from sortedrl.report.charts.svg import Canvas, clipped, series
 
 _WIDTH = 400
 _NAMES, _VALUES = 126, 58
@@ -52,7 +52,7 @@ def rate_bars(groups: Sequence[Group], *, label: str) -> str:
         top = _HEAD + row * tall
         middle = top + count * pitch / 2 + 4
         with canvas.group(title=group.name):
-            canvas.text(_NAMES - 8, middle, content=_fitting(group.name), anchor="end")
+            canvas.text(_NAMES - 8, middle, content=_clipped_name(group.name), anchor="end")
         for place, rate in enumerate(group.rates):
             if rate is not None:
                 _draw_rate(canvas, rate, y=top + place * pitch, height=pitch, css=series(place))
@@ -80,7 +80,7 @@ def change_marks(groups: Sequence[Group], *, label: str) -> str:
         is_clear = rate.low > 0 or rate.high < 0
         css = "muted" if group.is_quiet else "head"
         with canvas.group(title=f"{group.name}: {points(rate.value)} points, {_interval(rate)}"):
-            canvas.text(_NAMES - 8, y + 4, content=_fitting(group.name), css=css, anchor="end")
+            canvas.text(_NAMES - 8, y + 4, content=_clipped_name(group.name), css=css, anchor="end")
             canvas.line(ends[0], y, x2=ends[2], y2=y, css="whisker")
             canvas.circle(ends[1], y, radius=4.5, css="dot" if is_clear else "dot open")
             canvas.text(_WIDTH - 2, y + 4, content=points(rate.value), anchor="end")
@@ -210,7 +210,5 @@ def _interval(rate: Estimate) -> str:
     )
 
 
-def _fitting(name: str) -> str:
-    """The name, cut where it would leave its column."""
-    room = int((_NAMES - 8) / text_width("x", size=15))  # bold letters are wider
-    return name if len(name) <= room else name[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def _clipped_name(name: str) -> str:
+    return clipped(name, _NAMES - 8, size=15)  # bold letters are wider

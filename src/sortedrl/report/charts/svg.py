@@ -227,6 +227,12 @@ def text_width(text: str, *, size: float = 12) -> float:
     return 0.54 * size * len(text)
 
 
+def clipped(text: str, width: float, *, size: float = 12) -> str:
+    """The text, cut with an ellipsis where it would be wider than `width` pixels."""
+    room = max(1, int(width / text_width("x", size=size)))
+    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
 def _clean(text: str) -> str:
     return escape(visible(text))
 

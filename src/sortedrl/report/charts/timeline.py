@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.axes import round_marks, short
 from sortedrl.report.charts.svg import SHADES, Canvas, Scheme, text_width
 from sortedrl.report.lanes import Bar, Lanes
 
@@ -28,6 +28,9 @@ _WIDTH = 860
 _LEFT, _RIGHT = 34, 24
 _HEAD, _GAP, _FOOT = 30, 18, 74
 _SHARES_HEIGHT = 120
+
+DISCARDED = "discarded"
+"""The layer of the tokens that were thrown away later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,22 +215,11 @@ def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> 
 
 def _draw_axis(canvas: Canvas, y: float, *, scale: _Scale) -> None:
     canvas.line(_LEFT, y + 5, x2=_WIDTH - _RIGHT, y2=y + 5, css="rule")
-    for place, seconds in enumerate(_marks(scale)):
+    for place, seconds in enumerate(round_marks(scale.origin, scale.origin + scale.end, count=8)):
         x = scale.x(seconds - scale.origin)
         canvas.line(x, y + 5, x2=x, y2=y + 9, css="rule")
         unit = "" if place else " s"
         canvas.text(x, y + 22, content=short(seconds) + unit, css="small", anchor="middle")
-
-
-def _marks(scale: _Scale) -> list[float]:
-    """Round seconds between the edges."""
-    steps = round_steps(scale.end, count=8)
-    if not scale.origin:
-        return steps
-    step = steps[1]
-    first = math.ceil(scale.origin / step - 1e-9)
-    last = math.floor((scale.origin + scale.end) / step + 1e-9)
-    return [round(index * step, 10) for index in range(first, last + 1)]
 
 
 def _draw_legend(
@@ -314,10 +306,6 @@ def _part(bar: Bar, start: float, end: float) -> Bar:
         is_finished=bar.is_finished and bar.end <= end,
         length=_length(bar),
     )
-
-
-DISCARDED = "discarded"
-"""The layer of the tokens that were thrown away later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

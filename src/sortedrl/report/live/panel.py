@@ -36,6 +36,14 @@ _TINTS = {
 }
 """Okabe and Ito's colours, which differ for colour-blind eyes, on a dark and a light ground."""
 
+_SLOT_BAR_LEAST = 4
+_SLOT_BAR_MOST = 16
+_LABEL = 10
+_BAR_LEAST, _BAR_MOST = 8, 60
+_TWO_COLUMNS = 56
+_STRIP_ROWS = 4
+_VALUE = 11
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
@@ -147,10 +155,6 @@ def _always(char: str) -> bool:
     return True
 
 
-_SLOT_BAR_LEAST = 4
-_SLOT_BAR_MOST = 16
-
-
 def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
     """A share of a whole, filled from the left."""
     steps = len(glyphs.parts)
@@ -245,13 +249,6 @@ def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: Piece) -> Li
         ("".join(char for char, _ in alike), tint)
         for tint, alike in groupby(drawn, key=lambda piece: piece[1])
     )
-
-
-_LABEL = 10
-_BAR_LEAST, _BAR_MOST = 8, 60
-_TWO_COLUMNS = 56
-_STRIP_ROWS = 4
-_VALUE = 11
 
 
 class _Ranked(NamedTuple):

@@ -29,6 +29,9 @@ TRENDS = {
 }
 """The numbers that are drawn over the run, and their names in a row of metrics."""
 
+_MOST = 256
+_STATM = Path("/proc/self/statm")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
@@ -262,9 +265,6 @@ class Slots:
             self._offsets[slot] = self._queue.pop(key) - self._growth
 
 
-_MOST = 256
-
-
 class History:
     """The course of one number."""
 
@@ -309,9 +309,6 @@ def squeezed(values: Sequence[float], most: int) -> list[float]:
 def _mean(values: Sequence[float]) -> float:
     # Divided first: the sum of great finite numbers may not be finite.
     return sum(value / len(values) for value in values)
-
-
-_STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

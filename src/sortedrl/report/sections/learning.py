@@ -44,6 +44,18 @@ _BY: tuple[tuple[By, str], ...] = (
 )
 """Ways to count how far a run is, and their captions."""
 
+MAX_ANSWERS = 3000
+"""Answers of all runs together."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ORDERS = (
+    ("update up", "first updates first"),
+    ("update down", "last updates first"),
+    ("reward up", "lowest reward first"),
+    ("reward down", "highest reward first"),
+    ("tokens up", "shortest first"),
+    ("tokens down", "longest first"),
+)
+
 
 def learning_section(runs: Sequence[Run]) -> str:
     """The curves, how soon a common score was reached, and what to make of them."""
@@ -152,20 +164,6 @@ def _needed(held: Sequence[HeldOut], goal: float) -> list[str]:
         if held_out.score >= goal:
             return [short(held_out.answers), short(held_out.tokens), short(held_out.seconds)]
     return ["not reached"] * 3
-
-
-MAX_ANSWERS = 3000
-"""Answers of all runs together."""
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_ORDERS = (
-    ("update up", "first updates first"),
-    ("update down", "last updates first"),
-    ("reward up", "lowest reward first"),
-    ("reward down", "highest reward first"),
-    ("tokens up", "shortest first"),
-    ("tokens down", "longest first"),
-)
 
 
 def answers_section(runs: Sequence[Run]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import Finish, Start
 from sortedrl.metrics import LengthBias
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, short
+from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, round_width, short
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.html import figure, framed, paragraph, remarks, table, unbroken
 from sortedrl.report.record import Run
@@ -29,6 +29,14 @@ _FAIR = 0.03
 _NOTABLE = 0.005
 """Share of answers not seen to their end from which it is worth a sentence."""
 _NONE = "\N{EN DASH}"
+
+_LEFT, _RIGHT, _ASIDE = 52, 16, 40
+_TALL, _HEADROOM = 150, 36
+_MOST = 48
+_SPREAD = 12.0
+"""From this many times the typical length on, the longest is told on a logarithmic axis."""
+Shares = tuple[float, ...]
+"""For each bin the share of the answers in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,16 +248,6 @@ def _largest_gap(trained: Counter[int], written: Survival) -> float:
     return gap
 
 
-_LEFT, _RIGHT, _ASIDE = 52, 16, 40
-_TALL, _HEADROOM = 150, 36
-_MOST = 48
-_SPREAD = 12.0
-"""From this many times the typical length on, the longest is told on a logarithmic axis."""
-
-Shares = tuple[float, ...]
-"""For each bin the share of the answers in it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bins:
     """Neighbouring bins: bin `i` holds the lengths from `edges[i]` to below `edges[i + 1]`."""
@@ -297,8 +295,7 @@ def length_bins(*, shortest: int, typical: float, longest: int) -> Bins:
     """Bins for all these lengths: round and even ones, or of even ratio where some are huge."""
     shortest = max(1, shortest)
     if longest <= _SPREAD * typical:
-        widths = (m * 10**power for power in range(9) for m in (1, 2, 5))
-        width = next(width for width in widths if longest < _MOST * width)
+        width = round_width(longest + 1, bins=_MOST)
         return Bins(edges=tuple(range(0, longest + width + 1, width)), is_log=False)
     ratio = ((longest + 1) / shortest) ** (1 / _MOST)
     edges = {round(shortest * ratio**place) for place in range(_MOST)}

@@ -15,7 +15,16 @@ from itertools import pairwise
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import HandOver, Harvest, Load, Start, Update
 from sortedrl.metrics import Figures
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, short
+from sortedrl.report.charts.axes import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Panel,
+    neighbours,
+    round_steps,
+    short,
+    stride,
+)
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.charts.timeline import timelines_inline
 from sortedrl.report.html import escape, figure, framed, paragraph, remarks
@@ -29,6 +38,17 @@ FALLBACK_BARS = 1000
 """Bars up to which a reader without scripts gets a picture; of more, it would weigh too much."""
 TICKS = 5_000_000
 """Ticks that a run has at least."""
+
+MAX_COLUMNS = 240
+"""Columns of one run; where there are more rounds or groups, a column is several neighbours."""
+_MOSTLY = 0.5
+_EVENLY = 2.0
+_HARDLY = 0.0005
+_LEFT, _RIGHT = 56, 20
+_TALL, _FLAT, _MANY = 96, 60, 4
+_BETWEEN = 14
+_GAP, _WIDE = 1, 6
+_THIN = 0.75
 
 
 def slots_section(runs: Sequence[Run]) -> str:
@@ -172,14 +192,6 @@ def _short_reward(reward: float | None) -> float | None:
     return None if reward is None or not math.isfinite(reward) else float(f"{reward:.4g}")
 
 
-MAX_COLUMNS = 240
-"""Columns of one run; where there are more rounds or groups, a column is several neighbours."""
-
-_MOSTLY = 0.5
-_EVENLY = 2.0
-_HARDLY = 0.0005
-
-
 def bubbles_section(runs: Sequence[Run]) -> str:
     """The bubble of each run by round and by group, and in words where it is."""
     drawn = []
@@ -199,7 +211,7 @@ def round_columns(run: Run) -> list[Step]:
     columns: list[Step] = []
     numbers = _round_numbers(run)
     now = 0.0
-    for first, part in _neighbours(run.metrics.rounds):
+    for first, part in neighbours(run.metrics.rounds, most=MAX_COLUMNS):
         joined = _joined(part)
         end = now + joined.rollout_seconds
         what = _counted("round", numbers[first], numbers[first + len(part) - 1])
@@ -212,7 +224,7 @@ def group_columns(run: Run) -> list[Step]:
     """The groups by number, each from its load to its close; neighbours together where many."""
     columns: list[Step] = []
     groups = sorted(run.metrics.groups, key=lambda group: group.group)
-    for first, part in _neighbours([group.figures for group in groups]):
+    for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
         start, end = groups[first].group, groups[first + len(part) - 1].group
         joined = _joined(part)
         told = _tooltip(_counted("group", start, end), joined)
@@ -280,12 +292,6 @@ def _round_numbers(run: Run) -> list[int]:
     return list(dict.fromkeys(named))
 
 
-def _neighbours(figures: Sequence[Figures]) -> list[tuple[int, Sequence[Figures]]]:
-    """Runs of neighbours, each with the place of its first, at most `MAX_COLUMNS`."""
-    stride = math.ceil(len(figures) / MAX_COLUMNS) or 1
-    return [(place, figures[place : place + stride]) for place in range(0, len(figures), stride)]
-
-
 def _joined(part: Sequence[Figures]) -> Figures:
     """What matters to the bubble, over all of them."""
     return Figures(
@@ -327,7 +333,7 @@ def _rounds_picture(runs: Sequence[Run]) -> str:
 
 
 def _rounds_caption(runs: Sequence[Run]) -> str:
-    most = max(_stride(len(run.metrics.rounds)) for run in runs)
+    most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
     each = "a round" if most == 1 else f"up to {most:,} rounds together"
     return (
         f"Bubble by round. Each column is {each}, as wide as the rollout took, so the coloured "
@@ -347,23 +353,12 @@ def _groups_picture(runs: Sequence[Run]) -> str:
 
 
 def _groups_caption(runs: Sequence[Run]) -> str:
-    most = max(_stride(len(run.metrics.groups)) for run in runs)
+    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
     each = "a group" if most == 1 else f"up to {most:,} groups together"
     return (
         f"Bubble by group. Each column is {each}, from load to close; groups that overlap count "
         "the same idle slots more than once."
     )
-
-
-def _stride(count: int) -> int:
-    return math.ceil(count / MAX_COLUMNS) or 1
-
-
-_LEFT, _RIGHT = 56, 20
-_TALL, _FLAT, _MANY = 96, 60, 4
-_BETWEEN = 14
-_GAP, _WIDE = 1, 6
-_THIN = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

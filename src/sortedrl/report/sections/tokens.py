@@ -15,13 +15,37 @@ from dataclasses import dataclass
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import Update
 from sortedrl.metrics import Ledger
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, short
+from sortedrl.report.charts.axes import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Panel,
+    neighbours,
+    round_steps,
+    round_width,
+    short,
+    stride,
+)
 from sortedrl.report.charts.svg import SHADES, Canvas, series
 from sortedrl.report.html import figure, framed, remarks
 from sortedrl.report.record import Run
 
 MAX_COLUMNS = 80
 """Columns of one run; where there are more updates, a column is several neighbours."""
+
+_LEFT, _RIGHT = 76, 20
+_ROW, _LEAST = 16, 3
+_BETWEEN = 20
+_KEY, _KEY_STEP = 34, 86
+_GAP, _WIDE = 1, 6
+_DOT = 3.0
+_ROWS = 12
+_TALL, _FLAT, _MANY = 128, 72, 4
+_FROM, _TO, _THICK = 196, 560, 10
+_LABEL = 18
+_LINE = 16
+_THIN = 0.75
+_CORNERS = 24
 
 
 def staleness_section(runs: Sequence[Run]) -> str:
@@ -60,10 +84,8 @@ def _note(run: Run) -> str:
 def staleness_columns(run: Run) -> tuple[Column, ...]:
     """The updates in order, neighbours together where there are many."""
     updates = [event for event in run.record.events if isinstance(event, Update)]
-    stride = _stride(len(updates))
     return tuple(
-        _column(updates[place : place + stride], first=place + 1)
-        for place in range(0, len(updates), stride)
+        _column(part, first=place + 1) for place, part in neighbours(updates, most=MAX_COLUMNS)
     )
 
 
@@ -80,26 +102,13 @@ def _column(updates: Sequence[Update], *, first: int) -> Column:
 
 
 def _caption(runs: Sequence[Run]) -> str:
-    most = max(_stride(run.metrics.run.updates) for run in runs)
+    most = max(stride(run.metrics.run.updates, most=MAX_COLUMNS) for run in runs)
     each = "an update" if most == 1 else f"up to {most:,} updates together"
     return (
         f"Each column is {each}. An answer counts once, at the staleness of its oldest token: the "
         "updates between the weights that wrote that token and those it was trained on. "
         "Dots are the mean over all tokens of the column."
     )
-
-
-def _stride(count: int) -> int:
-    return math.ceil(count / MAX_COLUMNS) or 1
-
-
-_LEFT, _RIGHT = 76, 20
-_ROW, _LEAST = 16, 3
-_BETWEEN = 20
-_KEY, _KEY_STEP = 34, 86
-_GAP, _WIDE = 1, 6
-_DOT = 3.0
-_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +137,7 @@ class HeatMap:
     def depth(self) -> int:
         """How many neighbouring values of staleness make one row."""
         most = max(len(column.answers) for column in self.columns)
-        widths = (m * 10**power for power in range(9) for m in (1, 2, 5))
-        return int(next(width for width in widths if most <= _ROWS * width))
+        return round_width(most, bins=_ROWS)
 
     @property
     def num_rows(self) -> int:
@@ -260,14 +268,6 @@ def ledger_words(run: Run) -> str:
         ratio = short(100 * ledger.discarded / ledger.trained)
         thrown = f"{ratio} were thrown away for every 100 trained on"
     return f"{trained} of the decoded tokens were trained on; {thrown}."
-
-
-_TALL, _FLAT, _MANY = 128, 72, 4
-_FROM, _TO, _THICK = 196, 560, 10
-_LABEL = 18
-_LINE = 16
-_THIN = 0.75
-_CORNERS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,10 @@ WANTED_SECONDS = 60.0
 _SHARE = 5
 """A page that took a second to make is made at most every so many seconds."""
 
+_Print = tuple[int, int] | None
+"""Length and time of a file, by which a change shows; `None` where there is none."""
+_PIECE_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
@@ -160,10 +164,6 @@ def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) ->
     )
 
 
-_Print = tuple[int, int] | None
-"""Length and time of a file, by which a change shows; `None` where there is none."""
-
-
 class FollowedRun:
     """A run's folder, or a bare log of events, looked at again and again."""
 
@@ -235,9 +235,6 @@ def _fingerprint(path: Path) -> _Print:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns
-
-
-_PIECE_BYTES = 1 << 20
 
 
 class Tail:
