@@ -28,7 +28,7 @@ from sortedrl.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.advice.observed import observed_answers
-from sortedrl.report.advice.simulation import observed_world, simulated
+from sortedrl.report.advice.simulation import fitted_run, simulated
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
 from sortedrl.training.optimisation import Optimisation
@@ -125,9 +125,7 @@ def claims(logs: dict[Schedule, list[Event]], engine: EngineSettings) -> list[Cl
         observed, costs = observed_answers(log), fit(log).costs
         told: dict[Schedule, float] = {}
         for asked in logs:
-            world = observed_world(
-                log, observed, schedule=asked, engine=engine, costs=costs, seed=0
-            )
+            world = fitted_run(log, observed, schedule=asked, engine=engine, costs=costs, seed=0)
             forecast = simulated(
                 world.simulation, trajectories=observed.num_trained, stop_after=None
             )

@@ -89,7 +89,7 @@ def told(page, name: str) -> str:
 
 def words(page) -> str:
     settle(page)
-    return page.locator(".slots-words").text_content()
+    return page.locator(".slots-summary").text_content()
 
 
 def settle(page) -> None:

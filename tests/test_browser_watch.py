@@ -78,7 +78,7 @@ def test_a_run_that_grows_is_shown_without_reloading_and_the_reader_keeps_their_
         mark_page(browser_page)
         slots = browser_page.locator("#slots")
         browser_page.get_by_role("button", name="zoom in").click()
-        expect(slots.locator(".slots-words")).not_to_contain_text("All")
+        expect(slots.locator(".slots-summary")).not_to_contain_text("All")
         zoom = [slots.get_attribute(name) for name in ("data-from", "data-to")]
         search = browser_page.locator('#answers input[type="search"]')
         search.fill("It is 2")

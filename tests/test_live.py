@@ -36,9 +36,9 @@ from sortedrl.report.live.state import (
     History,
     LiveState,
     Memory,
-    Moment,
     OpenGroup,
     Slots,
+    Snapshot,
     Trend,
     used_memory,
 )
@@ -74,8 +74,8 @@ class Watched:
         self.meter(event)
         self.state(event)
 
-    def moment(self) -> Moment:
-        return self.state.moment(
+    def snapshot(self) -> Snapshot:
+        return self.state.snapshot(
             activity="writing",
             done=0.25,
             seconds=10.0,
@@ -99,7 +99,7 @@ def follow(watched: Watched) -> None:
         ready -= len(event.trained) if isinstance(event, Update) else 0
         assert watched.state.ready == ready
     assert watched.state.running == watched.state.ready == 0
-    assert watched.moment().group is None
+    assert watched.snapshot().group is None
 
 
 @settings(max_examples=50)
@@ -131,11 +131,11 @@ def test_every_moment_of_a_run_has_a_frame_that_fits(simulation, width, height, 
         watched.take(event)
         if number % 7:
             continue
-        moment = watched.moment()
-        assert len(moment.shares) == watched.slots
-        assert sum(share is not None for share in moment.shares) == moment.running
-        assert all(share is None or 0 <= share <= 1 for share in moment.shares)
-        frame = panel(moment, width=width, height=height, glyphs=glyphs)
+        snapshot = watched.snapshot()
+        assert len(snapshot.shares) == watched.slots
+        assert sum(share is not None for share in snapshot.shares) == snapshot.running
+        assert all(share is None or 0 <= share <= 1 for share in snapshot.shares)
+        frame = panel(snapshot, width=width, height=height, glyphs=glyphs)
         assert 1 <= len(frame.lines) <= height
         assert all(cell_len(text) <= width for text in texts(frame))
 
@@ -146,7 +146,7 @@ def test_a_whole_run_shows_the_numbers_of_the_meter():
     for event in watched.events:
         watched.take(event)
     run = watched.meter.metrics().run
-    text = str(panel(watched.moment(), width=100, height=30))
+    text = str(panel(watched.snapshot(), width=100, height=30))
     assert f"bubble    {100 * run.bubble:.1f} %" in text
     assert f"{run.mean_staleness:.2f} max {run.staleness_max}" in text
     short = [f"{tokens / 1e6:.1f}M" for tokens in (run.ledger.decoded, run.ledger.trained)]
@@ -173,7 +173,7 @@ def test_slots_are_those_of_the_lanes(simulation, random):
             per_key[key] -= 1
         else:
             busy.add(bar_.slot)
-    shares = watched.moment().shares
+    shares = watched.snapshot().shares
     assert {slot for slot, share in enumerate(shares) if share is not None} == busy
 
 
@@ -195,11 +195,11 @@ def test_work_beyond_the_slots_queues_and_takes_the_next_slot_freed():
     slots = Slots(1, decoded=lambda: 0)
     for prompt in range(3):
         slots.start((prompt, 0), cached=prompt)
-    assert (slots.running, slots.seated, slots.tokens()) == (3, 1, [0])
+    assert (slots.running, slots.assigned, slots.tokens()) == (3, 1, [0])
     slots.stop((1, 0))
     slots.stop((0, 0))
     slots.stop((9, 9))
-    assert (slots.running, slots.seated, slots.tokens()) == (1, 1, [2])
+    assert (slots.running, slots.assigned, slots.tokens()) == (1, 1, [2])
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -293,8 +293,8 @@ NASTY = st.text(st.characters(codec="utf-8"), max_size=60) | st.sampled_from(
 
 @given(NASTY, st.integers(0, 60), GLYPHS)
 def test_text_from_outside_is_shown_and_does_nothing(nasty, width, glyphs):
-    moment = Moment(activity=nasty, schedule=nasty, shares=(0.5, None), running=1)
-    frame = panel(moment, width=width, height=10, glyphs=glyphs)
+    snapshot = Snapshot(activity=nasty, schedule=nasty, shares=(0.5, None), running=1)
+    frame = panel(snapshot, width=width, height=10, glyphs=glyphs)
     assert all(char.isprintable() for text in texts(frame) for char in text)
     assert all(cell_len(text) <= width for text in texts(frame))
     if glyphs is ASCII:
@@ -302,9 +302,9 @@ def test_text_from_outside_is_shown_and_does_nothing(nasty, width, glyphs):
 
 
 def test_brackets_are_no_markup():
-    moment = Moment(activity="[red]no markup[/red]")
+    snapshot = Snapshot(activity="[red]no markup[/red]")
     console = Console(file=io.StringIO(), width=60)
-    console.print(panel(moment, width=60, height=5))
+    console.print(panel(snapshot, width=60, height=5))
     assert "[red]no markup[/red]" in console.file.getvalue()
 
 
@@ -325,7 +325,7 @@ def test_an_encoding_without_blocks_gets_letters():
     assert shown("naïve", BLOCKS) == "naïve"
 
 
-FULL = Moment(
+FULL = Snapshot(
     activity="update 3: 5 answers ready, 3 being written",
     done=0.25,
     seconds=100.0,
@@ -368,7 +368,7 @@ def test_the_lines_that_matter_most_stay_where_there_are_few():
 
 
 def test_a_run_that_is_loading_says_so():
-    assert texts(panel(Moment(activity="loading"), width=40, height=9))[0] == "loading"
+    assert texts(panel(Snapshot(activity="loading"), width=40, height=9))[0] == "loading"
 
 
 def test_slots_are_no_bubble_while_nothing_is_rolled_out():
@@ -391,9 +391,9 @@ def test_before_the_first_answer_progress_is_measured_against_the_limit():
     )
     decoded = 5
     asked = {"activity": "", "done": 0, "seconds": 0, "figures": None, "memory": None}
-    assert state.moment(**asked).shares == (0.25, None)
+    assert state.snapshot(**asked).shares == (0.25, None)
     decoded = 180
-    assert state.moment(**asked).shares == (1.0, None)
+    assert state.snapshot(**asked).shares == (1.0, None)
 
 
 def test_rows_become_courses_and_what_is_missing_is_left_out():
@@ -405,9 +405,9 @@ def test_rows_become_courses_and_what_is_missing_is_left_out():
         {"evaluation/score": 0.4},
     ):
         state.updated(row)
-    moment = state.moment(activity="", done=0, seconds=0, figures=None, memory=None)
-    assert moment.skipped == 1
-    assert moment.trends == {
+    snapshot = state.snapshot(activity="", done=0, seconds=0, figures=None, memory=None)
+    assert snapshot.skipped == 1
+    assert snapshot.trends == {
         "reward": Trend(values=(0.5, 0.75), last=0.75),
         "score": Trend(values=(0.4,), last=0.4),
     }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, path_points, run_of, size, tree, words
 from sortedrl.metrics import Ledger
-from sortedrl.report.sections.tokens import flows, ledger_section, ledger_words
+from sortedrl.report.sections.tokens import flows, ledger_section, ledger_text
 
 counts = st.integers(0, 10**12)
 ledgers = st.builds(
@@ -93,7 +93,7 @@ def test_words_name_the_tokens_thrown_away_for_those_trained_on():
     run = run_of("on_policy")
     ledger = run.metrics.run.ledger
     assert ledger.discarded
-    told = ledger_words(run)
+    told = ledger_text(run)
     assert told.startswith(f"{100 * ledger.trained / ledger.decoded:.1f} % of the decoded")
     ratio = float(re.search(r"; ([\d.,]+) were thrown away", told)[1])
     assert ratio == pytest.approx(100 * ledger.discarded / ledger.trained, rel=0.01)
@@ -105,7 +105,7 @@ def test_words_of_a_run_that_trained_on_nothing_yet():
 
     def told(ledger):
         figures = replace(run.metrics.run, ledger=ledger)
-        return ledger_words(replace(run, metrics=replace(run.metrics, run=figures)))
+        return ledger_text(replace(run, metrics=replace(run.metrics, run=figures)))
 
     assert told(Ledger()) == "no stretch of writing has ended yet."
     assert told(Ledger(decoded=1200)) == "1,200 tokens decoded, none trained on yet."

@@ -173,7 +173,7 @@ def test_without_scripts_a_small_run_is_a_picture_and_a_large_one_a_sentence():
     run = measured(picture())
     assert len(run.lanes.bars) <= FALLBACK_BARS
     small = slots_section([run])
-    assert small.startswith('<slots_section id="slots">')
+    assert small.startswith('<section id="slots">')
     assert "<noscript><div" in small
     assert "<svg" in small
     assert "<style" not in small

@@ -14,7 +14,7 @@ from sortedrl.report.sections.tokens import (
     heat_maps,
     staleness_columns,
     staleness_section,
-    staleness_words,
+    staleness_text,
 )
 
 
@@ -69,7 +69,7 @@ def test_shares_of_a_column_add_up_to_all_its_answers(run):
 @given(any_runs)
 def test_the_mean_and_the_most_are_those_of_the_meter(run):
     figures = run.metrics.run
-    told = staleness_words(run)
+    told = staleness_text(run)
     if not figures.trajectories:
         assert told == "nothing was trained on yet."
     elif figures.staleness_max == 0:

@@ -92,9 +92,9 @@ def _opening(
     evaluations: Sequence[Evaluation], summaries: Sequence[Summary], comparison: Comparison | None
 ) -> str:
     if comparison is not None:
-        headline, lead = comparison_words(comparison)
+        headline, lead = comparison_headline(comparison)
     else:
-        headline, lead = summary_words(evaluations, summaries)
+        headline, lead = summary_headline(evaluations, summaries)
     found = [
         note
         for evaluation, summary in zip(evaluations, summaries, strict=True)
@@ -103,8 +103,10 @@ def _opening(
     if comparison is not None:
         found += different_settings(evaluations[0], evaluations[1])
     items = [f"<li>{prose(note)}</li>" for note in found]
-    told = f"<ul class='notes'>{''.join(items)}</ul>" if items else ""
-    return f"<header><h1>{prose(headline)}</h1><p class='lead'>{prose(lead)}</p>{told}</header>"
+    note_list = f"<ul class='notes'>{''.join(items)}</ul>" if items else ""
+    return (
+        f"<header><h1>{prose(headline)}</h1><p class='lead'>{prose(lead)}</p>{note_list}</header>"
+    )
 
 
 def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) -> str:
@@ -115,9 +117,9 @@ def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) ->
     return f"<section><h2>Numbers</h2>{''.join(tables)}</section>"
 
 
-def _nested(told: Table, *, caption: str) -> str:
+def _nested(cells: Table, *, caption: str) -> str:
     """A table of tasks and levels with the levels set back under their task."""
-    headings, rows = told
+    headings, rows = cells
     return table(
         [headings[0], *headings[2:]],
         [[row[1] or row[0], *row[2:]] for row in rows],
@@ -299,16 +301,16 @@ def _name(part: Estimates | Contrast) -> str:
     return part.task if part.level is None else level_name(part.level)
 
 
-def summary_words(
+def summary_headline(
     evaluations: Sequence[Evaluation], summaries: Sequence[Summary]
 ) -> tuple[str, str]:
     """The headline of a single evaluation, or of several side by side."""
     if len(evaluations) > 1:
-        told = [
+        rates = [
             f"{evaluation.label} {percent(_best_known(summary).value)}"
             for evaluation, summary in zip(evaluations, summaries, strict=True)
         ]
-        return f"{len(evaluations)} models evaluated", f"Answers right: {', '.join(told)}."
+        return f"{len(evaluations)} models evaluated", f"Answers right: {', '.join(rates)}."
     label, summary = evaluations[0].label, summaries[0]
     rate = _best_known(summary)
     interval = f"95 % interval {100 * rate.low:.1f} to {percent(rate.high)}"
@@ -324,7 +326,7 @@ def summary_words(
     return f"{label} answers {percent(rate.value)} of {first.task} right", lead
 
 
-def comparison_words(comparison: Comparison) -> tuple[str, str]:
+def comparison_headline(comparison: Comparison) -> tuple[str, str]:
     """The headline of two evaluations compared."""
     difference = comparison.headline
     change = difference.change
@@ -398,8 +400,8 @@ def _best_known(summary: Summary) -> Estimate:
 
 
 def _equals(difference: Difference) -> str:
-    told = chance(difference.p_value)
-    return told if told.startswith("<") else f"= {told}"
+    text = chance(difference.p_value)
+    return text if text.startswith("<") else f"= {text}"
 
 
 def _several(count: int, noun: str) -> str:

@@ -183,14 +183,14 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def remarks(said: Iterable[tuple[str, str]], *, are_named: bool) -> str:
+def remarks(sentences: Iterable[tuple[str, str]], *, are_named: bool) -> str:
     """Paragraphs from pairs of a run's name and what is said of it, or of that alone."""
     names: dict[str, list[str]] = {}
-    for name, words in said:
-        names.setdefault(words, []).append(name)
+    for name, text in sentences:
+        names.setdefault(text, []).append(name)
     if not are_named:
-        return "".join(paragraph(words[:1].upper() + words[1:]) for words in names)
-    return "".join(paragraph(f"{_listed(whose)}: {words}") for words, whose in names.items())
+        return "".join(paragraph(text[:1].upper() + text[1:]) for text in names)
+    return "".join(paragraph(f"{_listed(whose)}: {text}") for text, whose in names.items())
 
 
 def _listed(names: list[str]) -> str:

@@ -49,7 +49,7 @@ SCRIPTS = (
     "slots_colours.js",
     "slots_shares.js",
     "slots_paint.js",
-    "slots_words.js",
+    "slots_text.js",
     "slots_pointing.js",
     "slots_zoom.js",
     "answers.js",
@@ -150,24 +150,24 @@ def lead(runs: Sequence[Run]) -> str:
         for run in runs
         if len(run.scores) > 1
     ]
-    words = [f"Gain on held-out prompts: {', '.join(gains)}."] if gains else []
+    sentences = [f"Gain on held-out prompts: {', '.join(gains)}."] if gains else []
     by_bubble = sorted(runs, key=lambda run: -run.metrics.run.bubble)
     worst, least = by_bubble[0], by_bubble[-1]
     before, after = worst.metrics.run, least.metrics.run
     if len(runs) == 1:
-        words.append(
+        sentences.append(
             f"Bubble: {percent(after.bubble)} of the slot-seconds of the rollouts were idle. "
             f"Of {after.ledger.decoded:,} tokens written, {after.ledger.trained:,} were trained on "
             f"and {after.ledger.discarded:,} thrown away. "
             f"Goodput: {short(after.goodput)} tokens trained on per second of rollout."
         )
     else:
-        words.append(
+        sentences.append(
             f"Bubble, the idle share of the rollouts' slot-seconds: from {percent(before.bubble)} "
             f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput, with that: from "
             f"{short(before.goodput)} to {short(after.goodput)} tokens/s."
         )
-    return " ".join(words)
+    return " ".join(sentences)
 
 
 def numbers_section(runs: Sequence[Run]) -> str:
@@ -187,20 +187,20 @@ def numbers_section(runs: Sequence[Run]) -> str:
         ("staleness, mean and most", _staleness),
         ("time of training, all together", lambda run: f"{short(run.metrics.run.seconds)} s"),
     ]
-    told = [[name, *(tell(run) for run in runs)] for name, tell in rows]
+    cells = [[name, *(cell(run) for run in runs)] for name, cell in rows]
     spent = [seconds_spent(run) for run in runs]
-    told += [
+    cells += [
         [name, *(_part(run, times[name]) for run, times in zip(runs, spent, strict=True))]
         for name in _TIMES
     ]
     quiet = {"best evaluation", *_TIMES, _BESIDE}
     if any(_beside(run) for run in runs):
-        told.append([_BESIDE, *(_part(run, _beside(run)) for run in runs)])
+        cells.append([_BESIDE, *(_part(run, _beside(run)) for run in runs)])
     numbers = table(
         ["", *(run.name for run in runs)],
-        [[row[0], *map(unbroken, row[1:])] for row in told],
+        [[row[0], *map(unbroken, row[1:])] for row in cells],
         caption="From start to end; evaluations take no time here",
-        quiet=[row[0] in quiet for row in told],
+        quiet=[row[0] in quiet for row in cells],
     )
     return framed("Numbers", numbers, name="numbers")
 
@@ -323,8 +323,8 @@ def _gain(entry: Advice, gain: float) -> str:
 def _forecasts(entry: Advice) -> str:
     if entry.before is None or entry.after is None:
         return ""
-    told = _forecast_table(("simulated", "as it is", "changed"), (entry.before, entry.after))
-    return f"<details><summary>The prediction in numbers</summary>{told}</details>"
+    numbers = _forecast_table(("simulated", "as it is", "changed"), (entry.before, entry.after))
+    return f"<details><summary>The prediction in numbers</summary>{numbers}</details>"
 
 
 def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str:
@@ -337,9 +337,9 @@ def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str
         ("mean length", *(short(c.mean_length) for c in columns)),
         ("time for as many answers", *(f"{short(c.seconds)} s" for c in columns)),
     ]
-    told = [[unbroken(cell) for cell in row] for row in rows]
+    cells = [[unbroken(cell) for cell in row] for row in rows]
     caption = "All seconds counted: rollouts, updates, hand-overs"
-    return table(headings, told, caption=caption, quiet=[False] * len(rows))
+    return table(headings, cells, caption=caption, quiet=[False] * len(rows))
 
 
 def _notes(found: Diagnosis) -> str:
@@ -355,9 +355,9 @@ def _trust(found: Diagnosis) -> str:
     """How far the predictions can be trusted: the same simulator on the run itself."""
     if found.measured is None or found.predicted is None or found.trust is None:
         return ""
-    words = f"How far to trust this: {found.trust[0].lower()}{found.trust[1:]}"
-    told = _forecast_table(("", "measured", "simulated"), (found.measured, found.predicted))
-    return f"<details><summary>{prose(words)}</summary>{told}</details>"
+    summary = f"How far to trust this: {found.trust[0].lower()}{found.trust[1:]}"
+    numbers = _forecast_table(("", "measured", "simulated"), (found.measured, found.predicted))
+    return f"<details><summary>{prose(summary)}</summary>{numbers}</details>"
 
 
 def settings_section(runs: Sequence[Run]) -> str:
@@ -384,16 +384,16 @@ def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     different = [name for name in names if len(set(shown[name])) > 1]
     equal = {name: known[0][1][name] for name in names if name not in different}
     if different:
-        told = table(
+        differences = table(
             ["", *(name for name, _ in known)],
             [[name, *shown[name]] for name in different],
             caption=f"Settings that differ; {_NONE} is one that is not set",
             quiet=[False] * len(different),
         )
     else:
-        told = paragraph("All settings are the same.")
+        differences = paragraph("All settings are the same.")
     fold = f"{len(equal):,} settings are the same for all"
-    return [told, _folded_settings(fold, equal) if equal else ""]
+    return [differences, _folded_settings(fold, equal) if equal else ""]
 
 
 def _folded_settings(summary: str, settings: Mapping[str, object]) -> str:

@@ -162,12 +162,12 @@ def pareto_picture(runs: Sequence[Run], look: Look) -> str:
 
 def _curves(runs: Sequence[Run], chart: LineChart, *, look: Look) -> str:
     drawn = seed_series(seed_groups([run.record for run in runs]), chart.lines)
-    told = [
+    labelled = [
         replace(line, note=f"{line.note}, band: least to most") if line.band else line
         for line in drawn
     ]
     return curves_svg(
-        told,
+        labelled,
         x_label=chart.x_label,
         y_label=chart.y_label,
         title=look.title or chart.title,

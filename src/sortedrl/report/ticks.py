@@ -84,13 +84,13 @@ def _row(run: Lanes, slot: int) -> str:
 
 
 def _legend(run: Lanes) -> str:
-    words = ["A: a token of prompt A"]
+    entries = ["A: a token of prompt A"]
     if any(bar.discarded for bar in run.bars):
-        words.append("a: one thrown away later")
-    words += [".: idle slot", "|: update"]
+        entries.append("a: one thrown away later")
+    entries += [".: idle slot", "|: update"]
     if any(band.kind == "hand_over" for band in run.bands):
-        words.append(":: hand-over")
-    return "   ".join(words)
+        entries.append(":: hand-over")
+    return "   ".join(entries)
 
 
 def letter(prompt: int) -> str:
@@ -147,27 +147,27 @@ class _Narrator:
         """The clauses of events of one kind at one moment."""
         starts = [event for event in events if isinstance(event, Start)]
         if starts:
-            yield from self._tell_starts(starts)
+            yield from self._describe_starts(starts)
         stops = [event for event in events if isinstance(event, Interrupt)]
         if stops:
-            yield from self._tell_interrupts(stops)
+            yield from self._describe_interrupts(stops)
         finishes = [event for event in events if isinstance(event, Finish)]
         if finishes:
-            yield self._tell_finishes(finishes)
+            yield self._describe_finishes(finishes)
         renewals = [event for event in events if isinstance(event, Renew)]
         if renewals:
-            yield self._tell_renewals(renewals)
+            yield self._describe_renewals(renewals)
         for event in events:
             if isinstance(event, Load):
                 yield f"load group {event.group}: {self._names(self._members[event.group])}"
             elif isinstance(event, Harvest):
                 yield f"harvest {self._names(self._ready)}" if self._ready else "harvest nothing"
             elif isinstance(event, Update):
-                yield self._tell_update(event)
+                yield self._describe_update(event)
             elif isinstance(event, Resume):
                 yield f"go on from the checkpoint after update {self._num_updates}"
 
-    def _tell_starts(self, starts: list[Start]) -> Iterator[str]:
+    def _describe_starts(self, starts: list[Start]) -> Iterator[str]:
         fresh: list[Key] = []
         redrawn: list[Key] = []
         resumed: list[tuple[Key, Bar]] = []
@@ -191,7 +191,7 @@ class _Narrator:
         if fresh:
             yield f"start {self._names(fresh)}"
 
-    def _tell_interrupts(self, stops: list[Interrupt]) -> Iterator[str]:
+    def _describe_interrupts(self, stops: list[Interrupt]) -> Iterator[str]:
         for is_kept, run in groupby(stops, key=lambda event: event.kept > 0 or not event.tokens):
             group = list(run)
             names = self._names((event.prompt, event.sample) for event in group)
@@ -200,33 +200,33 @@ class _Narrator:
             count = [event.kept if is_kept else event.tokens for event in group]
             yield f"interrupt {names} and {verb} {whose} {_tokens(count)}"
 
-    def _tell_finishes(self, finishes: list[Finish]) -> str:
+    def _describe_finishes(self, finishes: list[Finish]) -> str:
         keys = [(event.prompt, event.sample) for event in finishes]
         self._ready += keys
         verb = "is" if len(keys) == 1 else "are"
         lengths = _tokens([event.tokens for event in finishes])
         return f"{self._names(keys)} {verb} complete with {lengths}"
 
-    def _tell_renewals(self, renewals: list[Renew]) -> str:
+    def _describe_renewals(self, renewals: list[Renew]) -> str:
         keys = [(event.prompt, event.sample) for event in renewals]
         self._ready = [key for key in self._ready if key not in keys]
         kept = _tokens([event.kept for event in renewals])
         verb = "goes" if len(keys) == 1 else "go"
         return f"{self._names(keys)} waited through the update and {verb} back with {kept}"
 
-    def _tell_update(self, event: Update) -> str:
+    def _describe_update(self, event: Update) -> str:
         keys = [(trained.prompt, trained.sample) for trained in event.trained]
         self._ready = [key for key in self._ready if key not in keys]
         lengths = _tokens([trained.tokens for trained in event.trained])
         self._num_updates += 1
-        words = f"update {self._num_updates} trains {self._names(keys)} with {lengths}"
+        text = f"update {self._num_updates} trains {self._names(keys)} with {lengths}"
         oldest = max((trained.staleness_max for trained in event.trained), default=0)
         if oldest:
-            words += f", the oldest {oldest} update{'s' if oldest > 1 else ''} old"
+            text += f", the oldest {oldest} update{'s' if oldest > 1 else ''} old"
         if event.closed:
             groups = "group" if len(event.closed) == 1 else "groups"
-            words += f"; close {groups} {_numbers(event.closed)}"
-        return words
+            text += f"; close {groups} {_numbers(event.closed)}"
+        return text
 
     def _names(self, keys: Iterable[Key]) -> str:
         return " ".join(letter(p) + (str(s) if self._has_samples else "") for p, s in keys)

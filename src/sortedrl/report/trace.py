@@ -123,8 +123,8 @@ def _names(threads: _Threads) -> Iterator[TraceEvent]:
         yield _metadata("thread_sort_index", {"sort_index": tid}, pid=number, tid=tid)
 
 
-def _metadata(kind: str, told: Mapping[str, object], *, pid: int, tid: int) -> TraceEvent:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": told}
+def _metadata(kind: str, args: Mapping[str, object], *, pid: int, tid: int) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def _span_streams(run: Run, found: Spans, threads: _Threads) -> Iterator[Iterator[TraceEvent]]:
@@ -147,7 +147,7 @@ def _bars(lane: Iterable[Span], *, run: Run, pid: int, tid: int) -> Iterator[Tra
             "dur": end - start,
             "pid": pid,
             "tid": tid,
-            "args": span.told,
+            "args": span.args,
         }
 
 
@@ -175,7 +175,7 @@ def _slot_span(bar: Bar, *, run: Run, found: Spans) -> Span:
     """A stretch of writing with what became of it."""
     key = (bar.prompt, bar.sample)
     is_open = key in found.running and not bar.is_finished and not bar.decoded
-    told: dict[str, object] = {
+    args: dict[str, object] = {
         "prompt": bar.prompt,
         "sample": bar.sample,
         "group": bar.group,
@@ -186,15 +186,15 @@ def _slot_span(bar: Bar, *, run: Run, found: Spans) -> Span:
         "outcome": "running" if is_open else bar.outcome,
     }
     if bar.length is not None:
-        told["length"] = bar.length
+        args["length"] = bar.length
         if key in run.rewards:
-            told["reward"] = run.rewards[key]
+            args["reward"] = run.rewards[key]
     return Span(
         kind="slots",
         start=bar.start,
         end=bar.end,
         name=f"prompt {bar.prompt}.{bar.sample}",
-        told=told,
+        args=args,
     )
 
 
@@ -291,7 +291,7 @@ class Span:
     start: float
     end: float
     name: str
-    told: Mapping[str, object] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -385,24 +385,24 @@ class _Finder:
         if self._rollout_since is None or self._round is None:
             return
         figures = self._run.metrics.rounds[self._place]
-        told = {
+        args = {
             "round": self._round,
             "bubble": round(figures.bubble, 6),
             "answers": figures.trajectories,
         }
         name = f"rollout {self._round}"
         self._spans.rounds.append(
-            Span(kind="rounds", start=self._rollout_since, end=end, name=name, told=told)
+            Span(kind="rounds", start=self._rollout_since, end=end, name=name, args=args)
         )
         self._rollout_since = None
 
     def _hand_over(self, event: HandOver) -> None:
         start = event.seconds - event.took_seconds
         self._begun = event.seconds
-        told = {"version": event.version, "round": event.round}
+        args = {"version": event.version, "round": event.round}
         name = f"hand-over of version {event.version}"
         self._spans.hand_overs.append(
-            Span(kind="hand_overs", start=start, end=event.seconds, name=name, told=told)
+            Span(kind="hand_overs", start=start, end=event.seconds, name=name, args=args)
         )
 
     def _train(self, event: Event) -> None:
@@ -429,7 +429,7 @@ class _Finder:
             self._flight = None
 
     def _add_update(self, event: Update, start: float, *, end: float) -> None:
-        told = {
+        args = {
             "version": event.version,
             "round": event.round,
             "answers": len(event.trained),
@@ -437,26 +437,26 @@ class _Finder:
             "closed_groups": list(event.closed),
         }
         name = f"update of version {event.version}"
-        self._spans.updates.append(Span(kind="updates", start=start, end=end, name=name, told=told))
+        self._spans.updates.append(Span(kind="updates", start=start, end=end, name=name, args=args))
 
     def _close(self, group: int, end: float, *, is_closed: bool) -> None:
         load = self._loads.pop(group)
-        told = {
+        args = {
             "group": group,
             "prompts": load.prompts,
             "answers": load.trajectories,
             "is_closed": is_closed,
         }
         self._spans.groups.append(
-            Span(kind="groups", start=load.seconds, end=end, name=f"group {group}", told=told)
+            Span(kind="groups", start=load.seconds, end=end, name=f"group {group}", args=args)
         )
 
     def _score(self, event: Score) -> None:
         start = event.seconds - event.waited_seconds
-        told = {"round": event.round, "answers": len(event.scored)}
+        args = {"round": event.round, "answers": len(event.scored)}
         self._spans.waits.append(
             Span(
-                kind="waits", start=start, end=event.seconds, name="waiting for rewards", told=told
+                kind="waits", start=start, end=event.seconds, name="waiting for rewards", args=args
             )
         )
         batches: dict[tuple[int, float], list[Span]] = {}
@@ -471,15 +471,15 @@ class _Finder:
     def _reward(self, scored: Scored, start: float, *, until: float) -> Span:
         """One reward, inside the run even where clocks disagree a little."""
         start = min(max(start, self._run.lanes.start), until)
-        told: dict[str, object] = {"prompt": scored.prompt, "sample": scored.sample}
+        args: dict[str, object] = {"prompt": scored.prompt, "sample": scored.sample}
         if scored.reward is not None:
-            told["reward"] = scored.reward
+            args["reward"] = scored.reward
         return Span(
             kind="rewards",
             start=start,
             end=min(start + (scored.took_seconds or 0.0), until),
             name=f"prompt {scored.prompt}.{scored.sample}",
-            told=told,
+            args=args,
         )
 
 

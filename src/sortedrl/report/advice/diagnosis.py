@@ -32,7 +32,7 @@ from sortedrl.report.advice.rules import (
     mean_sample_size,
     proposals,
 )
-from sortedrl.report.advice.simulation import Forecast, World, forecast, observed_world, simulated
+from sortedrl.report.advice.simulation import FittedRun, Forecast, fitted_run, forecast, simulated
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import Simulation
@@ -89,15 +89,13 @@ class Diagnosis:
         if self.error is None or self.fit_error is None:
             return None
         doubt = max(abs(self.error), self.fit_error)
-        words = (
+        text = (
             f"Simulated as it was, the run trains {100 * abs(self.error):.1f} % "
             f"{'more' if self.error > 0 else 'fewer'} tokens per second than measured, and the "
             f"fitted costs miss the seconds between two events by {100 * self.fit_error:.1f} %."
         )
         return (
-            f"{words} Smaller gains than {100 * doubt:.0f} % are a guess."
-            if doubt > 0.05
-            else words
+            f"{text} Smaller gains than {100 * doubt:.0f} % are a guess." if doubt > 0.05 else text
         )
 
 
@@ -123,15 +121,17 @@ def diagnose(
     if known is None or not observed.num_trained:
         return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
     costs = _in_turn(fitted.costs, events)
-    world = observed_world(events, observed, schedule=known, engine=engine, costs=costs, seed=seed)
+    simulated_run = fitted_run(
+        events, observed, schedule=known, engine=engine, costs=costs, seed=seed
+    )
     run = measure(events).run
-    trial = Trial(world, trajectories=run.trajectories)
+    forecaster = Forecaster(simulated_run, trajectories=run.trajectories)
     ledger = run.ledger
     took = [event.took_seconds for event in events if isinstance(event, Update)]
     waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
     found = Findings(
         schedule=known,
-        engine=world.simulation.engine,
+        engine=simulated_run.simulation.engine,
         measured=forecast(run, trajectories=run.trajectories),
         discarded_per_trained=ledger.discarded / max(1, ledger.trained),
         idle=idle(events),
@@ -140,15 +140,15 @@ def diagnose(
         truncated_share=observed.num_truncated / max(1, observed.num_finished),
         update_seconds=(sum(took) + sum(waited)) / len(took),
         sample_size=mean_sample_size(rows),
-        is_mismatch_measured=world.is_mismatch_measured,
+        is_mismatch_measured=simulated_run.is_mismatch_measured,
         step_share=_step_share(fitted.costs, observed),
     )
-    advice, notes = trial.judged(list(proposals(found)))
+    advice, notes = forecaster.advise(list(proposals(found)))
     return Diagnosis(
         schedule=known,
         fit_error=fitted.relative_error,
         measured=found.measured,
-        predicted=trial.compared,
+        predicted=forecaster.compared,
         idle=found.idle,
         advice=advice,
         notes=notes,
@@ -201,24 +201,26 @@ class Advice:
         return gain_of(self.before, self.after)
 
 
-class Trial:
+class Forecaster:
     """Tries proposals on the simulation of a run; each setting is simulated once."""
 
-    def __init__(self, world: World, *, trajectories: int) -> None:
+    def __init__(self, simulated_run: FittedRun, *, trajectories: int) -> None:
         """Simulate the run as it is; forecasts speak of so many trained trajectories."""
-        self._simulation = world.simulation
-        self._least_gain = LEAST_GAIN if world.simulation.lengths.replay else _LEAST_DRAWN_GAIN
+        self._simulation = simulated_run.simulation
+        self._least_gain = (
+            LEAST_GAIN if simulated_run.simulation.lengths.replay else _LEAST_DRAWN_GAIN
+        )
         self._trajectories = trajectories
         self._known: dict[tuple[Schedule, EngineSettings], Forecast] = {}
-        self.before = self.compared = self._simulated(world.simulation)
-        if world.compared_trajectories is not None:
+        self.before = self.compared = self._simulated(simulated_run.simulation)
+        if simulated_run.compared_trajectories is not None:
             self.compared = simulated(
-                world.simulation,
+                simulated_run.simulation,
                 trajectories=trajectories,
-                stop_after=world.compared_trajectories,
+                stop_after=simulated_run.compared_trajectories,
             )
 
-    def judged(self, tried: Sequence[Proposal]) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
+    def advise(self, tried: Sequence[Proposal]) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
         """The proposals that help as advice, best first, and notes on those that do not."""
         advice: list[Advice] = []
         notes: list[str] = []
@@ -310,22 +312,22 @@ def _written(changes: Changes) -> str:
 
 def _price(before: Forecast, after: Forecast) -> list[str]:
     """What changes besides the speed, in words."""
-    words = []
+    sentences = []
     if max(before.mean_staleness, after.mean_staleness) >= 0.05:
-        words.append(
+        sentences.append(
             f"Tokens are {after.mean_staleness:.1f} versions old on average and at most "
             f"{after.max_staleness} (now {before.mean_staleness:.1f} and {before.max_staleness})."
         )
     if abs(after.mean_length / before.mean_length - 1) >= 0.03:
-        words.append(
+        sentences.append(
             f"Answers trained on have {after.mean_length:,.0f} tokens on average "
             f"(now {before.mean_length:,.0f})."
         )
     if abs(after.updates / before.updates - 1) >= 0.1:
-        words.append(
+        sentences.append(
             f"{after.updates:,.0f} updates for the same answers (now {before.updates:,.0f})."
         )
-    return words
+    return sentences
 
 
 def gain_of(before: Forecast, after: Forecast) -> float:

@@ -56,7 +56,7 @@ class ObservedAnswers:
     lengths: dict[tuple[int, int, int], tuple[int, bool]] = field(default_factory=dict)
     """By group, prompt and sample: the tokens an answer last had, and whether it was complete."""
     resumes: int = 0
-    parted: int = 0
+    diverged: int = 0
     """Resumes that lost cached tokens."""
     survived_ages: int = 0
     """Cached tokens that survived a resume, each as often as it was versions old."""
@@ -66,7 +66,7 @@ class ObservedAnswers:
         """Chance that a cached token is not kept, per token and version; `None`: too few seen."""
         if self.resumes < _LEAST_RESUMES or not self.survived_ages:
             return None
-        return self.parted / (self.survived_ages + self.parted)
+        return self.diverged / (self.survived_ages + self.diverged)
 
 
 def observed_answers(events: Iterable[Event]) -> ObservedAnswers:
@@ -78,7 +78,7 @@ def observed_answers(events: Iterable[Event]) -> ObservedAnswers:
 
 
 @dataclass(slots=True)
-class _Stay:
+class _Submission:
     """The last time an answer went to the engine."""
 
     group: int
@@ -93,7 +93,7 @@ class _AnswerCounter:
     def __init__(self) -> None:
         self.observed = ObservedAnswers()
         self._version = 0
-        self._stays: dict[Key, _Stay] = {}
+        self._submissions: dict[Key, _Submission] = {}
 
     def __call__(self, event: Event) -> None:
         observed = self.observed
@@ -111,7 +111,7 @@ class _AnswerCounter:
             observed.num_trained += len(event.trained)
             for trained in event.trained:
                 observed.trained_tokens += trained.tokens
-                del self._stays[(trained.prompt, trained.sample)]
+                del self._submissions[(trained.prompt, trained.sample)]
         elif isinstance(event, End):
             observed.is_ended = True
 
@@ -119,24 +119,27 @@ class _AnswerCounter:
         key = (event.prompt, event.sample)
         self.observed.prompts.setdefault((event.group, event.prompt), event.prompt_tokens)
         self.observed.was_redrawn |= event.attempt > 0
-        before = self._stays.get(key)
+        before = self._submissions.get(key)
         age = 0 if before is None else self._version - before.version
-        self._stays[key] = _Stay(event.group, self._version, event.cached, age)
+        self._submissions[key] = _Submission(event.group, self._version, event.cached, age)
 
     def _stop(self, event: Finish | Interrupt) -> None:
         observed = self.observed
-        stay = self._stays[(event.prompt, event.sample)]
+        submission = self._submissions[(event.prompt, event.sample)]
         is_finished = isinstance(event, Finish)
-        observed.lengths[(stay.group, event.prompt, event.sample)] = (event.tokens, is_finished)
+        observed.lengths[(submission.group, event.prompt, event.sample)] = (
+            event.tokens,
+            is_finished,
+        )
         observed.longest = max(observed.longest, event.tokens)
         if isinstance(event, Finish):
             observed.num_finished += 1
             observed.num_truncated += event.reason == "length"
         kept = event.tokens - event.decoded
-        if stay.cached and stay.age:
+        if submission.cached and submission.age:
             observed.resumes += 1
-            observed.parted += kept < stay.cached
-            observed.survived_ages += kept * stay.age
+            observed.diverged += kept < submission.cached
+            observed.survived_ages += kept * submission.age
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ _HALVINGS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class FittedRun:
     """The simulation of a run."""
 
     simulation: Simulation
@@ -42,7 +42,7 @@ class World:
     """Whether the loss of cached tokens in coupled mode comes from this run."""
 
 
-def observed_world(
+def fitted_run(
     events: Sequence[Event],
     observed: ObservedAnswers,
     *,
@@ -50,7 +50,7 @@ def observed_world(
     engine: EngineSettings | None,
     costs: Costs,
     seed: int,
-) -> World:
+) -> FittedRun:
     """The run that wrote these events, on a virtual clock."""
     survival = written_lengths(stretches(events))
     places = _places(observed, schedule)
@@ -63,7 +63,7 @@ def observed_world(
     if rate is not None:
         lengths = replace(lengths, mismatch_rate=rate)
     max_tokens = observed.longest if engine is None else engine.max_tokens
-    world = World(
+    fitted = FittedRun(
         simulation=Simulation(
             prompts=len(places),
             seed=seed,
@@ -75,11 +75,11 @@ def observed_world(
         compared_trajectories=_compared(observed, places),
         is_mismatch_measured=rate is not None,
     )
-    return _with_likeness(world, observed) if observed.was_redrawn else world
+    return _with_likeness(fitted, observed) if observed.was_redrawn else fitted
 
 
-def _with_likeness(world: World, observed: ObservedAnswers) -> World:
-    """The world with the share of the prompt in an answer's length, found by halving.
+def _with_likeness(fitted: FittedRun, observed: ObservedAnswers) -> FittedRun:
+    """The fitted run with the share of the prompt in an answer's length, found by halving.
 
     Redraws that resemble the answer they replace are as long again: the more alike they are, the
     longer are the answers that end up in training.
@@ -88,16 +88,16 @@ def _with_likeness(world: World, observed: ObservedAnswers) -> World:
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        lengths = replace(world.simulation.lengths, prompt_share=share)
-        world = replace(world, simulation=replace(world.simulation, lengths=lengths))
+        lengths = replace(fitted.simulation.lengths, prompt_share=share)
+        fitted = replace(fitted, simulation=replace(fitted.simulation, lengths=lengths))
         reached = simulated(
-            world.simulation,
+            fitted.simulation,
             trajectories=observed.num_trained,
-            stop_after=world.compared_trajectories,
+            stop_after=fitted.compared_trajectories,
         )
         low, high = (low, share) if reached.mean_length > mean else (share, high)
-    lengths = replace(world.simulation.lengths, prompt_share=(low + high) / 2)
-    return replace(world, simulation=replace(world.simulation, lengths=lengths))
+    lengths = replace(fitted.simulation.lengths, prompt_share=(low + high) / 2)
+    return replace(fitted, simulation=replace(fitted.simulation, lengths=lengths))
 
 
 def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:

@@ -49,19 +49,19 @@ class Panel:
 
     def draw_heights(self, canvas: Canvas, marks: Iterable[tuple[float, str]]) -> None:
         """A rule across the panel at each mark, with its words to the left."""
-        for share, words in marks:
+        for share, label in marks:
             y = self.y(share)
             canvas.line(self.left, y, x2=self.right, y2=y, css="rule" if share else "axis")
-            canvas.text(self.left - 8, y + 4, content=words, css="small", anchor="end")
+            canvas.text(self.left - 8, y + 4, content=label, css="small", anchor="end")
 
     def draw_places(
         self, canvas: Canvas, marks: Iterable[tuple[float, str]], *, label: str
     ) -> None:
         """Words below the panel at each mark, and below them what they count."""
-        for share, words in marks:
+        for share, text in marks:
             x = self.x(share)
             canvas.line(x, self.floor, x2=x, y2=self.floor + 4, css="axis")
-            canvas.text(x, self.floor + 17, content=words, css="small", anchor="middle")
+            canvas.text(x, self.floor + 17, content=text, css="small", anchor="middle")
         middle = self.x(0.5)
         canvas.text(middle, self.floor + 36, content=label, css="muted", anchor="middle")
 

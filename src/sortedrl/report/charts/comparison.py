@@ -84,10 +84,10 @@ def pareto(
     _draw_front(canvas, [point for point in named if point.on_front], frame=frame)
     for point in sorted(points, key=lambda point: (point.is_best, point.on_front)):
         x, y = frame.x(point.x), frame.y(point.y)
-        words = f"{point.label}: {y_label} {short(point.y)}, {x_label} {short(point.x)}"
+        tooltip = f"{point.label}: {y_label} {short(point.y)}, {x_label} {short(point.x)}"
         is_named = point.on_front or point.is_best
         css, radius = ("plain", 5.0) if is_named else ("faint", 3.5)
-        canvas.circle(x, y, radius=radius, css=css, title=words)
+        canvas.circle(x, y, radius=radius, css=css, title=tooltip)
         if point.is_best:
             canvas.circle(x, y, radius=9, css="ring")
     _draw_numbers(canvas, named, frame=frame)

@@ -88,9 +88,9 @@ def _drawing(
     label = percent if is_share else _figure
     canvas = Canvas(_WIDTH, frame.floor + _BOTTOM, label=title)
     canvas.text(_LEFT, edge + 18, content=title, css="title")
-    for place, (row, x, words) in enumerate(key):
+    for place, (row, x, text) in enumerate(key):
         baseline = edge + _TITLE + _KEY_PITCH * row + 14
-        _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, words=words)
+        _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, text=text)
     has_whole_x = all(dot.x == int(dot.x) for dot in [*dots, *edges])
     frame.draw_axes(
         canvas,
@@ -115,11 +115,11 @@ def _drawing(
         with canvas.group(title=series[place].name):
             css = f"{series_class(place)} curve"
             canvas.path([(frame.x(dot.x), frame.y(dot.y)) for dot in lines[place]], css=css)
-        told = f"{series[place].name}: {y_label}"
+        tooltip = f"{series[place].name}: {y_label}"
         spread = {x: (low, high) for x, low, high in series[place].band}
         css = series_class(place)
         _draw_dots(
-            canvas, lines[place], frame=frame, css=css, told=told, spread=spread, label=label
+            canvas, lines[place], frame=frame, css=css, tooltip=tooltip, spread=spread, label=label
         )
     _label_ends(canvas, [line[-1] for line in lines if line], frame=frame, label=label)
     return canvas
@@ -169,16 +169,16 @@ def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)
     for line in series:
-        words = clipped(_words(line), room - 20)
-        width = 20 + text_width(words) + 24
+        text = clipped(_key_text(line), room - 20)
+        width = 20 + text_width(text) + 24
         if x > _LEFT and x + width > _LEFT + room:
             row, x = row + 1, float(_LEFT)
-        entries.append((row, x, words))
+        entries.append((row, x, text))
         x += width
     return entries
 
 
-def _words(line: Series) -> str:
+def _key_text(line: Series) -> str:
     """What the key says of a line."""
     if not line.points:
         return f"{line.name} (none)"
@@ -186,7 +186,7 @@ def _words(line: Series) -> str:
 
 
 def _draw_key(
-    canvas: Canvas, line: Series, *, place: int, x: float, baseline: float, words: str
+    canvas: Canvas, line: Series, *, place: int, x: float, baseline: float, text: str
 ) -> None:
     """A name with its colour; a line with a band shows as one."""
     css = series_class(place)
@@ -196,7 +196,7 @@ def _draw_key(
             canvas.rect(x, baseline - 5, width=14, height=2, css=css)
         else:
             canvas.rect(x, baseline - 9, width=14, height=10, css=css)
-        canvas.text(x + 20, baseline, content=words, css="muted")
+        canvas.text(x + 20, baseline, content=text, css="muted")
 
 
 def _draw_band(
@@ -217,7 +217,7 @@ def _draw_dots(
     *,
     frame: Frame,
     css: str,
-    told: str,
+    tooltip: str,
     spread: Mapping[float, tuple[float, float]],
     label: Callable[[float], str],
 ) -> None:
@@ -226,8 +226,8 @@ def _draw_dots(
         mean = f" (mean of {dot.count})" if dot.count > 1 else ""
         if dot.count == 1 and dot.x in spread:
             mean = " ({} to {})".format(*(label(end) for end in spread[dot.x]))
-        words = f"{told} {label(dot.y)}{mean} at {_figure(dot.x)}"
-        canvas.circle(frame.x(dot.x), frame.y(dot.y), radius=radius, css=css, title=words)
+        text = f"{tooltip} {label(dot.y)}{mean} at {_figure(dot.x)}"
+        canvas.circle(frame.x(dot.x), frame.y(dot.y), radius=radius, css=css, title=text)
 
 
 def _label_ends(

@@ -72,8 +72,8 @@ def change_marks(groups: Sequence[Group], *, label: str) -> str:
         for sign in (-1, 1) if size else (1,):
             x = zero + sign * half * size / 100 / reach
             canvas.line(x, _HEAD - 4, x2=x, y2=floor, css="rule" if size else "axis")
-            words = points(sign * size / 100).removesuffix(".0")
-            canvas.text(x, floor + 16, content=words, css="small", anchor="middle")
+            label = points(sign * size / 100).removesuffix(".0")
+            canvas.text(x, floor + 16, content=label, css="small", anchor="middle")
     for row, (group, rate) in enumerate(rates):
         y = _HEAD + row * tall + _THICK / 2
         ends = [zero + half * value / reach for value in (rate.low, rate.value, rate.high)]
@@ -101,8 +101,8 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
 
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         canvas.line(left, y(share), x2=right + 10, y2=y(share), css="rule")
-        words = f"{100 * share:.0f} %"
-        canvas.text(left - 6, y(share) + 4, content=words, css="small", anchor="end")
+        label = f"{100 * share:.0f} %"
+        canvas.text(left - 6, y(share) + 4, content=label, css="small", anchor="end")
     for k in sizes:
         canvas.text(x(k), floor + 16, content=str(k), css="small", anchor="middle")
     canvas.text((left + right) / 2, floor + 34, content="k", css="small", anchor="middle")
@@ -114,8 +114,8 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
         canvas.path([(x(k), y(curve[k].value)) for k in ks], css=f"{series(place)} curve")
         for k in ks:
             rate = curve[k]
-            told = f"pass@{k}: {percent(rate.value)}, {_interval(rate)}"
-            canvas.circle(x(k), y(rate.value), radius=3.5, css=series(place), title=told)
+            tooltip = f"pass@{k}: {percent(rate.value)}, {_interval(rate)}"
+            canvas.circle(x(k), y(rate.value), radius=3.5, css=series(place), title=tooltip)
     _label_ends(canvas, curves, x=right + 8, heights=[y(c[max(c)].value) for c in curves])
     return canvas.inline()
 

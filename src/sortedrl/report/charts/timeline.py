@@ -82,7 +82,7 @@ def _drawing(panels: Sequence[Panel], *, title: str, window: tuple[float, float]
     if not panels:
         raise ValueError("a timeline needs at least one panel, got none")
     if window is not None:
-        panels = [(name, told, _between(lanes, *window)) for name, told, lanes in panels]
+        panels = [(name, subtitle, _between(lanes, *window)) for name, subtitle, lanes in panels]
     bars = [bar for _, _, lanes in panels for bar in lanes.bars]
     lengths = sorted(max(_length(bar), 1) for bar in bars) or [1]
     scale = _Scale(
@@ -100,7 +100,7 @@ def _drawing(panels: Sequence[Panel], *, title: str, window: tuple[float, float]
     heights = [_SHARES_HEIGHT if as_shares else _pitch(lanes) * lanes.slots for *_, lanes in panels]
     top = 38.0 if title else 8.0
     total = top + sum(heights) + len(panels) * (_HEAD + _GAP) - _GAP + _FOOT
-    label = "Slot timelines: " + "; ".join(f"{name}, {told}" for name, told, _ in panels)
+    label = "Slot timelines: " + "; ".join(f"{name}, {subtitle}" for name, subtitle, _ in panels)
     canvas = Canvas(_WIDTH, total, label=f"{title}. {label}" if title else label)
     if title:
         canvas.text(_LEFT, 27, content=title, css="title")
@@ -153,7 +153,7 @@ def _draw_lanes(canvas: Canvas, lanes: Lanes, *, top: float, scale: _Scale) -> N
             # the thin gap that tells an answer from the next one
             width = max(width - 0.7, 0.4 * width)
             trained = width * (1 - bar.discarded / bar.decoded) if bar.discarded else width
-            with canvas.group(title=_story(bar)):
+            with canvas.group(title=_tooltip(bar)):
                 if trained > 0:
                     css = scale.shade(bar)
                     canvas.rect(x, y, width=trained, height=height, css=css)
@@ -200,17 +200,17 @@ def _draw_end(canvas: Canvas, lanes: Lanes, *, middle: float, scale: _Scale) -> 
     seconds = lanes.end - lanes.start
     start, end = scale.x(seconds), scale.x(scale.end)
     done = f"done after {short(scale.origin + seconds)} s"
-    told = [done]
+    choices = [done]
     if seconds != scale.first_end and not scale.is_window:
         change = seconds / scale.first_end - 1
         compared = f"{100 * abs(change):.0f} % {'less' if change < 0 else 'more'} time"
-        told = [f"{done}, {compared} than {scale.first_title}", f"{done}, {compared}", compared]
-    words = next((words for words in told if text_width(words) + 20 <= end - start), None)
-    if words is None:
+        choices = [f"{done}, {compared} than {scale.first_title}", f"{done}, {compared}", compared]
+    text = next((text for text in choices if text_width(text) + 20 <= end - start), None)
+    if text is None:
         return
     canvas.line(start + 8, middle, x2=end, y2=middle, css="guide")
     canvas.line(end, middle - 5, x2=end, y2=middle + 5, css="rule")
-    canvas.text((start + end) / 2, middle - 8, content=words, anchor="middle")
+    canvas.text((start + end) / 2, middle - 8, content=text, anchor="middle")
 
 
 def _draw_axis(canvas: Canvas, y: float, *, scale: _Scale) -> None:
@@ -226,23 +226,23 @@ def _draw_legend(
     canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_hand_over: bool
 ) -> None:
     x = float(_LEFT)
-    words = f"writing an answer of {scale.shortest:,}"
-    canvas.text(x, y, content=words, css="muted")
-    x += text_width(words) + 8
+    text = f"writing an answer of {scale.shortest:,}"
+    canvas.text(x, y, content=text, css="muted")
+    x += text_width(text) + 8
     for step in range(SHADES):
         canvas.rect(x + 16 * step, y - 9, width=15, height=10, css=f"shade{step}")
     x += 16 * SHADES + 6
-    words = f"{scale.longest:,} tokens"
-    canvas.text(x, y, content=words, css="muted")
-    x += text_width(words) + 18
+    text = f"{scale.longest:,} tokens"
+    canvas.text(x, y, content=text, css="muted")
+    x += text_width(text) + 18
     entries = [("idle", "idle slot")]
     if has_discarded:
         entries.append(("hatched", "thrown away later"))
     entries.append(("update", "update and hand-over" if has_hand_over else "update"))
-    for css, words in entries:
+    for css, text in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)
-        canvas.text(x + 21, y, content=words, css="muted")
-        x += 21 + text_width(words) + 18
+        canvas.text(x + 21, y, content=text, css="muted")
+        x += 21 + text_width(text) + 18
 
 
 def _pitch(lanes: Lanes) -> float:
@@ -259,15 +259,15 @@ def _length(bar: Bar) -> int:
     return bar.kept + bar.decoded if bar.length is None else bar.length
 
 
-def _story(bar: Bar) -> str:
+def _tooltip(bar: Bar) -> str:
     """What a bar's tooltip says."""
     name = f"prompt {bar.prompt}" + (f", answer {bar.sample}" if bar.sample else "")
-    words = f"{name}, group {bar.group}: {bar.decoded} tokens"
+    text = f"{name}, group {bar.group}: {bar.decoded} tokens"
     if bar.kept:
-        words += f" after {bar.kept} kept ones"
+        text += f" after {bar.kept} kept ones"
     if bar.discarded:
-        words += f", {bar.discarded} thrown away later"
-    return f"{words}, {'complete' if bar.is_finished else 'interrupted'}"
+        text += f", {bar.discarded} thrown away later"
+    return f"{text}, {'complete' if bar.is_finished else 'interrupted'}"
 
 
 def _between(run: Lanes, first: float, last: float) -> Lanes:

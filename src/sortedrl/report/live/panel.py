@@ -17,12 +17,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
-from sortedrl.report.live.state import Memory, Moment, squeezed
+from sortedrl.report.live.state import Memory, Snapshot, squeezed
 from sortedrl.terminal import percent, thousands
 
-Piece = tuple[str, str]
+StyledText = tuple[str, str]
 """A text without control characters, and the name of its tint."""
-Line = tuple[Piece, ...]
+Line = tuple[StyledText, ...]
 
 _TINTS = {
     "": Style(),
@@ -113,9 +113,9 @@ def shown(text: str, glyphs: Glyphs) -> str:
     )
 
 
-def fitted(pieces: Iterable[Piece], width: int, *, cut: str) -> Line:
+def fitted(pieces: Iterable[StyledText], width: int, *, cut: str) -> Line:
     """The pieces as far as the line has room, without blanks at the end; `cut` ends what is cut."""
-    line: list[Piece] = []
+    line: list[StyledText] = []
     left = width
     for text, tint in pieces:
         size = cell_len(text)
@@ -214,9 +214,11 @@ def strip(
     ]
 
 
-def _slot_bars(shares: Sequence[float | None], width: int, *, glyphs: Glyphs, idle: Piece) -> Line:
+def _slot_bars(
+    shares: Sequence[float | None], width: int, *, glyphs: Glyphs, idle: StyledText
+) -> Line:
     size = min(_SLOT_BAR_MOST, width // max(1, len(shares))) - 1
-    line: list[Piece] = []
+    line: list[StyledText] = []
     for share in shares:
         if share is None:
             line.append((idle[0] * size, idle[1]))
@@ -239,7 +241,7 @@ def _joined(shares: Sequence[float | None], per_cell: int) -> list[float | None]
     return cells
 
 
-def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: Piece) -> Line:
+def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: StyledText) -> Line:
     most = len(glyphs.levels) - 1
     drawn = [
         idle if share is None else (glyphs.levels[min(most, int(share * (most + 1)))], "busy")
@@ -267,14 +269,14 @@ class _Figure(NamedTuple):
     from_zero: bool = False
 
 
-def panel(moment: Moment, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Frame:
+def panel(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Frame:
     """The moment in at most `height` lines of at most `width` cells."""
     lines = [
-        *_heading(moment, glyphs=glyphs),
-        *_strip(moment, width, rows=max(1, min(_STRIP_ROWS, height - 9)), glyphs=glyphs),
-        *_bars(moment, width, glyphs=glyphs),
-        *_figures(moment, width, glyphs=glyphs),
-        *_ledger(moment, width, glyphs=glyphs),
+        *_heading(snapshot, glyphs=glyphs),
+        *_strip(snapshot, width, rows=max(1, min(_STRIP_ROWS, height - 9)), glyphs=glyphs),
+        *_bars(snapshot, width, glyphs=glyphs),
+        *_figures(snapshot, width, glyphs=glyphs),
+        *_ledger(snapshot, width, glyphs=glyphs),
     ]
     kept = sorted(range(len(lines)), key=lambda number: lines[number].rank)[:height]
     return Frame(
@@ -282,65 +284,65 @@ def panel(moment: Moment, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -
     )
 
 
-def _heading(moment: Moment, *, glyphs: Glyphs) -> Iterator[_Ranked]:
-    if moment.shares:
-        words: list[Piece] = [
-            (shown(moment.schedule, glyphs), "name"),
-            (f"  update {moment.updates + 1:,}", ""),
-            (f", {moment.skipped:,} skipped" if moment.skipped else "", "bad"),
-            (f"  round {moment.round + 1:,}", ""),
-            (f"  {moment.running:,} of {len(moment.shares):,} writing", ""),
+def _heading(snapshot: Snapshot, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if snapshot.shares:
+        pieces: list[StyledText] = [
+            (shown(snapshot.schedule, glyphs), "name"),
+            (f"  update {snapshot.updates + 1:,}", ""),
+            (f", {snapshot.skipped:,} skipped" if snapshot.skipped else "", "bad"),
+            (f"  round {snapshot.round + 1:,}", ""),
+            (f"  {snapshot.running:,} of {len(snapshot.shares):,} writing", ""),
         ]
-        yield _Ranked(3, tuple(words))
-    yield _Ranked(1, ((shown(moment.activity, glyphs), "name" if not moment.shares else ""),))
+        yield _Ranked(3, tuple(pieces))
+    yield _Ranked(1, ((shown(snapshot.activity, glyphs), "name" if not snapshot.shares else ""),))
 
 
-def _strip(moment: Moment, width: int, *, rows: int, glyphs: Glyphs) -> Iterator[_Ranked]:
-    if not moment.shares or width <= _LABEL:
+def _strip(snapshot: Snapshot, width: int, *, rows: int, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if not snapshot.shares or width <= _LABEL:
         return
     lines = strip(
-        moment.shares,
+        snapshot.shares,
         width - _LABEL,
         rows=rows,
         glyphs=glyphs,
-        is_rollout=moment.is_rollout,
+        is_rollout=snapshot.is_rollout,
     )
     for number, line in enumerate(lines):
         yield _Ranked(0, (_label("" if number else "slots"), *line))
 
 
-def _bars(moment: Moment, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+def _bars(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
     bars: list[tuple[int, str, float, str]] = []
-    if moment.update_batch:
-        ready = f"{moment.ready:,} ready, {moment.update_batch:,} needed"
-        bars.append((5, "update", moment.ready / moment.update_batch, ready))
-    if (group := moment.group) is not None:
-        words = f"{group.trained:,} of {group.total:,} trained"
+    if snapshot.update_batch:
+        ready = f"{snapshot.ready:,} ready, {snapshot.update_batch:,} needed"
+        bars.append((5, "update", snapshot.ready / snapshot.update_batch, ready))
+    if (group := snapshot.group) is not None:
+        text = f"{group.trained:,} of {group.total:,} trained"
         if group.num_younger:
-            words += f", {group.num_younger} more open"
-        bars.append((7, f"group {group.number + 1}", group.trained / group.total, words))
-    bars.append((2, "run", moment.done, _run_words(moment)))
-    size = min(_BAR_MOST, width - _LABEL - 1 - max(len(words) for *_, words in bars))
-    for rank, name, share, words in bars:
+            text += f", {group.num_younger} more open"
+        bars.append((7, f"group {group.number + 1}", group.trained / group.total, text))
+    bars.append((2, "run", snapshot.done, _progress_text(snapshot)))
+    size = min(_BAR_MOST, width - _LABEL - 1 - max(len(text) for *_, text in bars))
+    for rank, name, share, text in bars:
         drawn = (*bar(share, size, glyphs=glyphs), (" ", "")) if size >= _BAR_LEAST else ()
-        yield _Ranked(rank, (_label(name), *drawn, (words, "")))
+        yield _Ranked(rank, (_label(name), *drawn, (text, "")))
 
 
-def _run_words(moment: Moment) -> str:
-    words = f"{percent(moment.done)}, {_clock(moment.seconds)}"
-    if moment.done > 0:
-        words += f", {_clock(moment.seconds * (1 - moment.done) / moment.done)} left"
-    return words
+def _progress_text(snapshot: Snapshot) -> str:
+    text = f"{percent(snapshot.done)}, {_clock(snapshot.seconds)}"
+    if snapshot.done > 0:
+        text += f", {_clock(snapshot.seconds * (1 - snapshot.done) / snapshot.done)} left"
+    return text
 
 
-def _figures(moment: Moment, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+def _figures(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
     """Numbers side by side, as many as the width allows."""
-    figures = list(_of_updates(moment))
+    figures = list(_of_updates(snapshot))
     columns = 2 if width >= _TWO_COLUMNS else 1
     each = width // columns
     size = min(_BAR_MOST // 2, each - _LABEL - _VALUE - 1)
     for begin in range(0, len(figures), columns):
-        line: list[Piece] = []
+        line: list[StyledText] = []
         for figure in figures[begin : begin + columns]:
             drawn = ""
             if size >= _BAR_LEAST and figure.values:
@@ -351,8 +353,8 @@ def _figures(moment: Moment, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]
         yield _Ranked(4 + begin, tuple(line))
 
 
-def _of_updates(moment: Moment) -> Iterator[_Figure]:
-    trends, run = moment.trends, moment.figures
+def _of_updates(snapshot: Snapshot) -> Iterator[_Figure]:
+    trends, run = snapshot.trends, snapshot.figures
     for name, digits in (("reward", 3), ("length", 0)):
         if name in trends:
             yield _Figure(name, f"{trends[name].last:,.{digits}f}", trends[name].values)
@@ -365,32 +367,32 @@ def _of_updates(moment: Moment) -> Iterator[_Figure]:
         yield _Figure("staleness", stale, past.get("staleness", ()), True)
     if "score" in trends:
         yield _Figure("score", percent(trends["score"].last), trends["score"].values)
-    if moment.memory is not None:
-        yield _Figure("memory", _memory_words(moment.memory))
+    if snapshot.memory is not None:
+        yield _Figure("memory", _memory_text(snapshot.memory))
 
 
-def _ledger(moment: Moment, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
-    if moment.figures is None:
+def _ledger(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if snapshot.figures is None:
         return
-    ledger = moment.figures.ledger
+    ledger = snapshot.figures.ledger
     whole = max(1, ledger.decoded)
     parts = (
         ("trained", ledger.trained, glyphs.trained, "good"),
         ("discarded", ledger.discarded, glyphs.discarded, "bad"),
         ("cached", ledger.cached, glyphs.cached, "faint"),
     )
-    words: list[Piece] = [(_short(ledger.decoded), "")]
+    pieces: list[StyledText] = [(_short(ledger.decoded), "")]
     for sign, (name, tokens, _, tint) in zip("=++", parts, strict=True):
-        words += [(f" {sign} ", ""), (f"{_short(tokens)} {name}", tint)]
-    size = min(_BAR_MOST, width - _LABEL - 1 - sum(len(text) for text, _ in words))
+        pieces += [(f" {sign} ", ""), (f"{_short(tokens)} {name}", tint)]
+    size = min(_BAR_MOST, width - _LABEL - 1 - sum(len(text) for text, _ in pieces))
     drawn: Line = ()
     if size >= _BAR_LEAST:
         shares = [(tokens / whole, char, tint) for _, tokens, char, tint in parts]
         drawn = (*stacked(shares, size), (" ", ""))
-    yield _Ranked(9, (_label("decoded"), *drawn, *words))
+    yield _Ranked(9, (_label("decoded"), *drawn, *pieces))
 
 
-def _label(name: str) -> Piece:
+def _label(name: str) -> StyledText:
     return name.ljust(_LABEL), "label"
 
 
@@ -420,7 +422,7 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.1f}G"
 
 
-def _memory_words(memory: Memory) -> str:
+def _memory_text(memory: Memory) -> str:
     used = f"{memory.used / 2**30:.1f}"
     if memory.total is None:
         return f"{used} GiB"

@@ -52,7 +52,7 @@ class OpenGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Snapshot:
     """Everything that one frame shows. Of a run that is still being loaded, little is known."""
 
     activity: str = ""
@@ -144,7 +144,7 @@ class LiveState:
         if row.get("skipped_steps"):
             self._skipped += 1
 
-    def moment(
+    def snapshot(
         self,
         *,
         activity: str,
@@ -152,9 +152,9 @@ class LiveState:
         seconds: float,
         figures: Figures | None,
         memory: Memory | None,
-    ) -> Moment:
+    ) -> Snapshot:
         """What there is to see now, with what others know."""
-        return Moment(
+        return Snapshot(
             activity=activity,
             done=done,
             seconds=seconds,
@@ -163,7 +163,7 @@ class LiveState:
             skipped=self._skipped,
             round=self._round,
             is_rollout=self._is_rollout,
-            running=self._slots.seated,
+            running=self._slots.assigned,
             shares=self._shares(),
             ready=self._ready,
             update_batch=self._update_batch,
@@ -212,7 +212,7 @@ class Slots:
         """All free; `decoded` gives all tokens that the engine has written so far."""
         self._free = list(range(count))
         self._offsets: list[float | None] = [None] * count
-        self._seats: dict[Key, int] = {}
+        self._slot_of: dict[Key, int] = {}
         self._queue: dict[Key, int] = {}
         self._decoded = decoded
         self._counted = decoded()
@@ -221,12 +221,12 @@ class Slots:
     @property
     def running(self) -> int:
         """Answers that were started and not stopped, the queue included."""
-        return len(self._seats) + len(self._queue)
+        return len(self._slot_of) + len(self._queue)
 
     @property
-    def seated(self) -> int:
+    def assigned(self) -> int:
         """Answers that have a slot."""
-        return len(self._seats)
+        return len(self._slot_of)
 
     def start(self, key: Key, *, cached: int) -> None:
         """An answer comes with `cached` tokens."""
@@ -239,7 +239,7 @@ class Slots:
         self._grow()
         if self._queue.pop(key, None) is not None:
             return
-        slot = self._seats.pop(key, None)
+        slot = self._slot_of.pop(key, None)
         if slot is not None:
             self._offsets[slot] = None
             heapq.heappush(self._free, slot)
@@ -253,15 +253,15 @@ class Slots:
 
     def _grow(self) -> None:
         decoded = self._decoded()
-        if self._seats:
-            self._growth += (decoded - self._counted) / len(self._seats)
+        if self._slot_of:
+            self._growth += (decoded - self._counted) / len(self._slot_of)
         self._counted = decoded
 
     def _fill(self) -> None:
         while self._queue and self._free:
             key = next(iter(self._queue))
             slot = heapq.heappop(self._free)
-            self._seats[key] = slot
+            self._slot_of[key] = slot
             self._offsets[slot] = self._queue.pop(key) - self._growth
 
 

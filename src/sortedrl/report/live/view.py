@@ -22,7 +22,7 @@ from rich.text import Text
 from sortedrl.events import Event, Harvest, Score, Update
 from sortedrl.metrics import Figures
 from sortedrl.report.live.panel import Frame, glyphs_for, panel, shown
-from sortedrl.report.live.state import LiveState, Memory, Moment, used_memory
+from sortedrl.report.live.state import LiveState, Memory, Snapshot, used_memory
 from sortedrl.run_log import Value
 from sortedrl.terminal import Advance, progress, tell
 
@@ -195,21 +195,23 @@ class LiveView:
 
     def refresh(self) -> None:
         """Draw the panel, unless it would look as it does."""
-        moment = self._moment()
+        snapshot = self._snapshot()
         size = self._console.size
         # One line is left free, so that a line that is told can be seen above the panel.
-        frame = panel(moment, width=size.width, height=max(1, size.height - 1), glyphs=self._glyphs)
+        frame = panel(
+            snapshot, width=size.width, height=max(1, size.height - 1), glyphs=self._glyphs
+        )
         if frame != self._frame:
             self._frame = frame
             self._live.update(frame, refresh=True)
 
-    def _moment(self) -> Moment:
+    def _snapshot(self) -> Snapshot:
         with self._lock:
             state, source = self._state, self._source
             if state is None or source is None:
-                return Moment(activity=self._activity, done=self._done)
+                return Snapshot(activity=self._activity, done=self._done)
             self._is_figures_due = True
-            moment = state.moment(
+            snapshot = state.snapshot(
                 activity=self._activity,
                 done=self._done,
                 seconds=source.seconds(),
@@ -219,7 +221,7 @@ class LiveView:
         now = time.monotonic()
         if now - self._memory_since >= _SECONDS_PER_MEMORY:
             self._memory, self._memory_since = used_memory(source.device), now
-        return moment
+        return snapshot
 
     def _draw(self) -> None:
         while not self._is_over.wait(self._seconds_per_frame):

@@ -87,18 +87,18 @@ def learning_section(runs: Sequence[Run]) -> str:
 
 def _note(groups: Sequence[SeedGroup]) -> str:
     """What a line is, and how much it says."""
-    words = []
+    sentences = []
     if any(len(group.places) > 1 for group in groups):
-        words.append(
+        sentences.append(
             "A line with a band is the mean of runs that differ only in the seed; the band goes "
             "from the least of them to the most. It ends where the first of them ends."
         )
     if any(len(group.places) == 1 for group in groups):
-        words.append(
+        sentences.append(
             "A line of one run is one draw: small differences say nothing before other seeds "
             "repeat them."
         )
-    return paragraph(" ".join(words))
+    return paragraph(" ".join(sentences))
 
 
 def _folded(summary: str, *figures: str) -> str:
@@ -122,18 +122,18 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     goal = min(tops)
     who = "all of them" if len(tops) == len(groups) else "all that gained anything"
     means = any(len(group.places) > 1 for group in groups)
-    words = (
+    text = (
         f"The best score that {who} reached is {percent(goal)}. This is what each needed until its "
         "first evaluation with that score or more"
         f"{'; where there are several seeds, on average' if means else ''}."
     )
-    told = table(
+    costs = table(
         ["", "answers", "tokens", "seconds"],
         [[group.name, *_needed(held, goal)] for group, held in zip(groups, averaged, strict=True)],
         caption=unbroken(f"Trained on until {percent(goal)} right answers"),
         quiet=[False] * len(groups),
     )
-    return paragraph(words) + told
+    return paragraph(text) + costs
 
 
 def _averaged(runs: Sequence[Run]) -> list[HeldOut]:

@@ -72,8 +72,8 @@ def lengths_section(runs: Sequence[Run]) -> str:
     known = [(run, lengths) for run in runs if (lengths := lengths_of(run)) is not None]
     if not known:
         return ""
-    biases = ((run.name, bias_words(run, lengths)) for run, lengths in known)
-    rewards = ((run.name, words) for run, _ in known if (words := reward_words(run)))
+    biases = ((run.name, bias_text(run, lengths)) for run, lengths in known)
+    rewards = ((run.name, text) for run, _ in known if (text := reward_text(run)))
     are_named = len(runs) > 1
     caption = (
         "The filled area is what was trained on, the outline what the policy writes when nothing "
@@ -118,19 +118,19 @@ def lengths_of(run: Run) -> Lengths | None:
     )
 
 
-def bias_words(run: Run, lengths: Lengths) -> str:
+def bias_text(run: Run, lengths: Lengths) -> str:
     """In a sentence or two, how what was trained on differs from what the policy writes."""
     bias = lengths.bias
     if bias is None:
         return "nothing was trained on yet."
     change = bias.ratio - 1
     if abs(change) <= _FAIR:
-        words = "answers trained on are as long as what the policy writes"
+        text = "answers trained on are as long as what the policy writes"
     else:
         size = f"{100 * abs(change):.0f} %"
-        words = f"answers trained on are {size} {'longer' if change > 0 else 'shorter'} than what "
-        words += "the policy writes"
-    return f"{words}{_reason(run, lengths, change=change)}.{_ends_words(lengths)}"
+        text = f"answers trained on are {size} {'longer' if change > 0 else 'shorter'} than what "
+        text += "the policy writes"
+    return f"{text}{_reason(run, lengths, change=change)}.{_ends_text(lengths)}"
 
 
 def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
@@ -141,19 +141,19 @@ def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
     return "" if run.is_ended else ": short answers come first, and the run has not ended"
 
 
-def _ends_words(lengths: Lengths) -> str:
+def _ends_text(lengths: Lengths) -> str:
     """What to know about the longest answers."""
-    words = ""
+    text = ""
     if lengths.truncated:
         share = percent(lengths.truncated / lengths.finished)
-        words += f" {share} of the finished answers ended at the token limit."
+        text += f" {share} of the finished answers ended at the token limit."
     if lengths.unseen >= _NOTABLE:
         longest = lengths.written.survival[-1][0]
-        words += (
+        text += (
             f" {percent(lengths.unseen)} of what it writes was not seen to its end and counts as "
             f"{longest:,} tokens, the longest seen: in truth it is longer."
         )
-    return words
+    return text
 
 
 def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
@@ -181,13 +181,13 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
     rows: list[list[str]] = []
     for run, lengths in known:
         bias = lengths.bias
-        told = (
+        cells = (
             [short(bias.trained_mean), f"{bias.ratio:.2f}", f"{bias.ks_distance:.3f}"]
             if bias
             else [_NONE] * 3
         )
         at_limit = percent(lengths.truncated / lengths.finished) if lengths.finished else _NONE
-        rows.append([run.name, short(lengths.written.mean), *told, unbroken(at_limit)])
+        rows.append([run.name, short(lengths.written.mean), *cells, unbroken(at_limit)])
     return table(
         ["", "mean written", "mean trained on", "length bias", "KS distance", "at the token limit"],
         rows,
@@ -196,7 +196,7 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
     )
 
 
-def reward_words(run: Run) -> str:
+def reward_text(run: Run) -> str:
     """Mean lengths of the answers with the highest reward and of the others, if both exist."""
     lengths = {key: tokens for key, _, tokens in run.metrics.trained_lengths}
     rewarded = [(run.rewards[key], n) for key, n in lengths.items() if key in run.rewards]
@@ -337,7 +337,7 @@ def _draw_shape(
     for place, written in enumerate(shape.written):
         trained = shape.trained[place]
         first, last = bins.edges[place], bins.edges[place + 1] - 1
-        told = f"{first:,} to {last:,} tokens" if first < last else f"{first:,} tokens"
+        range_text = f"{first:,} to {last:,} tokens" if first < last else f"{first:,} tokens"
         outline += [(x, panel.y(written / most)) for x in edges[place : place + 2]]
         if trained:
             canvas.rect(
@@ -346,7 +346,7 @@ def _draw_shape(
                 width=edges[place + 1] - edges[place],
                 height=panel.floor - panel.y(trained / most),
                 css=css,
-                title=f"{told}: {100 * trained:.1f} % of the answers trained on, "
+                title=f"{range_text}: {100 * trained:.1f} % of the answers trained on, "
                 f"{100 * written:.1f} % of what the policy writes",
             )
     with canvas.group(title=f"{shape.name}: what the policy writes"):
@@ -368,12 +368,12 @@ def _draw_mean(
     x = panel.x(bins.x(mean))
     y = panel.top - _HEADROOM + 15 * row
     is_left = x < panel.x(0.5)
-    words = f"mean {what} {short(mean)}"
+    text = f"mean {what} {short(mean)}"
     canvas.line(x, y - 9, x2=x, y2=panel.floor, css=css)
     canvas.text(
         x + (5 if is_left else -5),
         y,
-        content=words,
+        content=text,
         css="head",
         anchor="start" if is_left else "end",
     )

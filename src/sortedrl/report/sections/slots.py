@@ -56,13 +56,13 @@ def slots_section(runs: Sequence[Run]) -> str:
     bars = sum(len(lane) for run in runs for lane in run.lanes.lanes)
     if not bars:
         return ""
-    words = (
+    text = (
         "Every bar is a stretch of writing: one answer in one slot, until it was complete or "
         "interrupted. Where the warm tint shows, a slot stood empty while others wrote."
     )
     return framed(
         "Slots",
-        paragraph(words + (" All runs share one time axis and start together." * (len(runs) > 1))),
+        paragraph(text + (" All runs share one time axis and start together." * (len(runs) > 1))),
         '<div class="slots-box"></div>',
         f"<noscript>{_fallback(runs, bars=bars)}</noscript>",
         name="slots",
@@ -101,7 +101,7 @@ def _packed(run: Run) -> dict[str, object]:
     keys = sorted({(bar.prompt, bar.sample) for lane in lanes.lanes for bar in lane})
     return {
         "name": run.name,
-        "told": _subtitle(run),
+        "subtitle": _subtitle(run),
         "slots": lanes.slots,
         "tick": tick,
         "ticks": _ticks(lanes.end - lanes.start, tick),
@@ -199,8 +199,8 @@ def bubbles_section(runs: Sequence[Run]) -> str:
         drawn.append(figure(_rounds_caption(runs), _rounds_picture(runs)))
         if any(len(run.metrics.groups) > 1 for run in runs):
             drawn.append(figure(_groups_caption(runs), _groups_picture(runs)))
-    told = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
-    return framed("Where the bubble is", told, *drawn, name="bubbles")
+    summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
+    return framed("Where the bubble is", summary, *drawn, name="bubbles")
 
 
 def round_columns(run: Run) -> list[Step]:
@@ -215,7 +215,9 @@ def round_columns(run: Run) -> list[Step]:
         joined = _joined(part)
         end = now + joined.rollout_seconds
         what = _counted("round", numbers[first], numbers[first + len(part) - 1])
-        columns.append(Step(start=now, end=end, share=joined.bubble, told=_tooltip(what, joined)))
+        columns.append(
+            Step(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
+        )
         now = end
     return columns
 
@@ -227,8 +229,8 @@ def group_columns(run: Run) -> list[Step]:
     for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
         start, end = groups[first].group, groups[first + len(part) - 1].group
         joined = _joined(part)
-        told = _tooltip(_counted("group", start, end), joined)
-        columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, told=told))
+        tooltip = _tooltip(_counted("group", start, end), joined)
+        columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip))
     return columns
 
 
@@ -238,15 +240,15 @@ def place_of_bubble(run: Run) -> str:
     whole = sum(idle)
     if run.metrics.run.bubble < _HARDLY:
         return "hardly a slot was idle in a rollout, under 0.05 % of the slot-seconds."
-    words = f"bubble {percent(run.metrics.run.bubble)}."
+    text = f"bubble {percent(run.metrics.run.bubble)}."
     if len(idle) == 1:
-        return f"{words} There was one round so far."
+        return f"{text} There was one round so far."
     if run.is_ended and idle[-1] >= _MOSTLY * whole:
         return (
-            f"{words} {percent(idle[-1] / whole)} of the idle slot-seconds lie in the last of its "
+            f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds lie in the last of its "
             f"{len(idle):,} rounds, when no prompts are left: a longer run has less of that."
         )
-    return f"{words} {_worst(idle)}{_tails(run, idle)}"
+    return f"{text} {_worst(idle)}{_tails(run, idle)}"
 
 
 def _worst(idle: Sequence[float]) -> str:
@@ -255,11 +257,11 @@ def _worst(idle: Sequence[float]) -> str:
     share = sum(sorted(idle)[-count:]) / sum(idle)
     held = f"{percent(share)} of the idle slot-seconds"
     if count == 1:
-        words = f"The worst of its {len(idle):,} rounds holds {held}"
+        text = f"The worst of its {len(idle):,} rounds holds {held}"
     else:
-        words = f"The worst tenth of its rounds, {count:,} of {len(idle):,}, holds {held}"
+        text = f"The worst tenth of its rounds, {count:,} of {len(idle):,}, holds {held}"
     is_even = share < min(_MOSTLY, _EVENLY * count / len(idle))
-    return f"{words}: the bubble is spread over the run." if is_even else f"{words}."
+    return f"{text}: the bubble is spread over the run." if is_even else f"{text}."
 
 
 def _tails(run: Run, idle: Sequence[float]) -> str:
@@ -270,12 +272,12 @@ def _tails(run: Run, idle: Sequence[float]) -> str:
     share = sum(idle[place] for place in closing) / sum(idle)
     seconds = [figures.rollout_seconds for figures in run.metrics.rounds]
     time = sum(seconds[place] for place in closing) / sum(seconds)
-    words = (
+    text = (
         f" Rounds that end a group, {len(closing):,} of {len(idle):,}, take {percent(time)} of the "
         f"rollouts' time and hold {percent(share)} of their idle slot-seconds"
     )
     is_tail = share >= _MOSTLY and share > time
-    return f"{words}: slots wait for the last answers of a group." if is_tail else f"{words}."
+    return f"{text}: slots wait for the last answers of a group." if is_tail else f"{text}."
 
 
 def closing_rounds(run: Run) -> list[int]:
@@ -368,7 +370,7 @@ class Step:
     start: float
     end: float
     share: float
-    told: str
+    tooltip: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,7 +446,7 @@ def _draw_step(
         width=width,
         height=height,
         css=css,
-        title=step.told,
+        title=step.tooltip,
     )
 
 

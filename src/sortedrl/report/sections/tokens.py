@@ -50,7 +50,7 @@ _CORNERS = 24
 
 def staleness_section(runs: Sequence[Run]) -> str:
     """A heat map of each run that trained on older tokens, and the numbers of every run."""
-    told = remarks(((run.name, staleness_words(run)) for run in runs), are_named=len(runs) > 1)
+    summary = remarks(((run.name, staleness_text(run)) for run in runs), are_named=len(runs) > 1)
     maps = [
         HeatMap(name=run.name, note=_note(run), columns=staleness_columns(run), place=place)
         for place, run in enumerate(runs)
@@ -59,10 +59,10 @@ def staleness_section(runs: Sequence[Run]) -> str:
     pictures = []
     if maps:
         pictures.append(figure(_caption(runs), heat_maps(maps, title="Staleness by update")))
-    return framed("Staleness", told, *pictures, name="staleness")
+    return framed("Staleness", summary, *pictures, name="staleness")
 
 
-def staleness_words(run: Run) -> str:
+def staleness_text(run: Run) -> str:
     """The mean and the most, in a sentence."""
     figures = run.metrics.run
     if not figures.trajectories:
@@ -196,8 +196,8 @@ def _draw_key(canvas: Canvas) -> None:
 def _draw_map(canvas: Canvas, run: HeatMap, *, panel: Panel, updates: int) -> None:
     for row in range(run.num_rows):
         y = panel.y((row + 0.5) / run.num_rows) + 4
-        words = run.values(row, to="\N{EN DASH}")
-        canvas.text(panel.left - 8, y, content=words, css="small", anchor="end")
+        text = run.values(row, to="\N{EN DASH}")
+        canvas.text(panel.left - 8, y, content=text, css="small", anchor="end")
     canvas.line(panel.left, panel.floor, x2=panel.right, y2=panel.floor, css="axis")
     for column in run.columns:
         left, right = (panel.x(edge / updates) for edge in (column.first - 1, column.last))
@@ -243,16 +243,16 @@ def ledger_section(runs: Sequence[Run]) -> str:
         "those prefilled again were read once more, prompts included, to go on from them."
     )
     ledgers = [(run.name, run.metrics.run.ledger) for run in runs]
-    told = remarks(((run.name, ledger_words(run)) for run in runs), are_named=len(runs) > 1)
+    summary = remarks(((run.name, ledger_text(run)) for run in runs), are_named=len(runs) > 1)
     return framed(
         "Where the tokens went",
-        told,
+        summary,
         figure(caption, flows(ledgers, title="Token ledger")),
         name="ledger",
     )
 
 
-def ledger_words(run: Run) -> str:
+def ledger_text(run: Run) -> str:
     """In a sentence, what one token trained on cost."""
     ledger = run.metrics.run.ledger
     if not ledger.decoded:
@@ -323,13 +323,13 @@ def _flow_height(ledger: Ledger, *, scale: float) -> float:
 
 def _draw_flow(canvas: Canvas, ledger: Ledger, *, top: float, scale: float) -> None:
     canvas.text(_FROM - 10, top + 13, content=f"decoded {ledger.decoded:,}", anchor="end")
-    told = [
+    resumed = [
         f"kept at resumes {ledger.kept:,}",
         f"prefilled again {ledger.prefilled_again:,}",
     ]
-    for line, words in enumerate(told if ledger.prefilled_again else ["nothing was resumed"]):
+    for line, text in enumerate(resumed if ledger.prefilled_again else ["nothing was resumed"]):
         y = top + 13 + _LINE * (line + 1.25)
-        canvas.text(_FROM - 10, y, content=words, css="small", anchor="end")
+        canvas.text(_FROM - 10, y, content=text, css="small", anchor="end")
     canvas.rect(
         _FROM,
         top,
@@ -346,9 +346,9 @@ def _draw_flow(canvas: Canvas, ledger: Ledger, *, top: float, scale: float) -> N
             canvas.path(_band(start, end, thick=thick), css=part.band, is_closed=True)
             shown = max(_THIN, thick)
             canvas.rect(_TO, end, width=_THICK, height=shown, css=part.css)
-            words = f"{part.name} {part.tokens:,}"
+            text = f"{part.name} {part.tokens:,}"
             y = end + max(_LABEL, thick) / 2 + 4
-            canvas.text(_TO + _THICK + 10, y, content=words, css="head", tail=share)
+            canvas.text(_TO + _THICK + 10, y, content=text, css="head", tail=share)
         start += thick
         end += max(thick, _LABEL)
 

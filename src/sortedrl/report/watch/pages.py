@@ -34,7 +34,7 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class PageSnapshot:
     """A page, and the state of the runs it shows."""
 
     text: str
@@ -76,7 +76,7 @@ class Pages:
         self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
         self._thread.start()
 
-    def newest(self, *, patience_seconds: float = 0.0) -> Sheet:
+    def newest(self, *, patience_seconds: float = 0.0) -> PageSnapshot:
         """The newest page; where there was none yet, wait a while for the first."""
         with self._condition:
             self._wanted = time.monotonic()
@@ -100,9 +100,9 @@ class Pages:
             # every run is looked at, also after one that has changed
             has_changed = any([run.look() for run in self._runs])
             if has_changed:
-                sheet = self._made()
+                snapshot = self._made()
                 with self._condition:
-                    self._newest, self._has_tried = sheet, True
+                    self._newest, self._has_tried = snapshot, True
                     self._condition.notify_all()
             took = time.monotonic() - started
             due = started + max(self._refresh_seconds, _SHARE * took)
@@ -118,7 +118,7 @@ class Pages:
                 self._condition.wait(due - now if is_wanted else None)
             return False
 
-    def _made(self) -> Sheet:
+    def _made(self) -> PageSnapshot:
         notes = tuple(f"{run.name}: {run.note}" for run in self._runs if run.note is not None)
         records = [run.record for run in self._runs if run.record is not None]
         if not records:
@@ -131,7 +131,7 @@ class Pages:
             if self._newest.seconds is None:
                 return self._waiting((*notes, note))
             return replace(self._newest, notes=(*notes, note))
-        return Sheet(
+        return PageSnapshot(
             text=text,
             is_ended=all(run.is_ended for run in self._runs),
             seconds=max(record.events[-1].seconds for record in records),
@@ -141,9 +141,9 @@ class Pages:
             notes=notes,
         )
 
-    def _waiting(self, notes: tuple[str, ...]) -> Sheet:
+    def _waiting(self, notes: tuple[str, ...]) -> PageSnapshot:
         text = waiting_page(notes, title=self._title, refresh_seconds=self._refresh_seconds)
-        return Sheet(text=text, notes=notes)
+        return PageSnapshot(text=text, notes=notes)
 
 
 def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) -> str:

@@ -150,9 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
         """A refusal in a few words, none of which come from the request."""
         # the base class knows methods only by whether they are there
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else code
-        words = f"{HTTPStatus(status).phrase}\n".encode()
+        text = f"{HTTPStatus(status).phrase}\n".encode()
         extra = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
-        self._send(words, kind="text/plain; charset=utf-8", status=status, extra=extra)
+        self._send(text, kind="text/plain; charset=utf-8", status=status, extra=extra)
 
     def version_string(self) -> str:
         """What the server calls itself."""
@@ -171,19 +171,19 @@ class _Handler(BaseHTTPRequestHandler):
         return len(given) == 1 and re.fullmatch(known, given[0], re.IGNORECASE) is not None
 
     def _send_page(self) -> None:
-        sheet = self.server.pages.newest(patience_seconds=_PATIENCE_SECONDS)
-        policy = head_value(sheet.text, "Content-Security-Policy") + "; frame-ancestors 'none'"
-        self._send(sheet.text.encode(), kind="text/html; charset=utf-8", policy=policy)
+        snapshot = self.server.pages.newest(patience_seconds=_PATIENCE_SECONDS)
+        policy = head_value(snapshot.text, "Content-Security-Policy") + "; frame-ancestors 'none'"
+        self._send(snapshot.text.encode(), kind="text/html; charset=utf-8", policy=policy)
 
     def _send_state(self) -> None:
-        sheet = self.server.pages.newest()
+        snapshot = self.server.pages.newest()
         state = {
-            "version": sheet.version,
+            "version": snapshot.version,
             "runs": len(self.server.folders),
-            "ended": sheet.is_ended,
-            "seconds": sheet.seconds,
-            "written": sheet.written,
-            "notes": sheet.notes,
+            "ended": snapshot.is_ended,
+            "seconds": snapshot.seconds,
+            "written": snapshot.written,
+            "notes": snapshot.notes,
         }
         self._send(json.dumps(state).encode(), kind="application/json")
 

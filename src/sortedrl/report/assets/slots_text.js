@@ -4,19 +4,19 @@ function slotsTell(view, [from, to], count) {
   const { digits } = slotsStep(to - from, 50);
   const isWhole = view.state.from === undefined;
   const end = slotsFigure(view.total) + " s";
-  let words = isWhole ? "All " + end : slotsSeconds(from, digits) + " s to " + slotsSeconds(to, digits) + " s of " + end;
+  let text = isWhole ? "All " + end : slotsSeconds(from, digits) + " s to " + slotsSeconds(to, digits) + " s of " + end;
   if (view.state.high - view.state.low < 1) {
     const run = view.runs[0];
     const [low, high] = slotsShown(view, run);
-    words += view.runs.length > 1
+    text += view.runs.length > 1
       ? ", a part of the slots"
       : ", " + (high - low === 1 ? "slot " + low : "slots " + low + " to " + (high - 1)) + " of " + run.slots.toLocaleString("en");
   }
   if (!view.isBars) {
     const way = count > SLOTS_MOST_BARS ? "zoom in" : "show fewer slots";
-    words += "; " + counted(count, "bar") + " as shares of the slots, " + way + " to see each";
+    text += "; " + counted(count, "bar") + " as shares of the slots, " + way + " to see each";
   }
-  view.words.textContent = words;
+  view.summary.textContent = text;
   Object.assign(view.box.dataset, { from: String(from), to: String(to), drawn: view.isBars ? "bars" : "shares", bars: String(count) });
   view.buttons.out.disabled = view.buttons.whole.disabled = isWhole && view.state.high - view.state.low >= 1;
   if (isWhole) view.buttons.out.disabled = true;
@@ -27,26 +27,26 @@ function slotsTell(view, [from, to], count) {
 }
 
 function slotsLegend(view) {
-  const { names, words, title, classes } = view.colours;
+  const { names, labels, title, classes } = view.colours;
   const used = new Set();
   classes.forEach((row) => row.forEach((colour) => used.add(colour)));
-  const entries = names.map((name, place) => [name, words[place], used.has(place)]);
+  const entries = names.map((name, place) => [name, labels[place], used.has(place)]);
   const kinds = new Set(view.runs.flatMap((run) => run.bandKind));
   entries.push(["discarded", "thrown away later", view.runs.some((run) => run.discarded.some((tokens) => tokens > 0))]);
   entries.push(["idle", "idle slot", true], ["update", "update", kinds.has(1)], ["hand-over", "hand-over of weights", kinds.has(2)]);
   entries.push(["pause", "stopping and scoring", view.runs.some(slotsHasPauses)]);
-  const items = entries.filter(([, , isUsed]) => isUsed).map(([name, told]) => {
+  const items = entries.filter(([, , isUsed]) => isUsed).map(([name, label]) => {
     const swatch = element("span", "slots-swatch slots-is-" + name);
     if (name !== "discarded") swatch.style.background = "var(--slots-" + name + ")";
-    return element("li", "", swatch, told);
+    return element("li", "", swatch, label);
   });
   view.key.replaceChildren(...(title ? [element("li", "", title)] : []), ...items);
 }
 
 // Whether more than a thousandth of a run is neither rollout nor update nor hand-over.
 function slotsHasPauses(run) {
-  const told = run.bandStart.reduce((sum, start, band) => sum + run.bandEnd[band] - start, 0);
-  return run.seconds - told > run.seconds / 1000;
+  const known = run.bandStart.reduce((sum, start, band) => sum + run.bandEnd[band] - start, 0);
+  return run.seconds - known > run.seconds / 1000;
 }
 
 // All bars of the answer that a bar is part of, in their order.
@@ -117,9 +117,9 @@ function slotsMoment(view, panel, seconds) {
   }
   if (view.isBars) return [];
   const half = (to - from) / view.width / 2;
-  const words = Object.fromEntries(view.colours.names.map((name, place) => [name, view.colours.words[place]]));
+  const labels = Object.fromEntries(view.colours.names.map((name, place) => [name, view.colours.labels[place]]));
   const rows = slotsLayers(view, panel, 1, [seconds - half, seconds + half])
     .filter(([, row]) => row[0] > 0.0005)
-    .map(([name, row]) => [words[name] || { discarded: "thrown away later" }[name] || name, (100 * row[0]).toFixed(1) + "\u00a0%"]);
+    .map(([name, row]) => [labels[name] || { discarded: "thrown away later" }[name] || name, (100 * row[0]).toFixed(1) + "\u00a0%"]);
   return [element("strong", "", "slots at " + time), facts(rows)];
 }
