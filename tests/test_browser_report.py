@@ -152,12 +152,12 @@ def test_the_numbers_in_the_browser_are_those_of_the_log(browser_page, tmp_path)
         figures = measure(run.events).run
         assert told["bubble"][place] == f"{100 * figures.bubble:.1f}\xa0%"
         assert told["tokens trained on"][place] == f"{figures.ledger.trained:,}"
-        assert told["tokens thrown away"][place] == f"{figures.ledger.discarded:,}"
+        assert told["tokens discarded"][place] == f"{figures.ledger.discarded:,}"
         assert told["answers trained on"][place] == f"{figures.trajectories:,}"
     lead = browser_page.inner_text("header .lead")
     for run in runs:
         assert f"{100 * measure(run.events).run.bubble:.1f}\xa0%" in lead
-    assert browser_page.inner_text("h1").startswith("ours: right answers go from 25.0\xa0% to ")
+    assert browser_page.inner_text("h1").startswith("ours: accuracy goes from 25.0\xa0% to ")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -298,4 +298,4 @@ def test_a_cut_off_log_shows_as_far_as_it_came(browser_page, tmp_path):
     run = replace(whole, events=whole.events[: len(whole.events) // 3], rows=[], answers=[])
     open_text(browser_page, runs_page([run], title="Cut"), tmp_path)
     drawn(browser_page)
-    assert "still going on" in browser_page.inner_text("header .notes")
+    assert "is still running" in browser_page.inner_text("header .notes")

@@ -397,7 +397,7 @@ def test_the_legend_says_what_the_chosen_colours_mean(show, colour, title):
     page.locator("#slots select").select_option(colour)
     items = page.locator(".slots-key li").all_text_contents()
     assert title in items
-    assert {"thrown away later", "idle slot", "update"} <= set(items)
+    assert {"discarded later", "idle slot", "update"} <= set(items)
     assert told(page, "drawn") == "bars"
 
 

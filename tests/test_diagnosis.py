@@ -209,7 +209,7 @@ def test_full_slots_leave_nothing_to_gain():
     )
     diagnosis = diagnosed(simulation)
     assert diagnosis.advice == ()
-    assert "nothing here makes the run faster by 2 %" in diagnosis.summary
+    assert "no change that was tried gains 2 % or more" in diagnosis.summary
 
 
 def test_settings_at_hand_are_used_and_left_out_ones_read_off_the_log():
@@ -287,7 +287,7 @@ def test_a_killed_run_is_diagnosed_or_told_why_not(simulation, share, size):
         assert diagnosis.trust is None
     if share > 0.5:
         assert diagnosis.reason is None
-        assert "Simulated as it was" in diagnosis.trust
+        assert "With its own settings the simulated run" in diagnosis.trust
 
 
 def test_a_log_of_an_unknown_schedule_is_still_read():

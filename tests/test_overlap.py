@@ -400,8 +400,8 @@ def test_every_reader_of_events_takes_a_log_with_landings():
     )
     assert all(early.end <= late.start for early, late in pairwise(found))
     assert sum(event.get("cat") == "updates" for event in trace_events(record)) == len(landings)
-    assert "updates beside the rollouts" in numbers_section([record])
-    assert "updates beside" not in numbers_section(
+    assert "updates overlapped with rollouts" in numbers_section([record])
+    assert "updates overlapped" not in numbers_section(
         [measured(RunRecord(name="in turn", events=run(paper()).events))]
     )
     cut = measured(RunRecord(name="cut", events=events[: events.index(landings[-1])]))

@@ -156,13 +156,13 @@ def test_the_end_of_the_run_is_told_apart_only_once_the_run_has_ended():
     assert "The worst of its 10 rounds holds 100.0 %" in place_of_bubble(run)
     end = run_of("sync").record.events[-1]
     ended = replace(run, record=replace(run.record, events=[*run.record.events, end]))
-    assert "100.0 % of the idle slot-seconds lie in the last of its 10" in place_of_bubble(ended)
+    assert "100.0 % of the idle slot-seconds are in the last of its 10" in place_of_bubble(ended)
 
 
 def test_full_slots_are_told_in_words_and_not_drawn():
     full = [Figures(slots=4, rollout_seconds=1.0, busy_slot_seconds=4.0)] * 3
     page = bubbles_section([with_rounds(full)])
-    assert words(page) == ["Hardly a slot was idle in a rollout, under 0.05 % of the slot-seconds."]
+    assert words(page) == ["Slots were idle for less than 0.05 % of the slot-seconds of the rollouts."]
     assert drawn(page, "rect") == []
 
 

@@ -48,14 +48,14 @@ def titles(text):
 def test_scores_are_drawn_by_answers_by_tokens_and_by_seconds():
     text = learning.learning_section([run("a", [0.2, 0.5])])
     assert titles(text) == [
-        "Right answers to held-out prompts, by answers trained on",
-        "Right answers to held-out prompts, by tokens trained on",
-        "Right answers to held-out prompts, by seconds of training",
+        "Accuracy on held-out prompts, by answers trained on",
+        "Accuracy on held-out prompts, by tokens trained on",
+        "Accuracy on held-out prompts, by seconds of training",
     ]
     for place in ("100", "700", "10"):
-        assert f"a: right answers 50.0 % at {place}</title>" in text
+        assert f"a: accuracy 50.0 % at {place}</title>" in text
     assert 'class="series0 band"' not in text
-    assert "one draw" in text
+    assert "one sample" in text
     assert "mean of" not in text
 
 
@@ -65,8 +65,8 @@ def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band():
     )
     assert "mine (mean of 2 seeds)" in text
     assert 'class="series0 band"' in text
-    assert "mine: right answers 50.0 % (40.0 % to 60.0 %) at 100</title>" in text
-    assert "one draw" not in text
+    assert "mine: accuracy 50.0 % (40.0 % to 60.0 %) at 100</title>" in text
+    assert "one sample" not in text
     assert "differ only in the seed" in text
     assert "series1" not in text
 
@@ -87,8 +87,8 @@ def test_the_table_says_what_each_needed_for_the_best_score_that_all_reached():
         run("slow", [0.2, 0.4, 0.5, 0.6], answers=200, seconds=40),
     ]
     text = learning.learning_section(runs).replace("\N{NO-BREAK SPACE}", " ")
-    assert "The best score that all of them reached is 60.0 %." in text
-    assert "on average" not in text
+    assert "The highest accuracy that all runs reached is 60.0 %." in text
+    assert "averaged over seeds" not in text
     assert table(text) == [["quick", "100", "700", "10"], ["slow", "600", "4,200", "120"]]
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_gained_nothing_does_not_lower_the_score_and_may_not_reach_it
         run("unmeasured", []),
     ]
     text = learning.learning_section(runs).replace("\N{NO-BREAK SPACE}", " ")
-    assert "The best score that all that gained anything reached is 50.0 %." in text
+    assert "The highest accuracy that all runs that improved reached is 50.0 %." in text
     assert [row[1] for row in table(text)] == ["100", "100", "not reached", "not reached"]
 
 
@@ -111,7 +111,7 @@ def test_seeds_of_a_group_reach_a_score_on_average():
         run("other", [0.0, 0.5, 0.4]),
     ]
     text = learning.learning_section(runs)
-    assert "on average" in text
+    assert "averaged over seeds" in text
     assert table(text) == [["mine", "200", "1,400", "40"], ["other", "100", "700", "10"]]
 
 

@@ -95,7 +95,7 @@ def test_words_name_the_tokens_thrown_away_for_those_trained_on():
     assert ledger.discarded
     told = ledger_text(run)
     assert told.startswith(f"{100 * ledger.trained / ledger.decoded:.1f} % of the decoded")
-    ratio = float(re.search(r"; ([\d.,]+) were thrown away", told)[1])
+    ratio = float(re.search(r"; ([\d.,]+) were discarded", told)[1])
     assert ratio == pytest.approx(100 * ledger.discarded / ledger.trained, rel=0.01)
     assert words(ledger_section([run_of("sync")]))[0] == "Every decoded token was trained on."
 
@@ -107,8 +107,8 @@ def test_words_of_a_run_that_trained_on_nothing_yet():
         figures = replace(run.metrics.run, ledger=ledger)
         return ledger_text(replace(run, metrics=replace(run.metrics, run=figures)))
 
-    assert told(Ledger()) == "no stretch of writing has ended yet."
+    assert told(Ledger()) == "no answer has finished or been interrupted yet."
     assert told(Ledger(decoded=1200)) == "1,200 tokens decoded, none trained on yet."
     assert told(Ledger(decoded=10, trained=5)) == (
-        "50.0 % of the decoded tokens were trained on; none was thrown away."
+        "50.0 % of the decoded tokens were trained on; none were discarded."
     )

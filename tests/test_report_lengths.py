@@ -120,7 +120,7 @@ def test_runs_that_throw_no_draw_away_train_on_what_the_policy_writes(schedule):
     bias = lengths_of(run).bias
     assert bias.ratio == pytest.approx(1)
     assert bias.ks_distance == pytest.approx(0, abs=1e-9)
-    assert "as long as what the policy writes" in bias_text(run, lengths_of(run))
+    assert "as long as what the policy generates" in bias_text(run, lengths_of(run))
 
 
 def paper_run(*, mode, seed=0):
@@ -139,7 +139,9 @@ def test_the_bias_of_redrawn_answers_is_found_and_told():
     assert lengths.bias.ks_distance == pytest.approx(outcome.bias.ks_distance, abs=0.05)
     shorter = f"{100 * (1 - lengths.bias.ratio):.0f} % shorter"
     told = bias_text(run, lengths)
-    assert told.startswith(f"answers trained on are {shorter} than what the policy writes: long ")
+    assert told.startswith(
+        f"answers trained on are {shorter} than what the policy generates: long "
+    )
     assert f"{100 * lengths.truncated / lengths.finished:.1f} % of the finished answers" in told
 
 
@@ -161,8 +163,9 @@ def test_what_was_not_seen_to_its_end_is_told():
     longest = max(e.tokens for e in events[:stop] if e.kind in ("finish", "interrupt"))
     assert 0.05 < lengths.unseen < 1
     assert lengths.unseen == pytest.approx(lengths.written.longer_than(longest - 1))
-    assert f"{100 * lengths.unseen:.1f} % of what it writes was not seen to its end" in bias_text(
-        cut, lengths
+    assert (
+        f"{100 * lengths.unseen:.1f} % of what it generates was never seen to finish"
+        in bias_text(cut, lengths)
     )
     assert f"counts as {longest:,} tokens" in bias_text(cut, lengths)
     assert lengths_of(run_of("partial")).unseen == 0

@@ -84,34 +84,36 @@ def test_the_numbers_are_those_of_the_meter():
         assert cells["answers trained on"] == f"{figures.trajectories:,}"
         assert cells["tokens decoded"] == f"{figures.ledger.decoded:,}"
         assert cells["tokens trained on"] == f"{figures.ledger.trained:,}"
-        assert cells["tokens thrown away"] == f"{figures.ledger.discarded:,}"
+        assert cells["tokens discarded"] == f"{figures.ledger.discarded:,}"
         assert cells["bubble"] == f"{100 * figures.bubble:.1f}\xa0%"
         assert float(cells["goodput"].split()[0]) == pytest.approx(figures.goodput, rel=0.05)
         assert float(cells["mean length"].split()[0]) == pytest.approx(
             figures.mean_length, rel=0.05
         )
-        assert cells["staleness, mean and most"] == (
+        assert cells["staleness, mean and maximum"] == (
             f"{figures.mean_staleness:.2f} and {figures.staleness_max}"
         )
-        seconds = cells["time of training, all together"].removesuffix(" s").replace(",", "")
+        seconds = cells["training time, total"].removesuffix(" s").replace(",", "")
         assert float(seconds) == pytest.approx(figures.seconds, rel=0.05)
 
 
 def test_scores_are_told_before_after_and_at_their_best():
     told = read([record("ours", scores=(0.25, 0.875, 0.75))]).table()
-    assert told["right answers, before and after"] == ["25.0\xa0% \N{RIGHTWARDS ARROW} 75.0\xa0%"]
+    assert told["accuracy, first and last evaluation"] == [
+        "25.0\xa0% \N{RIGHTWARDS ARROW} 75.0\xa0%"
+    ]
     half = sum(isinstance(event, Update) for event in events_of("sorted", "partial")) // 2
     assert told["best evaluation"] == [f"87.5\xa0% after update {half}"]
 
 
 def test_one_evaluation_is_neither_before_nor_after():
     run = replace(record("ours"), rows=[{"update": 0, "evaluation/score": 0.25}])
-    assert read([run]).table()["right answers, before and after"] == ["25.0\xa0%"]
+    assert read([run]).table()["accuracy, first and last evaluation"] == ["25.0\xa0%"]
 
 
 def test_the_headline_names_the_best_run_its_gain_and_the_bubbles():
     reader = read(pair())
-    assert reader.texts("h1") == ["ours: right answers go from 25.0\xa0% to 75.0\xa0%"]
+    assert reader.texts("h1") == ["ours: accuracy goes from 25.0\xa0% to 75.0\xa0%"]
     title, lead = reader.texts("p")[:2]
     assert title == "Two runs"
     assert "+50.0 points for ours, +35.0 points for base" in lead
@@ -131,9 +133,9 @@ def test_the_best_run_is_the_one_that_ends_highest_wherever_it_stands():
 @pytest.mark.parametrize(
     ("scores", "headline"),
     [
-        ((0.5,), "one: 50.0\xa0% right answers"),
-        ((0.5, 0.5), "one: right answers stay at 50.0\xa0%"),
-        ((0.5, 0.25), "one: right answers go from 50.0\xa0% to 25.0\xa0%"),
+        ((0.5,), "one: accuracy 50.0\xa0%"),
+        ((0.5, 0.5), "one: accuracy stays at 50.0\xa0%"),
+        ((0.5, 0.25), "one: accuracy goes from 50.0\xa0% to 25.0\xa0%"),
     ],
 )
 def test_a_run_that_learned_nothing_is_not_praised(scores, headline):
@@ -146,12 +148,12 @@ def test_an_evaluation_stands_at_the_answers_and_seconds_of_the_update_before_it
     run = pair()[1]
     page = runs_page([run], title="One")
     figures = measure(run.events).run
-    by_answers = dots_of(page, "Right answers to held-out prompts, by answers trained on")
+    by_answers = dots_of(page, "Accuracy on held-out prompts, by answers trained on")
     assert by_answers == [
-        "base: right answers 25.0 % at 0",
-        f"base: right answers 60.0 % at {figures.trajectories}",
+        "base: accuracy 25.0 % at 0",
+        f"base: accuracy 60.0 % at {figures.trajectories}",
     ]
-    by_seconds = dots_of(page, "Right answers to held-out prompts, by seconds of training")
+    by_seconds = dots_of(page, "Accuracy on held-out prompts, by seconds of training")
     last = float(by_seconds[1].rpartition(" at ")[2].replace(",", ""))
     assert last == pytest.approx(figures.seconds, rel=0.01)
 
@@ -167,7 +169,7 @@ def test_lengths_and_rewards_have_a_dot_for_each_update():
 def test_runs_without_metrics_show_their_slots_and_numbers():
     bare = replace(record("bare"), rows=[])
     reader = read([bare])
-    assert reader.texts("h1")[0].startswith("bare: the slots were idle for ")
+    assert reader.texts("h1")[0].startswith("bare: slots idle for ")
     assert "Learning" not in reader.texts("h2")
     assert "answers" not in re.findall(r'<section id="([a-z]+)"', reader.text)
     assert "Slots" in reader.texts("h2")
@@ -268,7 +270,7 @@ def test_a_run_killed_in_mid_line_shows_as_far_as_it_came(tmp_path):
     assert told["updates"] == [f"{figures.updates}"]
     header = re.compile(r"<header>.*?</header>", re.DOTALL)
     (note,) = Reader(header.search(read([run, found]).text).group()).texts("li")
-    assert note.startswith("torn was stopped before its prompts were used up")
+    assert note.startswith("torn is still running, or was stopped before the end of its data")
     assert f"{figures.trajectories} answers" in note
     assert "<li>" not in header.search(read([run]).text).group()
 

@@ -20,7 +20,7 @@ def test_a_single_run_shows_every_setting_behind_a_fold():
     )
     assert reader.texts("dt") == ["seed", "engine.slots", "engine.x"]
     assert reader.texts("dd") == ["1", "8", '"y"']
-    assert reader.texts("summary") == ["Every setting"]
+    assert reader.texts("summary") == ["All settings"]
     assert "table" not in reader.kinds()
 
 
@@ -38,7 +38,7 @@ def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
     ]
     assert reader.texts("td") == ["1", "2", "4", "\N{EN DASH}", "\N{EN DASH}", "1"]
     assert reader.texts("dt") == ["epochs", "schedule.mode"]
-    assert reader.texts("summary") == ["2 settings are the same for all"]
+    assert reader.texts("summary") == ["2 settings are the same in all runs"]
 
 
 def test_true_and_1_are_different_settings():
@@ -55,7 +55,7 @@ def test_equal_runs_say_that_nothing_differs():
 @pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
 def test_a_run_without_settings_says_so(others):
     text = page.settings_section([run("a", None), *(run(*other) for other in others)])
-    assert "Not known, because there is no config.toml: a." in text
+    assert "Unknown, because there is no config.toml: a." in text
     assert ("<details" in text) == bool(others)
 
 

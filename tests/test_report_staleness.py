@@ -73,7 +73,7 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
     if not figures.trajectories:
         assert told == "nothing was trained on yet."
     elif figures.staleness_max == 0:
-        assert told == "every token was trained on by the weights that wrote it."
+        assert told == "every token was trained on by the weights that generated it."
     else:
         assert f"{figures.mean_staleness:.2f} updates old on average" in told
         assert f", {figures.staleness_max:,} at most" in told
@@ -83,7 +83,7 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
 @pytest.mark.parametrize("schedule", ["sync", "on_policy", "coupled"])
 def test_where_all_is_fresh_a_sentence_stands_in_place_of_a_picture(schedule):
     page = staleness_section([run_of(schedule)])
-    assert words(page) == ["Every token was trained on by the weights that wrote it."]
+    assert words(page) == ["Every token was trained on by the weights that generated it."]
     assert not list(tree(page).iter("figure"))
 
 
@@ -91,7 +91,7 @@ def test_only_runs_with_older_tokens_are_drawn_and_keep_their_colour():
     page = staleness_section([run_of("sync", name="fresh"), run_of("partial", name="older")])
     assert next(told for _, told in drawn(page, "rect", css="series1")).startswith("older: mean ")
     assert drawn(page, "rect", css="series0") == []
-    assert words(page)[0] == "fresh: every token was trained on by the weights that wrote it."
+    assert words(page)[0] == "fresh: every token was trained on by the weights that generated it."
 
 
 def test_a_great_staleness_is_drawn_in_rows_of_several_values():

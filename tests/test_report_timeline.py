@@ -68,10 +68,10 @@ def test_labels_are_escaped(sync):
 
 
 def test_thrown_away_tokens_are_hatched_and_in_the_legend(sync):
-    assert "thrown away" not in timelines([("sync", "", sync)])
+    assert "discarded later" not in timelines([("sync", "", sync)])
     svg = timelines([("", "", run_of("picture", strategy="sorted", mode="on_policy"))])
     assert 'class="hatched"' in svg
-    assert "thrown away later" in svg
+    assert "discarded later" in svg
 
 
 def test_a_large_run_is_drawn_as_shares_and_stays_small():

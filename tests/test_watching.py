@@ -415,7 +415,7 @@ def test_a_request_that_breaks_is_told_in_one_line_and_the_next_is_answered(fold
                 ask(server, "/files/mine/events.jsonl")
         assert ask(server, "/files/mine/events.jsonl")[0] == 200
     assert len(told) == 1
-    assert told[0].startswith("a request broke (AttributeError: ")
+    assert told[0].startswith("a request failed (AttributeError: ")
     assert "\n" not in told[0]
 
 
@@ -509,8 +509,8 @@ def test_the_state_never_waits_for_a_page(tmp_path, monkeypatch):
     monkeypatch.setattr(pages_module, "runs_page", make)
     (run,) = followed([write_run(tmp_path / "mine", first_updates(1))])
     with closing(Pages([run], tell=print, refresh_seconds=0.01)) as pages:
-        assert pages.newest().notes == ("the page is being made",)
-        assert "the page is being made" in pages.newest(patience_seconds=0.05).text
+        assert pages.newest().notes == ("the page is being built",)
+        assert "the page is being built" in pages.newest(patience_seconds=0.05).text
         go_on.set()
         assert "made at last" in pages.newest(patience_seconds=20).text
 
@@ -556,7 +556,7 @@ def test_a_page_that_cannot_be_made_is_told_and_the_old_one_stays(tmp_path, monk
         write_run(run.path, first_updates(1))
         until(lambda: "good" in pages.newest().text)
         write_run(run.path, first_updates(2))
-        note = "the page could not be made (ZeroDivisionError: by nothing)"
+        note = "the page could not be built (ZeroDivisionError: by nothing)"
         kept = until(lambda: (now := pages.newest()).notes == (note,) and now)
         assert "good" in kept.text
     assert set(told) == {note}

@@ -59,11 +59,11 @@ SCRIPTS = (
 
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"
-_BESIDE = "updates beside the rollouts"
+_BESIDE = "updates overlapped with rollouts"
 _TIMES = (
     "rollouts",
     "waiting for rewards",
-    "updates of the weights",
+    "weight updates",
     "hand-overs",
     "saving checkpoints and logs",
     "everything else",
@@ -116,8 +116,8 @@ def _contents(sections: Sequence[str]) -> str:
 def opening(runs: Sequence[Run], *, title: str) -> str:
     """Title, headline, a few sentences, and what a reader must not miss."""
     unfinished = "".join(
-        f"<li>{escape(run.name)} was stopped before its prompts were used up, or is still going "
-        f"on: {run.metrics.run.trajectories:,} answers so far.</li>"
+        f"<li>{escape(run.name)} is still running, or was stopped before the end of its data: "
+        f"{run.metrics.run.trajectories:,} answers so far.</li>"
         for run in runs
         if not run.is_ended
     )
@@ -133,14 +133,14 @@ def headline(runs: Sequence[Run]) -> str:
     scored = [run for run in runs if run.scores]
     if not scored:
         run = min(runs, key=lambda run: run.metrics.run.bubble)
-        return f"{run.name}: the slots were idle for {percent(run.metrics.run.bubble)} of the time"
+        return f"{run.name}: slots idle for {percent(run.metrics.run.bubble)} of the rollout time"
     best = max(scored, key=lambda run: run.scores[-1].score)
     first, last = best.scores[0].score, best.scores[-1].score
     if len(best.scores) == 1:
-        return f"{best.name}: {percent(last)} right answers"
+        return f"{best.name}: accuracy {percent(last)}"
     if percent(first) == percent(last):
-        return f"{best.name}: right answers stay at {percent(last)}"
-    return f"{best.name}: right answers go from {percent(first)} to {percent(last)}"
+        return f"{best.name}: accuracy stays at {percent(last)}"
+    return f"{best.name}: accuracy goes from {percent(first)} to {percent(last)}"
 
 
 def lead(runs: Sequence[Run]) -> str:
@@ -157,8 +157,8 @@ def lead(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         sentences.append(
             f"Bubble: {percent(after.bubble)} of the slot-seconds of the rollouts were idle. "
-            f"Of {after.ledger.decoded:,} tokens written, {after.ledger.trained:,} were trained on "
-            f"and {after.ledger.discarded:,} thrown away. "
+            f"Of {after.ledger.decoded:,} decoded tokens, {after.ledger.trained:,} were trained on "
+            f"and {after.ledger.discarded:,} discarded. "
             f"Goodput: {short(after.goodput)} tokens trained on per second of rollout."
         )
     else:
@@ -174,18 +174,18 @@ def numbers_section(runs: Sequence[Run]) -> str:
     """The numbers of the runs, a column for each."""
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("schedule", lambda run: run.metrics.schedule),
-        ("right answers, before and after", _before_and_after),
+        ("accuracy, first and last evaluation", _before_and_after),
         ("best evaluation", _best),
         ("updates", lambda run: f"{run.metrics.run.updates:,}"),
         ("answers trained on", lambda run: f"{run.metrics.run.trajectories:,}"),
         ("tokens decoded", lambda run: f"{run.metrics.run.ledger.decoded:,}"),
         ("tokens trained on", lambda run: f"{run.metrics.run.ledger.trained:,}"),
-        ("tokens thrown away", lambda run: f"{run.metrics.run.ledger.discarded:,}"),
+        ("tokens discarded", lambda run: f"{run.metrics.run.ledger.discarded:,}"),
         ("bubble", lambda run: percent(run.metrics.run.bubble)),
         ("goodput", lambda run: f"{short(run.metrics.run.goodput)} tokens/s"),
         ("mean length", lambda run: f"{short(run.metrics.run.mean_length)} tokens"),
-        ("staleness, mean and most", _staleness),
-        ("time of training, all together", lambda run: f"{short(run.metrics.run.seconds)} s"),
+        ("staleness, mean and maximum", _staleness),
+        ("training time, total", lambda run: f"{short(run.metrics.run.seconds)} s"),
     ]
     cells = [[name, *(cell(run) for run in runs)] for name, cell in rows]
     spent = [seconds_spent(run) for run in runs]
@@ -199,7 +199,7 @@ def numbers_section(runs: Sequence[Run]) -> str:
     numbers = table(
         ["", *(run.name for run in runs)],
         [[row[0], *map(unbroken, row[1:])] for row in cells],
-        caption="From start to end; evaluations take no time here",
+        caption="Whole run; evaluation time is not counted",
         quiet=[row[0] in quiet for row in cells],
     )
     return framed("Numbers", numbers, name="numbers")
@@ -315,16 +315,16 @@ def _entry(entry: Advice) -> str:
 def _gain(entry: Advice, gain: float) -> str:
     """A ratio of speeds in words."""
     if gain < 1:
-        return f"{100 * (1 - gain):.0f} % slower, predicted"
-    beyond = " beyond what the run has shown" if entry.about == "extrapolation" else ""
-    return f"{gain:.2f} times as fast, predicted{beyond}"
+        return f"{100 * (1 - gain):.0f} % slower (predicted)"
+    beyond = ", extrapolated" if entry.about == "extrapolation" else ""
+    return f"{gain:.2f} times as fast (predicted{beyond})"
 
 
 def _forecasts(entry: Advice) -> str:
     if entry.before is None or entry.after is None:
         return ""
-    numbers = _forecast_table(("simulated", "as it is", "changed"), (entry.before, entry.after))
-    return f"<details><summary>The prediction in numbers</summary>{numbers}</details>"
+    numbers = _forecast_table(("simulated", "current", "changed"), (entry.before, entry.after))
+    return f"<details><summary>Predicted numbers</summary>{numbers}</details>"
 
 
 def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str:
@@ -332,13 +332,13 @@ def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str
         ("tokens trained on per second", *(short(c.trained_per_second) for c in columns)),
         ("bubble", *(percent(c.bubble) for c in columns)),
         ("goodput, tokens/s", *(short(c.goodput) for c in columns)),
-        ("thrown away", *(percent(c.discarded_share) for c in columns)),
+        ("discarded", *(percent(c.discarded_share) for c in columns)),
         ("staleness, mean", *(f"{c.mean_staleness:.2f}" for c in columns)),
         ("mean length", *(short(c.mean_length) for c in columns)),
-        ("time for as many answers", *(f"{short(c.seconds)} s" for c in columns)),
+        ("time for the same answers", *(f"{short(c.seconds)} s" for c in columns)),
     ]
     cells = [[unbroken(cell) for cell in row] for row in rows]
-    caption = "All seconds counted: rollouts, updates, hand-overs"
+    caption = "Total time: rollouts, updates and hand-overs"
     return table(headings, cells, caption=caption, quiet=[False] * len(rows))
 
 
@@ -346,16 +346,14 @@ def _notes(found: Diagnosis) -> str:
     if not found.notes:
         return ""
     items = "".join(f"<li>{prose(note)}</li>" for note in found.notes)
-    return (
-        f"<details><summary>What was tried and gains too little</summary><ul>{items}</ul></details>"
-    )
+    return f"<details><summary>Changes that gain too little</summary><ul>{items}</ul></details>"
 
 
 def _trust(found: Diagnosis) -> str:
     """How far the predictions can be trusted: the same simulator on the run itself."""
     if found.measured is None or found.predicted is None or found.trust is None:
         return ""
-    summary = f"How far to trust this: {found.trust[0].lower()}{found.trust[1:]}"
+    summary = f"Accuracy of the prediction: {found.trust[0].lower()}{found.trust[1:]}"
     numbers = _forecast_table(("", "measured", "simulated"), (found.measured, found.predicted))
     return f"<details><summary>{prose(summary)}</summary>{numbers}</details>"
 
@@ -367,9 +365,9 @@ def settings_section(runs: Sequence[Run]) -> str:
     parts = []
     if unknown:
         names = ", ".join(unknown)
-        parts.append(paragraph(f"Not known, because there is no config.toml: {names}."))
+        parts.append(paragraph(f"Unknown, because there is no config.toml: {names}."))
     if len(known) == 1:
-        parts.append(_folded_settings("Every setting", known[0][1]))
+        parts.append(_folded_settings("All settings", known[0][1]))
     elif known:
         parts += _compared(known)
     return framed("Settings", *parts, name="settings")
@@ -387,12 +385,12 @@ def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         differences = table(
             ["", *(name for name, _ in known)],
             [[name, *shown[name]] for name in different],
-            caption=f"Settings that differ; {_NONE} is one that is not set",
+            caption=f"Settings that differ ({_NONE} means not set)",
             quiet=[False] * len(different),
         )
     else:
         differences = paragraph("All settings are the same.")
-    fold = f"{len(equal):,} settings are the same for all"
+    fold = f"{len(equal):,} settings are the same in all runs"
     return [differences, _folded_settings(fold, equal) if equal else ""]
 
 
@@ -410,18 +408,18 @@ def reading_section() -> str:
     return framed(
         "How to read this",
         paragraph(
-            "The bubble is the share of slot-seconds during rollouts in which a slot stood empty. "
+            "The bubble is the share of slot-seconds during rollouts in which a slot was idle. "
             "Goodput is tokens trained on per second of rollout. "
-            "A token is as stale as there were updates between the weights that wrote it and the "
-            "weights that were trained on it."
+            "The staleness of a token is the number of updates between the weights that generated "
+            "it and the weights that are trained on it."
         ),
         paragraph(
-            "Seconds are seconds of training: neither an evaluation nor the time between a stop "
-            "and a resume counts."
+            "Seconds are training time: evaluations and the time between a stop and a resume are "
+            "not counted."
         ),
         paragraph(
-            "One run per schedule and seed is one draw: small differences between curves say "
-            "nothing before other seeds repeat them."
+            "One run per schedule and seed is one sample: small differences between curves mean "
+            "nothing until other seeds repeat them."
         ),
         name="reading",
     )

@@ -57,7 +57,7 @@ _NO_FONT = "no font has this name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What all pictures can be told."""
+    """Options that all pictures share."""
 
     title: str = ""
     """In place of the picture's own title."""
@@ -140,7 +140,7 @@ def pareto_picture(runs: Sequence[Run], look: Look) -> str:
     """What runs cost and give: seconds and score; staleness and speed where scores are missing."""
     if all(run.scores for run in runs):
         values = [(run.metrics.run.seconds, 100 * run.scores[-1].score) for run in runs]
-        x_label, y_label = "seconds of training", "right answers at the end, %"
+        x_label, y_label = "seconds of training", "final accuracy, %"
     else:
         figures = [run.metrics.run for run in runs]
         values = [(part.mean_staleness, part.trained_per_second) for part in figures]
@@ -163,7 +163,7 @@ def pareto_picture(runs: Sequence[Run], look: Look) -> str:
 def _curves(runs: Sequence[Run], chart: LineChart, *, look: Look) -> str:
     drawn = seed_series(seed_groups([run.record for run in runs]), chart.lines)
     labelled = [
-        replace(line, note=f"{line.note}, band: least to most") if line.band else line
+        replace(line, note=f"{line.note}, band: minimum to maximum") if line.band else line
         for line in drawn
     ]
     return curves_svg(
@@ -230,7 +230,7 @@ def _font(renderer: ModuleType) -> str:
     if otherwise != renderer.svg_to_bytes(svg_string=_SHEET.format("")):
         return FONTS[0]
     raise ConfigError(
-        "a .png needs a font for its words, but none of these is installed: "
+        "a .png needs a font for its text, but none of these is installed: "
         f"{', '.join(FONTS)}; install one (the Debian package fonts-dejavu has one), "
         "or write an .svg"
     )

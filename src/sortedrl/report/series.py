@@ -69,9 +69,9 @@ def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
     """The score on held-out prompts against what it took."""
     x_label, place = _PLACES[by]
     return LineChart(
-        title=f"Right answers to held-out prompts, by {x_label}",
+        title=f"Accuracy on held-out prompts, by {x_label}",
         x_label=x_label,
-        y_label="right answers",
+        y_label="accuracy",
         lines=tuple([(place(held_out), held_out.score) for held_out in r.scores] for r in runs),
         is_share=True,
     )

@@ -79,8 +79,8 @@ class Diagnosis:
             return f"Set {best.remedy}: predicted to train {_times(best.gain or 1)}."
         busy = 1.0 if self.measured is None else 1 - self.measured.bubble
         return (
-            f"The slots were busy in {100 * busy:.0f} % of the rollout; nothing here makes the "
-            "run faster by 2 %."
+            f"Slots were busy for {100 * busy:.0f} % of the rollout; no change that was tried "
+            "gains 2 % or more."
         )
 
     @property
@@ -90,12 +90,14 @@ class Diagnosis:
             return None
         doubt = max(abs(self.error), self.fit_error)
         text = (
-            f"Simulated as it was, the run trains {100 * abs(self.error):.1f} % "
+            f"With its own settings the simulated run trains {100 * abs(self.error):.1f} % "
             f"{'more' if self.error > 0 else 'fewer'} tokens per second than measured, and the "
-            f"fitted costs miss the seconds between two events by {100 * self.fit_error:.1f} %."
+            f"fitted costs are off by {100 * self.fit_error:.1f} % per interval between events."
         )
         return (
-            f"{text} Smaller gains than {100 * doubt:.0f} % are a guess." if doubt > 0.05 else text
+            f"{text} Gains below {100 * doubt:.0f} % are within this error."
+            if doubt > 0.05
+            else text
         )
 
 

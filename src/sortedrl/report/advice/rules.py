@@ -59,8 +59,8 @@ def _tail(found: Findings) -> Iterator[Proposal]:
         return
     yield Proposal(
         symptom=f"{_percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
-        f"and {_percent(idle.tail_share)} of these in the tail of a group: nothing waited while "
-        "its last long answers ran.",
+        f"and {_percent(idle.tail_share)} of these in the tail of a group: no work was waiting "
+        "while its last long answers ran.",
         options=tuple({"schedule.lookahead": ahead + more} for more in (1, 2)),
         cost="More groups are open at a time, so an answer may wait through more updates.",
     )
@@ -89,9 +89,9 @@ def _not_sorted(found: Findings) -> Iterator[Proposal]:
         yield Proposal(
             symptom=symptom,
             options=(to_sorted, *({**to_sorted, "schedule.lookahead": n} for n in (1, 2))),
-            cost=f"{_mode_cost(found, mode)} Short answers are trained on before long ones. A "
-            "freed slot is refilled by a prefill of its own; small ones may cost more than the "
-            "large ones of this run.",
+            cost=f"{_mode_cost(found, mode)} Short answers are trained on before long ones. "
+            "Each freed slot is refilled by its own prefill; many small prefills may cost more "
+            "than the large ones of this run.",
             about="extrapolation" if schedule.never_interrupts else "speed",
         )
 
@@ -101,7 +101,7 @@ def _discarded(found: Findings) -> Iterator[Proposal]:
     schedule, share = found.schedule, found.discarded_per_trained
     if share < _DISCARDED_PER_TRAINED or schedule.never_interrupts:
         return
-    symptom = f"{share:.2f} tokens were thrown away for each token trained on"
+    symptom = f"{share:.2f} tokens were discarded for each token trained on"
     if schedule.max_staleness is not None:
         yield Proposal(
             symptom=f"{symptom}: max_staleness {schedule.max_staleness} drops older ones.",
@@ -132,9 +132,9 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
     if oldest == 0:
         yield Proposal(
             symptom=f"{symptom}, although no token is stale.",
-            remedy="Make engine and trainer agree: look at gap/mean, and at the precision of the "
-            "rollout weights and of the logits.",
-            cost="Not a matter of the schedule.",
+            remedy="Make engine and trainer agree: check gap/mean, and the precision of the "
+            "rollout weights and the logits.",
+            cost="Not related to the schedule.",
             about="note",
         )
         return
@@ -146,8 +146,8 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
         yield Proposal(
             symptom=symptom,
             options=({"schedule.max_staleness": oldest // 2},),
-            cost="Older tokens are thrown away and written again. A stricter correction.most "
-            "bounds the weights instead, at no price in speed.",
+            cost="Older tokens are discarded and generated again. A stricter correction.most "
+            "bounds the importance weights instead, at no cost in speed.",
             about="learning",
         )
     changes: Changes = _to_mode(found, "coupled")
@@ -183,7 +183,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
         yield Proposal(
             symptom=symptom,
             options=({"engine.slots": idle.peak},),
-            cost="None; the cache of the empty slots is free for something else.",
+            cost="None; the KV cache of the unused slots is freed.",
             about="memory",
         )
 
@@ -223,10 +223,10 @@ def _more_slots(found: Findings) -> Iterator[Proposal]:
     slots = found.engine.slots
     yield Proposal(
         symptom=f"All {slots} slots were busy in {_percent(found.idle.full_share)} of the rollout, "
-        f"and {_percent(found.step_share)} of a step's time does not depend on how many are.",
+        f"and {_percent(found.step_share)} of the step time does not depend on how many are.",
         options=({"engine.slots": 2 * slots},),
-        cost="The cache must have room for them. The costs were fitted with fewer answers at a "
-        "time, and a device that is busy computing gains less.",
+        cost="The KV cache must have room for them. The costs were fitted with fewer answers "
+        "at a time, and a compute-bound device gains less.",
         about="extrapolation",
     )
 
@@ -238,9 +238,9 @@ def _truncated(found: Findings) -> Iterator[Proposal]:
     yield Proposal(
         symptom=f"{_percent(found.truncated_share)} of the answers ended at the limit of "
         f"{found.engine.max_tokens:,} tokens.",
-        remedy="Raise engine.max_tokens, if these answers would still end by themselves.",
-        cost="Not predicted: how long they would be is not in the log. They would lengthen the "
-        "tail and take more cache.",
+        remedy="Raise engine.max_tokens, if these answers would finish on their own.",
+        cost="Not predicted: the log does not show how long they would get. They would lengthen "
+        "the tail and take more KV cache.",
         about="note",
     )
 

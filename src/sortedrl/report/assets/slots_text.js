@@ -32,7 +32,7 @@ function slotsLegend(view) {
   classes.forEach((row) => row.forEach((colour) => used.add(colour)));
   const entries = names.map((name, place) => [name, labels[place], used.has(place)]);
   const kinds = new Set(view.runs.flatMap((run) => run.bandKind));
-  entries.push(["discarded", "thrown away later", view.runs.some((run) => run.discarded.some((tokens) => tokens > 0))]);
+  entries.push(["discarded", "discarded later", view.runs.some((run) => run.discarded.some((tokens) => tokens > 0))]);
   entries.push(["idle", "idle slot", true], ["update", "update", kinds.has(1)], ["hand-over", "hand-over of weights", kinds.has(2)]);
   entries.push(["pause", "stopping and scoring", view.runs.some(slotsHasPauses)]);
   const items = entries.filter(([, , isUsed]) => isUsed).map(([name, label]) => {
@@ -120,6 +120,6 @@ function slotsMoment(view, panel, seconds) {
   const labels = Object.fromEntries(view.colours.names.map((name, place) => [name, view.colours.labels[place]]));
   const rows = slotsLayers(view, panel, 1, [seconds - half, seconds + half])
     .filter(([, row]) => row[0] > 0.0005)
-    .map(([name, row]) => [labels[name] || { discarded: "thrown away later" }[name] || name, (100 * row[0]).toFixed(1) + "\u00a0%"]);
+    .map(([name, row]) => [labels[name] || { discarded: "discarded later" }[name] || name, (100 * row[0]).toFixed(1) + "\u00a0%"]);
   return [element("strong", "", "slots at " + time), facts(rows)];
 }

@@ -237,7 +237,7 @@ def _draw_legend(
     x += text_width(text) + 18
     entries = [("idle", "idle slot")]
     if has_discarded:
-        entries.append(("hatched", "thrown away later"))
+        entries.append(("hatched", "discarded later"))
     entries.append(("update", "update and hand-over" if has_hand_over else "update"))
     for css, text in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)
@@ -266,7 +266,7 @@ def _tooltip(bar: Bar) -> str:
     if bar.kept:
         text += f" after {bar.kept} kept ones"
     if bar.discarded:
-        text += f", {bar.discarded} thrown away later"
+        text += f", {bar.discarded} discarded later"
     return f"{text}, {'complete' if bar.is_finished else 'interrupted'}"
 
 

@@ -38,9 +38,9 @@ from sortedrl.report.series import (
 )
 
 _BY: tuple[tuple[By, str], ...] = (
-    ("answers", "What an answer teaches."),
-    ("tokens", "What a token teaches."),
-    ("seconds", "What a second teaches; evaluations take no time."),
+    ("answers", "Accuracy by answers trained on."),
+    ("tokens", "Accuracy by tokens trained on."),
+    ("seconds", "Accuracy by training time; evaluation time is not counted."),
 )
 """Ways to count how far a run is, and their captions."""
 
@@ -71,14 +71,14 @@ def learning_section(runs: Sequence[Run]) -> str:
             chart_figure(
                 sample_size_chart(runs),
                 groups,
-                caption="How much the weights of the correction leave of the tokens: 100 % where "
-                "the weights that wrote them are those that are trained.",
+                caption="The share of the tokens that the importance weights effectively keep: "
+                "100 % where tokens are trained on by the weights that generated them.",
             ),
             chart_figure(
                 entropy_chart(runs),
                 groups,
-                caption="How open the choice of the next token is; near 0 the model tries nothing "
-                "new.",
+                caption="Entropy of the next-token distribution; near 0 the model no longer "
+                "explores.",
             ),
         ),
     ]
@@ -90,12 +90,12 @@ def _note(groups: Sequence[SeedGroup]) -> str:
     sentences = []
     if any(len(group.places) > 1 for group in groups):
         sentences.append(
-            "A line with a band is the mean of runs that differ only in the seed; the band goes "
-            "from the least of them to the most. It ends where the first of them ends."
+            "A line with a band is the mean of runs that differ only in the seed; the band spans "
+            "minimum to maximum. Both end where the shortest of these runs ends."
         )
     if any(len(group.places) == 1 for group in groups):
         sentences.append(
-            "A line of one run is one draw: small differences say nothing before other seeds "
+            "A line of one run is one sample: small differences mean nothing until other seeds "
             "repeat them."
         )
     return paragraph(" ".join(sentences))
@@ -120,17 +120,17 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     if len(tops) < 2:
         return ""
     goal = min(tops)
-    who = "all of them" if len(tops) == len(groups) else "all that gained anything"
+    who = "all runs" if len(tops) == len(groups) else "all runs that improved"
     means = any(len(group.places) > 1 for group in groups)
     text = (
-        f"The best score that {who} reached is {percent(goal)}. This is what each needed until its "
-        "first evaluation with that score or more"
-        f"{'; where there are several seeds, on average' if means else ''}."
+        f"The highest accuracy that {who} reached is {percent(goal)}. The table shows what each "
+        "needed until its first evaluation at or above it"
+        f"{', averaged over seeds' if means else ''}."
     )
     costs = table(
         ["", "answers", "tokens", "seconds"],
         [[group.name, *_needed(held, goal)] for group, held in zip(groups, averaged, strict=True)],
-        caption=unbroken(f"Trained on until {percent(goal)} right answers"),
+        caption=unbroken(f"Cost to reach {percent(goal)} accuracy"),
         quiet=[False] * len(groups),
     )
     return paragraph(text) + costs
@@ -174,14 +174,14 @@ def answers_section(runs: Sequence[Run]) -> str:
     chosen = [answer for _, answer in _chosen(runs)]
     shown = f"{len(chosen):,} of {total:,}" if len(chosen) < total else f"All {total:,}"
     note = (
-        f"{shown} answers that {'the runs' if len(runs) > 1 else 'the run'} kept as text, "
-        "some of every update."
+        f"{shown} answers that {'the runs' if len(runs) > 1 else 'the run'} logged as text, "
+        "a few from every update."
     )
     if len(chosen) < total:
-        note += " They are chosen evenly from the first to the last."
+        note += " They are sampled evenly over the run."
     without = [run.name for run in runs if not run.record.answers]
     if without:
-        note += f" None of {', '.join(without)}."
+        note += f" No answers from {', '.join(without)}."
     rewards = [answer.reward for answer in chosen if _finite(answer.reward) is not None]
     form = (
         '<form class="filters">'

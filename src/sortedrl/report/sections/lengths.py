@@ -76,12 +76,12 @@ def lengths_section(runs: Sequence[Run]) -> str:
     rewards = ((run.name, text) for run, _ in known if (text := reward_text(run)))
     are_named = len(runs) > 1
     caption = (
-        "The filled area is what was trained on, the outline what the policy writes when nothing "
-        "interrupts it, estimated from finished and interrupted answers together. "
+        "The filled area is what was trained on, the outline what the policy generates when "
+        "nothing interrupts it, estimated from finished and interrupted answers together. "
         "Heights are shares of answers."
     )
     return framed(
-        "Lengths of answers",
+        "Answer lengths",
         remarks(biases, are_named=are_named),
         figure(caption, _picture(known)),
         _numbers(known),
@@ -89,13 +89,13 @@ def lengths_section(runs: Sequence[Run]) -> str:
         chart_figure(
             length_chart(runs),
             seed_groups([run.record for run in runs]),
-            caption="Where the short answers of a group are trained on first, lengths climb from "
-            "update to update until the group is used up.",
+            caption="Where the short answers of a group are trained on first, lengths rise from "
+            "update to update until the group is exhausted.",
         ),
         paragraph(
-            "The length bias is the mean length trained on over the mean length written; 1 is "
-            "none. The KS distance is the largest gap between the two shares of answers up to a "
-            "length."
+            "The length bias is the mean length trained on over the mean length generated; 1 "
+            "means no bias. The KS distance is the largest gap between the two cumulative "
+            "distributions of lengths."
         ),
         name="lengths",
     )
@@ -125,11 +125,11 @@ def bias_text(run: Run, lengths: Lengths) -> str:
         return "nothing was trained on yet."
     change = bias.ratio - 1
     if abs(change) <= _FAIR:
-        text = "answers trained on are as long as what the policy writes"
+        text = "answers trained on are as long as what the policy generates"
     else:
         size = f"{100 * abs(change):.0f} %"
         text = f"answers trained on are {size} {'longer' if change > 0 else 'shorter'} than what "
-        text += "the policy writes"
+        text += "the policy generates"
     return f"{text}{_reason(run, lengths, change=change)}.{_ends_text(lengths)}"
 
 
@@ -137,7 +137,7 @@ def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
     if change >= -_FAIR:
         return ""
     if lengths.has_redraws:
-        return ": long answers are cut off and drawn again"
+        return ": long answers are interrupted and generated again"
     return "" if run.is_ended else ": short answers come first, and the run has not ended"
 
 
@@ -150,8 +150,8 @@ def _ends_text(lengths: Lengths) -> str:
     if lengths.unseen >= _NOTABLE:
         longest = lengths.written.survival[-1][0]
         text += (
-            f" {percent(lengths.unseen)} of what it writes was not seen to its end and counts as "
-            f"{longest:,} tokens, the longest seen: in truth it is longer."
+            f" {percent(lengths.unseen)} of what it generates was never seen to finish and counts "
+            f"as {longest:,} tokens, the longest length seen; the true lengths are longer."
         )
     return text
 
@@ -174,7 +174,7 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
                 trained_mean=bias.trained_mean if bias else 0.0,
             )
         )
-    return histograms(shapes, bins=bins, title="Lengths trained on and written")
+    return histograms(shapes, bins=bins, title="Lengths trained on and generated")
 
 
 def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
@@ -189,7 +189,14 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
         at_limit = percent(lengths.truncated / lengths.finished) if lengths.finished else _NONE
         rows.append([run.name, short(lengths.written.mean), *cells, unbroken(at_limit)])
     return table(
-        ["", "mean written", "mean trained on", "length bias", "KS distance", "at the token limit"],
+        [
+            "",
+            "mean generated",
+            "mean trained on",
+            "length bias",
+            "KS distance",
+            "at the token limit",
+        ],
         rows,
         caption="Lengths in tokens",
         quiet=[False] * len(rows),
@@ -347,13 +354,13 @@ def _draw_shape(
                 height=panel.floor - panel.y(trained / most),
                 css=css,
                 title=f"{range_text}: {100 * trained:.1f} % of the answers trained on, "
-                f"{100 * written:.1f} % of what the policy writes",
+                f"{100 * written:.1f} % of what the policy generates",
             )
-    with canvas.group(title=f"{shape.name}: what the policy writes"):
+    with canvas.group(title=f"{shape.name}: what the policy generates"):
         canvas.path([*outline, (edges[-1], panel.floor)], css="curve whisker")
     if any(shape.written):
         _draw_mean(
-            canvas, "written", shape.written_mean, bins=bins, panel=panel, row=1, css="whisker"
+            canvas, "generated", shape.written_mean, bins=bins, panel=panel, row=1, css="whisker"
         )
     if any(shape.trained):
         _draw_mean(

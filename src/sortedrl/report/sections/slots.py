@@ -57,8 +57,8 @@ def slots_section(runs: Sequence[Run]) -> str:
     if not bars:
         return ""
     text = (
-        "Every bar is a stretch of writing: one answer in one slot, until it was complete or "
-        "interrupted. Where the warm tint shows, a slot stood empty while others wrote."
+        "Every bar is one answer in one slot, from its start until it finished or was interrupted. "
+        "The warm tint marks slots that were idle during a rollout."
     )
     return framed(
         "Slots",
@@ -83,7 +83,8 @@ def _subtitle(run: Run) -> str:
 def _fallback(runs: Sequence[Run], *, bars: int) -> str:
     if bars > FALLBACK_BARS:
         return paragraph(
-            "This picture needs JavaScript, which is off here. sortedrl plot draws it as a file."
+            "This chart needs JavaScript, which is disabled. "
+            "sortedrl plot slots writes it to a file."
         )
     picture = timelines_inline([(run.name, _subtitle(run), run.lanes) for run in runs])
     label = "Slot timelines"
@@ -239,14 +240,14 @@ def place_of_bubble(run: Run) -> str:
     idle = [_idle_slot_seconds(figures) for figures in run.metrics.rounds]
     whole = sum(idle)
     if run.metrics.run.bubble < _HARDLY:
-        return "hardly a slot was idle in a rollout, under 0.05 % of the slot-seconds."
+        return "slots were idle for less than 0.05 % of the slot-seconds of the rollouts."
     text = f"bubble {percent(run.metrics.run.bubble)}."
     if len(idle) == 1:
         return f"{text} There was one round so far."
     if run.is_ended and idle[-1] >= _MOSTLY * whole:
         return (
-            f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds lie in the last of its "
-            f"{len(idle):,} rounds, when no prompts are left: a longer run has less of that."
+            f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds are in the last of its "
+            f"{len(idle):,} rounds, when no prompts are left; this share shrinks in longer runs."
         )
     return f"{text} {_worst(idle)}{_tails(run, idle)}"
 
@@ -274,7 +275,7 @@ def _tails(run: Run, idle: Sequence[float]) -> str:
     time = sum(seconds[place] for place in closing) / sum(seconds)
     text = (
         f" Rounds that end a group, {len(closing):,} of {len(idle):,}, take {percent(time)} of the "
-        f"rollouts' time and hold {percent(share)} of their idle slot-seconds"
+        f"rollout time and hold {percent(share)} of the idle slot-seconds"
     )
     is_tail = share >= _MOSTLY and share > time
     return f"{text}: slots wait for the last answers of a group." if is_tail else f"{text}."
@@ -358,7 +359,7 @@ def _groups_caption(runs: Sequence[Run]) -> str:
     most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
     each = "a group" if most == 1 else f"up to {most:,} groups together"
     return (
-        f"Bubble by group. Each column is {each}, from load to close; groups that overlap count "
+        f"Bubble by group. Each column is {each}, from load to close; overlapping groups count "
         "the same idle slots more than once."
     )
 

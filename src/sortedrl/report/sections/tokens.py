@@ -68,7 +68,7 @@ def staleness_text(run: Run) -> str:
     if not figures.trajectories:
         return "nothing was trained on yet."
     if not figures.staleness_max:
-        return "every token was trained on by the weights that wrote it."
+        return "every token was trained on by the weights that generated it."
     return (
         f"tokens are {figures.mean_staleness:.2f} updates old on average when they are trained on, "
         f"{figures.staleness_max:,} at most; the oldest token of an answer "
@@ -106,8 +106,8 @@ def _caption(runs: Sequence[Run]) -> str:
     each = "an update" if most == 1 else f"up to {most:,} updates together"
     return (
         f"Each column is {each}. An answer counts once, at the staleness of its oldest token: the "
-        "updates between the weights that wrote that token and those it was trained on. "
-        "Dots are the mean over all tokens of the column."
+        "updates between the weights that generated that token and those that trained on it. "
+        "Dots mark the mean over all tokens of a column."
     )
 
 
@@ -239,8 +239,8 @@ def ledger_section(runs: Sequence[Run]) -> str:
     """The token ledger of each run as a flow."""
     caption = (
         "Bands are as thick as their tokens, on one scale for all runs. Every decoded token is "
-        "trained on, thrown away, or still cached. Tokens kept at resumes were not decoded again; "
-        "those prefilled again were read once more, prompts included, to go on from them."
+        "trained on, discarded, or still cached. Tokens kept at resumes were not decoded again; "
+        "tokens prefilled again, prompts included, were recomputed to resume an answer."
     )
     ledgers = [(run.name, run.metrics.run.ledger) for run in runs]
     summary = remarks(((run.name, ledger_text(run)) for run in runs), are_named=len(runs) > 1)
@@ -256,17 +256,17 @@ def ledger_text(run: Run) -> str:
     """In a sentence, what one token trained on cost."""
     ledger = run.metrics.run.ledger
     if not ledger.decoded:
-        return "no stretch of writing has ended yet."
+        return "no answer has finished or been interrupted yet."
     if not ledger.trained:
         return f"{ledger.decoded:,} tokens decoded, none trained on yet."
     if ledger.trained == ledger.decoded:
         return "every decoded token was trained on."
     trained = percent(ledger.trained / ledger.decoded)
     if ledger.discarded == 0:
-        thrown = "none was thrown away"
+        thrown = "none were discarded"
     else:
         ratio = short(100 * ledger.discarded / ledger.trained)
-        thrown = f"{ratio} were thrown away for every 100 trained on"
+        thrown = f"{ratio} were discarded for every 100 trained on"
     return f"{trained} of the decoded tokens were trained on; {thrown}."
 
 

@@ -68,7 +68,7 @@ class Pages:
         self._tell = tell
         self._refresh_seconds = refresh_seconds
         self._title = ", ".join(run.name for run in runs)
-        self._newest = self._waiting(("the page is being made",))
+        self._newest = self._waiting(("the page is being built",))
         self._has_tried = False
         self._is_closed = False
         self._wanted = -WANTED_SECONDS
@@ -126,7 +126,7 @@ class Pages:
         try:
             text = runs_page(records, title=self._title, refresh_seconds=self._refresh_seconds)
         except Exception as error:  # noqa: BLE001  a page that breaks must not end all later ones
-            note = f"the page could not be made ({type(error).__name__}: {error})"
+            note = f"the page could not be built ({type(error).__name__}: {error})"
             self._tell(note)
             if self._newest.seconds is None:
                 return self._waiting((*notes, note))
@@ -151,7 +151,7 @@ def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) ->
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     body = (
         f'<header><p class="kicker">{escape(title)}</p><h1>Nothing to show yet</h1>'
-        f'<p class="lead">This page shows the run as soon as there is something to see.</p>'
+        f'<p class="lead">This page shows the run as soon as there is data.</p>'
         f'<ul class="notes">{lines}</ul></header>'
     )
     scripts = asset("browse.js") + "\n" + asset("run.js")

@@ -93,7 +93,7 @@ class Server(ThreadingHTTPServer):
         """Tell in one line what broke; a browser that went away is no news."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
-            self._tell(f"a request broke ({type(error).__name__}: {error})")
+            self._tell(f"a request failed ({type(error).__name__}: {error})")
 
 
 def open_server(
