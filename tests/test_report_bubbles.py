@@ -162,7 +162,9 @@ def test_the_end_of_the_run_is_told_apart_only_once_the_run_has_ended():
 def test_full_slots_are_told_in_words_and_not_drawn():
     full = [Figures(slots=4, rollout_seconds=1.0, busy_slot_seconds=4.0)] * 3
     page = bubbles_section([with_rounds(full)])
-    assert words(page) == ["Slots were idle for less than 0.05 % of the slot-seconds of the rollouts."]
+    assert words(page) == [
+        "Slots were idle for less than 0.05 % of the slot-seconds of the rollouts."
+    ]
     assert drawn(page, "rect") == []
 
 

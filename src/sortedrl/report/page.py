@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent, points
-from sortedrl.events import Event, HandOver, Landed, Resume, Score, Update
+from sortedrl.events import Landed
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose
+from sortedrl.report.advice.observed import seconds_spent
 from sortedrl.report.advice.simulation import Forecast
 from sortedrl.report.charts.axes import short
 from sortedrl.report.charts.svg import stylesheet
@@ -60,7 +62,7 @@ SCRIPTS = (
 _ARROW = "\N{RIGHTWARDS ARROW}"
 _NONE = "\N{EN DASH}"
 _BESIDE = "updates overlapped with rollouts"
-_TIMES = (
+_TIMES = (  # in the order of `SecondsSpent`
     "rollouts",
     "waiting for rewards",
     "weight updates",
@@ -188,10 +190,10 @@ def numbers_section(runs: Sequence[Run]) -> str:
         ("training time, total", lambda run: f"{short(run.metrics.run.seconds)} s"),
     ]
     cells = [[name, *(cell(run) for run in runs)] for name, cell in rows]
-    spent = [seconds_spent(run) for run in runs]
+    spent = [astuple(seconds_spent(run.record.events, run.metrics.run)) for run in runs]
     cells += [
-        [name, *(_part(run, times[name]) for run, times in zip(runs, spent, strict=True))]
-        for name in _TIMES
+        [name, *(_part(run, times[row]) for run, times in zip(runs, spent, strict=True))]
+        for row, name in enumerate(_TIMES)
     ]
     quiet = {"best evaluation", *_TIMES, _BESIDE}
     if any(_beside(run) for run in runs):
@@ -219,42 +221,6 @@ def _best(run: Run) -> str:
 
 def _staleness(run: Run) -> str:
     return f"{run.metrics.run.mean_staleness:.2f} and {run.metrics.run.staleness_max}"
-
-
-def seconds_spent(run: Run) -> dict[str, float]:
-    """The seconds of the run by what they were spent on; together they are all of them.
-
-    Updates are timed with the wait for their rewards, which has a row of its own. What follows an
-    update before anything else begins is the saving of checkpoints and logs.
-    """
-    waiting = updating = handing_over = saving = 0.0
-    before: Event | None = None
-    for event in run.record.events:
-        took = 0.0
-        if isinstance(event, Score):
-            took = event.waited_seconds
-            waiting += took
-        elif isinstance(event, HandOver):
-            took = event.took_seconds
-            handing_over += took
-        elif isinstance(event, Update):
-            took = event.took_seconds
-            updating += took
-        elif isinstance(event, Landed):
-            took = event.waited_seconds
-            updating += took
-        if isinstance(before, Update | Landed) and not isinstance(event, Resume):
-            saving += max(0.0, event.seconds - took - before.seconds)
-        before = event
-    spent = (
-        run.metrics.run.rollout_seconds,
-        waiting,
-        max(0.0, updating - waiting),
-        handing_over,
-        saving,
-    )
-    rest = max(0.0, run.metrics.run.seconds - sum(spent))
-    return dict(zip(_TIMES, (*spent, rest), strict=True))
 
 
 def _beside(run: Run) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import Event, Landed, Update
+from sortedrl.events import Event, Landed
 from sortedrl.meter import measure
 from sortedrl.report.advice.observed import (
     Idle,
@@ -22,6 +22,7 @@ from sortedrl.report.advice.observed import (
     idle,
     observed_answers,
     observed_schedule,
+    seconds_spent,
     shows_group,
 )
 from sortedrl.report.advice.rules import (
@@ -129,18 +130,21 @@ def diagnose(
     run = measure(events).run
     forecaster = Forecaster(simulated_run, trajectories=run.trajectories)
     ledger = run.ledger
-    took = [event.took_seconds for event in events if isinstance(event, Update)]
-    waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
+    spent = seconds_spent(events, run)
+    # The simulator saves nothing, so the run is compared without the time it took to save.
+    seconds = run.seconds - spent.saving
     found = Findings(
         schedule=known,
         engine=simulated_run.simulation.engine,
-        measured=forecast(run, trajectories=run.trajectories),
+        measured=forecast(replace(run, seconds=seconds), trajectories=run.trajectories),
         discarded_per_trained=ledger.discarded / max(1, ledger.trained),
         idle=idle(events),
         num_prompts=observed.num_prompts,
         is_group_known=schedule is not None or shows_group(known.strategy),
         truncated_share=observed.num_truncated / max(1, observed.num_finished),
-        update_seconds=(sum(took) + sum(waited)) / len(took),
+        update_seconds=spent.updates / run.updates,
+        update_share=(spent.updates + spent.hand_overs) / seconds if seconds else 0.0,
+        saving_share=spent.saving / run.seconds if run.seconds else 0.0,
         sample_size=mean_sample_size(rows),
         is_mismatch_measured=simulated_run.is_mismatch_measured,
         step_share=_step_share(fitted.costs, observed),

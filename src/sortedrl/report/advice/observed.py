@@ -24,12 +24,15 @@ from sortedrl.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Landed,
     Load,
     Renew,
     Resume,
+    Score,
     Start,
     Update,
 )
+from sortedrl.metrics import Figures
 from sortedrl.types import Key
 
 _LEAST_RESUMES = 20
@@ -237,6 +240,49 @@ class _IdleCounter:
             self._elsewhere += passed * free
         else:
             self._tail += passed * free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondsSpent:
+    """The seconds of a run by what they were spent on; together they are all of them."""
+
+    rollouts: float
+    rewards: float
+    """Waiting for the rewards of an update."""
+    updates: float
+    hand_overs: float
+    saving: float
+    """Checkpoints and logs: what follows an update before anything else begins."""
+    rest: float
+
+
+def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
+    """Where the time of a run went; `run` has its totals."""
+    waiting = updating = handing_over = saving = 0.0
+    before: Event | None = None
+    for event in events:
+        took = 0.0
+        if isinstance(event, Score | Landed):
+            took = event.waited_seconds
+        elif isinstance(event, HandOver | Update):
+            took = event.took_seconds
+        waiting += took if isinstance(event, Score) else 0.0
+        handing_over += took if isinstance(event, HandOver) else 0.0
+        updating += took if isinstance(event, Update | Landed) else 0.0
+        if isinstance(before, Update | Landed) and not isinstance(event, Resume):
+            saving += max(0.0, event.seconds - took - before.seconds)
+        before = event
+    # Updates are timed with the wait for their rewards.
+    updating = max(0.0, updating - waiting)
+    known = run.rollout_seconds + waiting + updating + handing_over + saving
+    return SecondsSpent(
+        rollouts=run.rollout_seconds,
+        rewards=waiting,
+        updates=updating,
+        hand_overs=handing_over,
+        saving=saving,
+        rest=max(0.0, run.seconds - known),
+    )
 
 
 def observed_schedule(events: Sequence[Event]) -> Schedule | None:

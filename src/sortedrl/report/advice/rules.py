@@ -27,6 +27,7 @@ _TRUNCATED = 0.05
 _SELDOM_FULL = 0.01
 _UPDATE_SHARE = 0.4
 _STEP_SHARE = 0.4
+_SAVING_SHARE = 0.1
 
 _COUPLED = "Every token stays on-policy; resumed answers are prefilled again."
 _PARTIAL = "Tokens of older weights are trained on, so the correction must stay on."
@@ -49,6 +50,7 @@ def proposals(found: Findings) -> Iterator[Proposal]:
     for rule in (_sample_size, _tail, _not_sorted, _discarded, _never_full, _updates, _more_slots):
         yield from rule(found)
     yield from _truncated(found)
+    yield from _saving(found)
 
 
 def _tail(found: Findings) -> Iterator[Proposal]:
@@ -190,7 +192,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
 
 def _updates(found: Findings) -> Iterator[Proposal]:
     """Most of the time is not rollout: make fewer updates."""
-    schedule, share = found.schedule, 1 - found.measured.rollout_share
+    schedule, share = found.schedule, found.update_share
     if share < _UPDATE_SHARE:
         return
     options: list[Changes] = []
@@ -245,6 +247,18 @@ def _truncated(found: Findings) -> Iterator[Proposal]:
     )
 
 
+def _saving(found: Findings) -> Iterator[Proposal]:
+    """Checkpoints take a good part of the time: save less often."""
+    if found.saving_share < _SAVING_SHARE:
+        return
+    yield Proposal(
+        symptom=f"{_percent(found.saving_share)} of the time went to saving checkpoints and logs.",
+        remedy="Raise saving.every.",
+        cost="A run that is killed repeats the updates since its last checkpoint.",
+        about="note",
+    )
+
+
 def _to_mode(found: Findings, mode: ModeName) -> dict[str, object]:
     """The change of mode, without the settings that the new mode does not take."""
     changes: dict[str, object] = {}
@@ -289,6 +303,10 @@ class Findings:
     """Share of the answers that ended at the token limit."""
     update_seconds: float
     """Mean seconds of an update."""
+    update_share: float
+    """Share of the time that went to updates and hand-overs; saving is not counted."""
+    saving_share: float
+    """Share of all seconds that went to saving checkpoints and logs."""
     sample_size: float | None
     """Effective sample size as a share, over the later half of the updates; `None`: not logged."""
     is_mismatch_measured: bool
