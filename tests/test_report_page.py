@@ -1,21 +1,27 @@
+"""The page of runs: what it says, its numbers and its settings."""
+
 import base64
 import hashlib
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from report_worlds import NASTY, SHOWN, Reader
+from report_worlds import NASTY, SHOWN, Reader, any_runs, log, run_of
 from sortedrl.compare import simulate
 from sortedrl.errors import DataError
-from sortedrl.events import Update, to_json
+from sortedrl.events import Begin, End, HandOver, Update, to_json
 from sortedrl.meter import measure
+from sortedrl.report.advice.diagnosis import diagnose
+from sortedrl.report.advice.observed import seconds_spent
 from sortedrl.report.charts.timeline import MAX_BARS
 from sortedrl.report.html import asset
-from sortedrl.report.page import SCRIPTS, runs_page
-from sortedrl.report.record import RunRecord, read_run
+from sortedrl.report.page import SCRIPTS, numbers_section, runs_page, settings_section
+from sortedrl.report.record import RunRecord, measured, read_run
 from sortedrl.simulate.presets import PRESETS
 
 
@@ -297,3 +303,112 @@ def test_the_scripts_of_a_page_declare_every_name_once():
     ]
     assert len(names) > 40
     assert sorted(names) == sorted(set(names))
+
+
+def configured(name, config):
+    events = [
+        Begin(seconds=0.0, schedule="sync", slots=4, seed=0),
+        End(seconds=1.0, rounds=0, trained=0),
+    ]
+    return measured(RunRecord(name=name, events=events, config=config))
+
+
+def test_a_single_run_shows_every_setting_behind_a_fold():
+    reader = Reader(
+        settings_section([configured("a", {"seed": 1, "engine": {"slots": 8, "x": "y"}})])
+    )
+    assert reader.texts("dt") == ["seed", "engine.slots", "engine.x"]
+    assert reader.texts("dd") == ["1", "8", '"y"']
+    assert reader.texts("summary") == ["All settings"]
+    assert "table" not in reader.kinds()
+
+
+def test_several_runs_show_what_differs_in_a_table_and_fold_the_rest_away():
+    one = {"seed": 1, "epochs": 1, "schedule": {"mode": "partial", "max_staleness": 4}}
+    other = {"seed": 2, "epochs": 1, "schedule": {"mode": "partial"}, "threads": 1}
+    reader = Reader(settings_section([configured("one", one), configured("other", other)]))
+    assert reader.texts("th") == [
+        "",
+        "one",
+        "other",
+        "seed",
+        "schedule.max_staleness",
+        "threads",
+    ]
+    assert reader.texts("td") == ["1", "2", "4", "\N{EN DASH}", "\N{EN DASH}", "1"]
+    assert reader.texts("dt") == ["epochs", "schedule.mode"]
+    assert reader.texts("summary") == ["2 settings are the same in all runs"]
+
+
+def test_true_and_1_are_different_settings():
+    reader = Reader(settings_section([configured("a", {"x": True}), configured("b", {"x": 1})]))
+    assert reader.texts("td") == ["true", "1"]
+
+
+def test_equal_runs_say_that_nothing_differs():
+    text = settings_section([configured("a", {"seed": 1}), configured("b", {"seed": 1})])
+    assert "All settings are the same." in text
+    assert "<table" not in text
+
+
+@pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
+def test_a_run_without_settings_says_so(others):
+    text = settings_section([configured("a", None), *(configured(*other) for other in others)])
+    assert "Unknown, because there is no config.toml: a." in text
+    assert ("<details" in text) == bool(others)
+
+
+def test_settings_are_text_never_markup():
+    configs = [{NASTY: NASTY, "x": number, NASTY + "y": NASTY * number} for number in (1, 2)]
+    text = settings_section(
+        [configured(NASTY + str(n), config) for n, config in enumerate(configs)]
+    )
+    text.encode()
+    reader = Reader(text)
+    assert not {"script", "img"} & reader.kinds()
+    assert SHOWN + "0" in reader.texts("th")
+
+
+@given(any_runs)
+def test_what_the_time_was_spent_on_adds_up_to_the_time_of_the_run(run):
+    spent = astuple(seconds_spent(run.record.events, run.metrics.run))
+    assert min(spent) >= 0
+    assert sum(spent) == pytest.approx(run.metrics.run.seconds)
+
+
+def saving(events, pause):
+    """The same run, in which every update is followed by a checkpoint that takes `pause`."""
+    late = 0.0
+    for event in events:
+        yield replace(event, seconds=event.seconds + late)
+        late += pause * isinstance(event, Update)
+
+
+@given(st.sampled_from(["partial", "coupled", "sync"]), st.floats(0.01, 100))
+def test_time_after_an_update_is_time_of_saving(schedule, pause):
+    before, after = run_of(schedule), tuple(saving(log(schedule), pause))
+    run = measured(RunRecord(name="saved", events=after))
+    spent = asdict(seconds_spent(after, run.metrics.run))
+    plain = asdict(seconds_spent(before.record.events, before.metrics.run))
+    updates = sum(isinstance(event, Update) for event in after)
+    # an event follows every update but that which ends a log
+    assert spent.pop("saving") == pytest.approx(pause * updates)
+    assert plain.pop("saving") == pytest.approx(0, abs=1e-9)
+    assert spent == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("schedule", ["partial", "sync"])
+def test_advice_does_not_take_the_time_of_saving_for_that_of_updates(schedule):
+    plain = diagnose(log(schedule))
+    saved = diagnose(tuple(saving(log(schedule), 100.0)))
+    assert asdict(saved.measured) == pytest.approx(asdict(plain.measured))
+    remedies = {entry.remedy for entry in saved.advice}
+    assert remedies == {"Raise saving.every.", *(entry.remedy for entry in plain.advice)}
+
+
+def test_the_table_has_a_row_for_saving():
+    events = list(log("partial"))
+    place = next(n for n, event in enumerate(events) if isinstance(event, HandOver) and n > 5)
+    late = [replace(event, seconds=event.seconds + 3) for event in events[place:]]
+    text = numbers_section([measured(RunRecord(name="a", events=[*events[:place], *late]))])
+    assert '<th scope="row">saving checkpoints and logs</th><td>3 s, ' in text

@@ -1,3 +1,5 @@
+"""Charts: the canvas, axes, curves, bars and the Pareto front."""
+
 import re
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -6,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from report_worlds import NASTY, SHOWN
+from sortedrl.compare import row, simulate, variants
+from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.comparison import Point, bar_chart, pareto
 from sortedrl.report.charts.curves import MAX_POINTS, Series, curves, curves_svg
+from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
+from sortedrl.simulate.presets import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -232,3 +240,207 @@ def test_a_picture_that_stands_alone_has_a_colour_for_everything_it_draws(scheme
         assert re.search(rf"\.{name}\b[^}}]*\{{[^}}]*(fill|stroke)", style), name
     assert ("@media" in style) == (scheme == "auto")
     assert not any(part.tag == f"{SVG}style" for part in draw([(0, 1)]).iter())
+
+
+def test_text_titles_and_labels_are_escaped_and_stay_well_formed():
+    canvas = Canvas(100, 50, label=NASTY)
+    canvas.text(1, 2, content=NASTY, tail=NASTY)
+    canvas.rect(0, 0, width=3, height=4, css="idle", title=NASTY)
+    with canvas.group(title=NASTY):
+        canvas.circle(1, 1, radius=2, css="plain")
+    root = ElementTree.fromstring(canvas.svg())
+    assert root.attrib["aria-label"] == SHOWN
+    assert [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")] == [SHOWN, SHOWN]
+    assert next(root.iter("{http://www.w3.org/2000/svg}text")).text == SHOWN
+
+
+def test_a_path_writes_short_steps():
+    canvas = Canvas(10, 10, label="")
+    canvas.path([(0, 1), (2.0, 1), (2, 3.25), (4, 5)], css="front", is_closed=True)
+    assert 'd="M0 1H2V3.25L4 5Z"' in canvas.svg()
+
+
+def test_every_shade_has_a_colour_by_day_and_by_night():
+    day, night = Canvas(1, 1, label="").svg().split("prefers-color-scheme:dark")
+    for step in range(SHADES):
+        assert f".shade{step}{{" in day
+        assert f".shade{step}{{" in night
+
+
+def test_axis_numbers_are_round_and_end_inside():
+    for end in (0.013, 0.9, 7, 18, 2475, 1e6):
+        steps = round_steps(end, count=6)
+        assert steps[0] == 0
+        assert 4 <= len(steps) <= 8
+        assert steps[-1] <= end
+    assert round_steps(0, count=5) == [0]
+    assert short(1234567) == "1,234,567"
+
+
+def with_line(**changes) -> str:
+    canvas = Canvas(10, 10, label="")
+    canvas.path([(0, 1), (2, 3)], css="series0 curve")
+    return canvas.svg(**changes)
+
+
+def test_a_fixed_scheme_has_the_colours_of_that_scheme_only():
+    light, dark = (with_line(scheme=scheme) for scheme in ("light", "dark"))
+    assert "@media" not in light + dark
+    for name in ("paper", "ink", "shade0", "series0", "series5"):
+        rule = re.compile(rf"\.{name}\{{fill:(#\w+)")
+        day, night = rule.findall(light), rule.findall(dark)
+        assert len(day) == len(night) == 1
+        assert day != night
+        assert rule.findall(with_line()) == [*day, *night]
+
+
+def test_rules_for_lines_are_there_only_where_a_picture_has_lines():
+    assert ".series0.curve{stroke:" in with_line()
+    plain = Canvas(10, 10, label="").svg()
+    assert ".series" not in plain
+    assert ".curve" not in plain
+    assert ".series0" in stylesheet()
+    axis = Canvas(10, 10, label="")
+    axis.line(0, 0, x2=1, y2=1, css="axis")
+    assert ".axis{stroke:" in axis.svg()
+
+
+def test_a_word_in_a_tooltip_is_no_class():
+    canvas = Canvas(10, 10, label='class="series0"')
+    canvas.rect(0, 0, width=1, height=1, css="idle", title='class="hatched" class="series0"')
+    assert ".series0" not in canvas.svg()
+    assert "<defs>" not in canvas.inline()
+
+
+def test_a_picture_in_a_page_has_no_style_and_brings_its_hatch_where_it_needs_one():
+    canvas = Canvas(10, 10, label="")
+    canvas.rect(0, 0, width=1, height=1, css="idle")
+    assert "<style" not in canvas.inline()
+    assert "<defs>" not in canvas.inline()
+    canvas.rect(0, 0, width=1, height=1, css="hatched")
+    assert "<style" not in canvas.inline()
+    assert 'id="hatch"' in canvas.inline()
+
+
+def test_no_text_is_smaller_than_eleven_pixels():
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?:([\d.]+)px", stylesheet())]
+    assert len(sizes) >= 4
+    assert min(sizes) >= 11
+
+
+def test_series_have_six_colours_and_then_come_again():
+    assert [series(place) for place in (0, 5, 6, 7)] == ["series0", "series5", "series0", "series1"]
+
+
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    picture = PRESETS["picture"]()
+    return [
+        simulate(replace(picture, schedule=schedule)) for schedule in variants(picture.schedule)
+    ]
+
+
+def test_every_row_has_its_name_and_its_four_values(outcomes):
+    rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
+    texts = [text.text for text in ElementTree.fromstring(bar_chart(rows)).iter(TEXT)]
+    for outcome, values in zip(outcomes, rows, strict=True):
+        assert outcome.name in texts
+        assert f"{100 * values['bubble']:.1f} %" in texts
+        assert f"{values['length_bias']:.2f}" in texts
+        assert f"{values['early_length_bias']:.2f}" in texts
+    assert len(texts) == 5 * len(rows) + 8
+
+
+def test_without_a_baseline_goodput_is_in_tokens_per_second(outcomes):
+    svg = bar_chart([row(outcome) for outcome in outcomes])
+    assert "goodput, tokens/s" in svg
+    assert "times sync" not in svg
+
+
+def test_one_row_is_enough_and_none_is_refused(outcomes):
+    ElementTree.fromstring(bar_chart([row(outcomes[0], sync=outcomes[0])]))
+    with pytest.raises(ValueError, match="at least one row"):
+        bar_chart([])
+
+
+def test_names_are_escaped(outcomes):
+    svg = bar_chart([row(outcomes[0], sync=outcomes[0]) | {"name": "a<b&c"}])
+    assert "a&lt;b&amp;c" in svg
+
+
+def test_a_value_that_is_no_number_is_refused(outcomes):
+    with pytest.raises(TypeError, match="bubble must be a number"):
+        bar_chart([row(outcomes[0]) | {"bubble": None}])
+
+
+POINTS = [
+    Point(x=0.0, y=6500, label="coupled <0>", on_front=True),
+    Point(x=0.9, y=9500, label="partial +1", on_front=True),
+    Point(x=0.9, y=10_000, label="partial +2", on_front=True, is_best=True),
+    Point(x=3.0, y=8000, label="beaten"),
+]
+
+
+def draw_pareto(points, **changes) -> ElementTree.Element:
+    told = {"x_label": "staleness", "y_label": "tokens & time"} | changes
+    return ElementTree.fromstring(pareto(points, **told))
+
+
+def test_front_points_are_numbered_and_named_in_the_key_and_others_in_tooltips():
+    root = draw_pareto(POINTS)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert [texts.count(number) for number in ("1", "2", "3")] >= [2, 2, 2]
+    assert "coupled <0>" in texts
+    assert "beaten" not in texts
+    assert any(title.text.startswith("beaten: ") for title in root.iter(f"{SVG}title"))
+
+
+def test_the_best_is_ringed():
+    rings = [c for c in draw_pareto(POINTS).iter(f"{SVG}circle") if c.get("class") == "ring"]
+    assert len(rings) == 1
+
+
+values = st.floats(0, 1e6, allow_subnormal=False)
+
+
+@given(st.lists(st.builds(Point, x=values, y=values, label=st.text(), on_front=st.booleans())))
+def test_any_points_give_a_picture_with_every_dot_inside(points):
+    if not points:
+        with pytest.raises(ValueError, match="at least one point"):
+            draw_pareto(points)
+        return
+    for is_cropped in (False, True):
+        root = draw_pareto(points, is_cropped=is_cropped, names_all=is_cropped)
+        for dot in root.iter(f"{SVG}circle"):
+            assert 0 <= float(dot.get("cx", -1)) <= 860
+            assert 0 <= float(dot.get("cy", -1)) <= float(root.attrib["height"])
+
+
+def test_all_points_are_named_where_asked_the_beaten_ones_in_a_quiet_voice():
+    root = draw_pareto(POINTS, names_all=True)
+    voices = {text.text: text.get("class") for text in root.iter(f"{SVG}text")}
+    assert voices["beaten"] == "muted"
+    assert voices["partial +1"] == "ink"
+    assert voices["partial +2"] == "best"
+    assert "least costly first" in voices
+
+
+def marks(root):
+    """The numbers on the upright axis."""
+    texts = [t for t in root.iter(f"{SVG}text") if t.get("class") == "small"]
+    return [t.text for t in texts if t.get("x") == "70"]
+
+
+def test_axes_begin_at_0_unless_cropped_and_far_from_it():
+    far = [Point(x=50, y=80, label="a"), Point(x=60, y=90, label="b")]
+    near = [Point(x=5, y=8, label="a"), Point(x=60, y=90, label="b")]
+    assert marks(draw_pareto(far))[0] == "0"
+    assert marks(draw_pareto(near, is_cropped=True))[0] == "0"
+    assert marks(draw_pareto(far, is_cropped=True)) == ["80", "85", "90"]
+
+
+def test_a_fixed_scheme_asks_for_no_theme():
+    assert "@media" not in pareto(POINTS, x_label="x", y_label="y", scheme="light")
