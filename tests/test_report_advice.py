@@ -173,7 +173,7 @@ def test_a_low_effective_sample_size_asks_for_fresher_tokens_whatever_that_costs
     assert coupled.after.mean_staleness == 0
     for entry in (fresher, coupled):
         assert entry.gain == pytest.approx(true_gain(simulation, entry), rel=0.15)
-        assert "30 %" in entry.symptom
+        assert "30.0 %" in entry.symptom
 
 
 def test_a_low_effective_sample_size_of_fresh_tokens_is_not_blamed_on_the_schedule():

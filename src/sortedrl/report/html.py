@@ -198,7 +198,7 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(before)} and {last}" if before else last
 
 
-def framed(title: str, *parts: str, name: str) -> str:
+def section(title: str, *parts: str, name: str) -> str:
     """A section with a heading; nothing where there is nothing in it. `name` is its anchor."""
     inside = "".join(parts)
     return f'<section id="{name}"><h2>{escape(title)}</h2>{inside}</section>' if inside else ""

@@ -26,11 +26,11 @@ from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import (
     asset,
     escape,
-    framed,
     packed_script,
     page,
     paragraph,
     prose,
+    section,
     table,
     unbroken,
 )
@@ -204,7 +204,7 @@ def numbers_section(runs: Sequence[Run]) -> str:
         caption="Whole run; evaluation time is not counted",
         quiet=[row[0] in quiet for row in cells],
     )
-    return framed("Numbers", numbers, name="numbers")
+    return section("Numbers", numbers, name="numbers")
 
 
 def _before_and_after(run: Run) -> str:
@@ -239,7 +239,7 @@ def advice_section(runs: Sequence[Run]) -> str:
         found = diagnosed(run.record)
         name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
         boxes.append(f'<div class="advice">{name}{_inside(found)}</div>')
-    return framed("Advice", *boxes, name="advice")
+    return section("Advice", *boxes, name="advice")
 
 
 def diagnosed(record: RunRecord) -> Diagnosis:
@@ -336,7 +336,7 @@ def settings_section(runs: Sequence[Run]) -> str:
         parts.append(_folded_settings("All settings", known[0][1]))
     elif known:
         parts += _compared(known)
-    return framed("Settings", *parts, name="settings")
+    return section("Settings", *parts, name="settings")
 
 
 def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -371,7 +371,7 @@ def _folded_settings(summary: str, settings: Mapping[str, object]) -> str:
 
 def reading_section() -> str:
     """The definitions."""
-    return framed(
+    return section(
         "How to read this",
         paragraph(
             "The bubble is the share of slot-seconds during rollouts in which a slot was idle. "

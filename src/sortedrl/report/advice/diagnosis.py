@@ -14,6 +14,7 @@ from typing import Any
 
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.evaluation.tables import percent
 from sortedrl.events import Event, Landed
 from sortedrl.meter import measure
 from sortedrl.report.advice.observed import (
@@ -80,7 +81,7 @@ class Diagnosis:
             return f"Set {best.remedy}: predicted to train {_times(best.gain or 1)}."
         busy = 1.0 if self.measured is None else 1 - self.measured.bubble
         return (
-            f"Slots were busy for {100 * busy:.0f} % of the rollout; no change that was tried "
+            f"Slots were busy for {percent(busy)} of the rollout; no change that was tried "
             "gains 2 % or more."
         )
 
@@ -91,14 +92,12 @@ class Diagnosis:
             return None
         doubt = max(abs(self.error), self.fit_error)
         text = (
-            f"With its own settings the simulated run trains {100 * abs(self.error):.1f} % "
+            f"With its own settings the simulated run trains {percent(abs(self.error))} "
             f"{'more' if self.error > 0 else 'fewer'} tokens per second than measured, and the "
-            f"fitted costs are off by {100 * self.fit_error:.1f} % per interval between events."
+            f"fitted costs are off by {percent(self.fit_error)} per interval between events."
         )
         return (
-            f"{text} Gains below {100 * doubt:.0f} % are within this error."
-            if doubt > 0.05
-            else text
+            f"{text} Gains below {percent(doubt)} are within this error." if doubt > 0.05 else text
         )
 
 

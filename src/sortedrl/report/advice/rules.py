@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sortedrl.config import EngineSettings, ModeName, Schedule
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice.observed import Idle
 from sortedrl.report.advice.simulation import Forecast
 
@@ -45,6 +46,41 @@ class Proposal:
     """Where it cannot be said as changes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The run's settings and its measured numbers."""
+
+    schedule: Schedule
+    engine: EngineSettings
+    measured: Forecast
+    discarded_per_trained: float
+    idle: Idle
+    num_prompts: int
+    is_group_known: bool
+    """Whether `schedule.group_prompts` is the run's own, or a guess."""
+    truncated_share: float
+    """Share of the answers that ended at the token limit."""
+    update_seconds: float
+    """Mean seconds of an update."""
+    update_share: float
+    """Share of the time that went to updates and hand-overs; saving is not counted."""
+    saving_share: float
+    """Share of all seconds that went to saving checkpoints and logs."""
+    sample_size: float | None
+    """Effective sample size as a share, over the later half of the updates; `None`: not logged."""
+    is_mismatch_measured: bool
+    step_share: float
+    """Share of a decode step of full slots that does not grow with the answers in it."""
+
+
+def mean_sample_size(rows: Sequence[Mapping[str, object]]) -> float | None:
+    """The effective sample size over the later half of the updates."""
+    sizes = [row.get("correction/ess") for row in rows]
+    known = [float(size) for size in sizes if isinstance(size, int | float)]
+    later = known[len(known) // 2 :]
+    return sum(later) / len(later) if later else None
+
+
 def proposals(found: Findings) -> Iterator[Proposal]:
     """Everything worth a try, in no order."""
     for rule in (_sample_size, _tail, _not_sorted, _discarded, _never_full, _updates, _more_slots):
@@ -60,8 +96,8 @@ def _tail(found: Findings) -> Iterator[Proposal]:
     if found.schedule.strategy != "sorted" or found.measured.bubble < _BUBBLE or not is_tail:
         return
     yield Proposal(
-        symptom=f"{_percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
-        f"and {_percent(idle.tail_share)} of these in the tail of a group: no work was waiting "
+        symptom=f"{percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
+        f"and {percent(idle.tail_share)} of these in the tail of a group: no work was waiting "
         "while its last long answers ran.",
         options=tuple({"schedule.lookahead": ahead + more} for more in (1, 2)),
         cost="More groups are open at a time, so an answer may wait through more updates.",
@@ -79,8 +115,8 @@ def _not_sorted(found: Findings) -> Iterator[Proposal]:
         else f"strategy {schedule.strategy} did not fill them"
     )
     symptom = (
-        f"{_percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
-        f"{_percent((idle.tail + idle.ending) / idle.total)} of these with nothing waiting: "
+        f"{percent(found.measured.bubble)} of the slot-seconds of the rollout were idle, "
+        f"{percent((idle.tail + idle.ending) / idle.total)} of these with nothing waiting: "
         f"{waits}."
     )
     modes: tuple[ModeName, ...] = ("coupled", "partial")
@@ -130,7 +166,7 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
     size, schedule, oldest = found.sample_size, found.schedule, found.measured.max_staleness
     if size is None or size >= _LOW_SAMPLE_SIZE:
         return
-    symptom = f"The effective sample size is {_percent(size)} of what was trained on"
+    symptom = f"The effective sample size is {percent(size)} of what was trained on"
     if oldest == 0:
         yield Proposal(
             symptom=f"{symptom}, although no token is stale.",
@@ -169,7 +205,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
     if idle.full_share >= _SELDOM_FULL or not idle.peak:
         return
     symptom = (
-        f"The {slots} slots were all busy in {_percent(idle.full_share)} of the rollout; "
+        f"The {slots} slots were all busy in {percent(idle.full_share)} of the rollout; "
         f"at most {idle.peak} answers ran at a time."
     )
     larger = [schedule.group_prompts * factor for factor in (2, 4)]
@@ -206,7 +242,7 @@ def _updates(found: Findings) -> Iterator[Proposal]:
             else {"schedule.update_batch": batch, "schedule.group_prompts": prompts}
         )
     yield Proposal(
-        symptom=f"{_percent(share)} of the time went to updates and hand-overs, "
+        symptom=f"{percent(share)} of the time went to updates and hand-overs, "
         f"{found.update_seconds:.2g} s for an update.",
         options=tuple(options),
         cost="Fewer updates for the same answers, each on more of them.",
@@ -224,8 +260,8 @@ def _more_slots(found: Findings) -> Iterator[Proposal]:
         return
     slots = found.engine.slots
     yield Proposal(
-        symptom=f"All {slots} slots were busy in {_percent(found.idle.full_share)} of the rollout, "
-        f"and {_percent(found.step_share)} of the step time does not depend on how many are.",
+        symptom=f"All {slots} slots were busy in {percent(found.idle.full_share)} of the rollout, "
+        f"and {percent(found.step_share)} of the step time does not depend on how many are.",
         options=({"engine.slots": 2 * slots},),
         cost="The KV cache must have room for them. The costs were fitted with fewer answers "
         "at a time, and a compute-bound device gains less.",
@@ -238,7 +274,7 @@ def _truncated(found: Findings) -> Iterator[Proposal]:
     if found.truncated_share < _TRUNCATED:
         return
     yield Proposal(
-        symptom=f"{_percent(found.truncated_share)} of the answers ended at the limit of "
+        symptom=f"{percent(found.truncated_share)} of the answers ended at the limit of "
         f"{found.engine.max_tokens:,} tokens.",
         remedy="Raise engine.max_tokens, if these answers would finish on their own.",
         cost="Not predicted: the log does not show how long they would get. They would lengthen "
@@ -252,7 +288,7 @@ def _saving(found: Findings) -> Iterator[Proposal]:
     if found.saving_share < _SAVING_SHARE:
         return
     yield Proposal(
-        symptom=f"{_percent(found.saving_share)} of the time went to saving checkpoints and logs.",
+        symptom=f"{percent(found.saving_share)} of the time went to saving checkpoints and logs.",
         remedy="Raise saving.every.",
         cost="A run that is killed repeats the updates since its last checkpoint.",
         about="note",
@@ -281,42 +317,3 @@ def _mode_cost(found: Findings, mode: ModeName) -> str:
         f"{_COUPLED} How many cached tokens survive an update is assumed (fp32 weights); "
         "rollout weights in bf16 lose more."
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """The run's settings and its measured numbers."""
-
-    schedule: Schedule
-    engine: EngineSettings
-    measured: Forecast
-    discarded_per_trained: float
-    idle: Idle
-    num_prompts: int
-    is_group_known: bool
-    """Whether `schedule.group_prompts` is the run's own, or a guess."""
-    truncated_share: float
-    """Share of the answers that ended at the token limit."""
-    update_seconds: float
-    """Mean seconds of an update."""
-    update_share: float
-    """Share of the time that went to updates and hand-overs; saving is not counted."""
-    saving_share: float
-    """Share of all seconds that went to saving checkpoints and logs."""
-    sample_size: float | None
-    """Effective sample size as a share, over the later half of the updates; `None`: not logged."""
-    is_mismatch_measured: bool
-    step_share: float
-    """Share of a decode step of full slots that does not grow with the answers in it."""
-
-
-def mean_sample_size(rows: Sequence[Mapping[str, object]]) -> float | None:
-    """The effective sample size over the later half of the updates."""
-    sizes = [row.get("correction/ess") for row in rows]
-    known = [float(size) for size in sizes if isinstance(size, int | float)]
-    later = known[len(known) // 2 :]
-    return sum(later) / len(later) if later else None

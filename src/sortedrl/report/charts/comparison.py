@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.axes import Frame, round_marks, short
 from sortedrl.report.charts.svg import Canvas, Scheme
 
@@ -216,7 +217,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
             hint="idle slots during rollout",
             values=_values(rows, "bubble"),
             origin=0.0,
-            format=lambda value: f"{100 * value:.1f} %",
+            format=percent,
             colour=lambda _: "waiting",
         ),
         _bias_column(rows, "length_bias", head="length bias", hint="trained on / written"),

@@ -17,8 +17,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
 
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.live.state import Memory, Snapshot, squeezed
-from sortedrl.terminal import percent, thousands
+from sortedrl.terminal import thousands
 
 StyledText = tuple[str, str]
 """A text without control characters, and the name of its tint."""

@@ -19,8 +19,8 @@ from sortedrl.report.charts.svg import SERIES
 from sortedrl.report.html import (
     characters_each,
     escape,
-    framed,
     paragraph,
+    section,
     shortened,
     table,
     unbroken,
@@ -82,7 +82,7 @@ def learning_section(runs: Sequence[Run]) -> str:
             ),
         ),
     ]
-    return framed("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
+    return section("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
 
 
 def _note(groups: Sequence[SeedGroup]) -> str:
@@ -193,7 +193,7 @@ def answers_section(runs: Sequence[Run]) -> str:
         f'<label>order <select name="order">{_options(_ORDERS)}</select></label>'
         '<label class="wide">search <input name="words" type="search"></label></form>'
     )
-    return framed(
+    return section(
         "Answers",
         paragraph(note),
         "<noscript><p>Browsing the answers needs JavaScript.</p></noscript>",

@@ -19,7 +19,7 @@ from sortedrl.events import Finish, Start
 from sortedrl.metrics import LengthBias
 from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, round_width, short
 from sortedrl.report.charts.svg import Canvas, series
-from sortedrl.report.html import figure, framed, paragraph, remarks, table, unbroken
+from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
 from sortedrl.report.record import Run
 from sortedrl.report.series import chart_figure, length_chart, seed_groups
 from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
@@ -80,7 +80,7 @@ def lengths_section(runs: Sequence[Run]) -> str:
         "nothing interrupts it, estimated from finished and interrupted answers together. "
         "Heights are shares of answers."
     )
-    return framed(
+    return section(
         "Answer lengths",
         remarks(biases, are_named=are_named),
         figure(caption, _picture(known)),
@@ -353,8 +353,8 @@ def _draw_shape(
                 width=edges[place + 1] - edges[place],
                 height=panel.floor - panel.y(trained / most),
                 css=css,
-                title=f"{range_text}: {100 * trained:.1f} % of the answers trained on, "
-                f"{100 * written:.1f} % of what the policy generates",
+                title=f"{range_text}: {percent(trained)} of the answers trained on, "
+                f"{percent(written)} of what the policy generates",
             )
     with canvas.group(title=f"{shape.name}: what the policy generates"):
         canvas.path([*outline, (edges[-1], panel.floor)], css="curve whisker")

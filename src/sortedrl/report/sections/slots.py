@@ -27,7 +27,7 @@ from sortedrl.report.charts.axes import (
 )
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.charts.timeline import timelines_inline
-from sortedrl.report.html import escape, figure, framed, paragraph, remarks
+from sortedrl.report.html import escape, figure, paragraph, remarks, section
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run
 from sortedrl.types import Key
@@ -60,7 +60,7 @@ def slots_section(runs: Sequence[Run]) -> str:
         "Every bar is one answer in one slot, from its start until it finished or was interrupted. "
         "The warm tint marks slots that were idle during a rollout."
     )
-    return framed(
+    return section(
         "Slots",
         paragraph(text + (" All runs share one time axis and start together." * (len(runs) > 1))),
         '<div class="slots-box"></div>',
@@ -201,7 +201,7 @@ def bubbles_section(runs: Sequence[Run]) -> str:
         if any(len(run.metrics.groups) > 1 for run in runs):
             drawn.append(figure(_groups_caption(runs), _groups_picture(runs)))
     summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
-    return framed("Where the bubble is", summary, *drawn, name="bubbles")
+    return section("Where the bubble is", summary, *drawn, name="bubbles")
 
 
 def round_columns(run: Run) -> list[Step]:

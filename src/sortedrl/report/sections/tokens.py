@@ -27,7 +27,7 @@ from sortedrl.report.charts.axes import (
     stride,
 )
 from sortedrl.report.charts.svg import SHADES, Canvas, series
-from sortedrl.report.html import figure, framed, remarks
+from sortedrl.report.html import figure, remarks, section
 from sortedrl.report.record import Run
 
 MAX_COLUMNS = 80
@@ -59,7 +59,7 @@ def staleness_section(runs: Sequence[Run]) -> str:
     pictures = []
     if maps:
         pictures.append(figure(_caption(runs), heat_maps(maps, title="Staleness by update")))
-    return framed("Staleness", summary, *pictures, name="staleness")
+    return section("Staleness", summary, *pictures, name="staleness")
 
 
 def staleness_text(run: Run) -> str:
@@ -244,7 +244,7 @@ def ledger_section(runs: Sequence[Run]) -> str:
     )
     ledgers = [(run.name, run.metrics.run.ledger) for run in runs]
     summary = remarks(((run.name, ledger_text(run)) for run in runs), are_named=len(runs) > 1)
-    return framed(
+    return section(
         "Where the tokens went",
         summary,
         figure(caption, flows(ledgers, title="Token ledger")),
