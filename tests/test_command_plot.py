@@ -234,7 +234,7 @@ def test_the_first_font_that_is_there_is_used(monkeypatch):
 
 def test_where_no_text_can_be_drawn_a_png_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", Fonts())
-    with pytest.raises(ConfigError, match="needs a font for its words"):
+    with pytest.raises(ConfigError, match="needs a font for its text"):
         pictures.png("<svg/>", width=10)
 
 

@@ -131,7 +131,7 @@ def test_escaped_text_has_no_signs_of_markup_and_no_broken_characters():
 
 def test_the_headline_says_in_words_what_was_found():
     (one,) = Reader(evaluation_page([verdicts([[1]] * 3 + [[0]])], None)).texts("h1")
-    assert one.replace("\N{NO-BREAK SPACE}", " ") == "model answers 75.0 % of sums right"
+    assert one.replace("\N{NO-BREAK SPACE}", " ") == "model: 75.0 % accuracy on sums"
     old, new = verdicts([[0]] * 40, label="old"), verdicts([[1]] * 20 + [[0]] * 20, label="new")
     (better,) = Reader(evaluation_page([old, new], compare(old, new))).texts("h1")
     assert better == "new is better than old by 50.0 points"
@@ -154,7 +154,7 @@ def test_tables_hold_every_task_and_level(every_page):
 
 def test_there_is_a_picture_of_levels_curves_and_lengths_for_every_task(every_page):
     labels = [label for label in Reader(every_page["one"]).attributes("aria-label") if label]
-    assert "Share of right answers by level in sums" in labels
+    assert "Accuracy by level in sums" in labels
     assert "pass@k in sums" in labels
     assert "Lengths in sums" in labels
     plain = Reader(every_page["single answers"]).attributes("aria-label")
@@ -172,9 +172,9 @@ def test_what_a_reader_must_not_miss_is_noted():
     new = Evaluation(label="new", answers=answers, settings={"seed": 2})
     notes = Reader(evaluation_page([old, new], compare(old, new))).texts("li")
     notes = [note.replace("\N{NO-BREAK SPACE}", " ") for note in notes]
-    assert "old, maths: no answer yet, so it counts nowhere." in notes
+    assert "old, maths: no answers yet, so it is not counted." in notes
     assert any("7 prompts without an answer, 1 with fewer than 2" in note for note in notes)
-    assert "old, sums: no verdict on 1 answer, counted as wrong (timeout 1)." in notes
+    assert "old, sums: scoring failed for 1 answer, counted as wrong (timeout 1)." in notes
     assert "old, sums: 25.0 % of the answers reached the token limit." in notes
     assert "seed differs: 1 for old, 2 for new." in notes
 

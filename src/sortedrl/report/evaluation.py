@@ -140,7 +140,7 @@ def _compared(comparison: Comparison) -> str:
     more = _nested(passes, caption="Changes of pass@k in percentage points") if passes[1] else ""
     changes = _figure(
         "Change in percentage points, with 95 % intervals",
-        change_marks(groups, label="Changes of the share of right answers"),
+        change_marks(groups, label="Changes in accuracy"),
     )
     left_out = [
         f"{task}: {unpaired.before:,} only in {comparison.before}, {unpaired.after:,} only in "
@@ -150,7 +150,7 @@ def _compared(comparison: Comparison) -> str:
     ]
     note = f"<p>Prompts left out, {escape('; '.join(left_out))}.</p>" if left_out else ""
     return (
-        f"<section><h2>Compared prompt by prompt</h2>"
+        f"<section><h2>Paired comparison by prompt</h2>"
         f"{_nested(comparison_table(comparison), caption=caption)}{note}"
         f"<div class='beside'>{changes}{more}</div></section>"
     )
@@ -193,8 +193,8 @@ def _level_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
             rates[place] = part.mean
     if by_level:
         groups = [Group(name=name, rates=rates) for name, rates in by_level.items()]
-        picture = rate_bars(groups, label=f"Share of right answers by level in {task}")
-        yield _figure("Right answers by level, with 95 % intervals", picture)
+        picture = rate_bars(groups, label=f"Accuracy by level in {task}")
+        yield _figure("Accuracy by level, with 95 % intervals", picture)
 
 
 def _pass_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
@@ -252,19 +252,18 @@ def _browser(evaluations: Sequence[Evaluation], *, num_shown: int) -> str:
 
 def _reading(*, has_comparison: bool) -> str:
     compared = (
-        "<p>A change is clear when its interval leaves out 0, which is when p is below 0.05. "
-        "Of twenty levels that do not differ, one is expected to look different.</p>"
+        "<p>A change is significant when its interval excludes 0, which is when p is below 0.05. "
+        "Of twenty levels without a true difference, one is expected to look significant.</p>"
         if has_comparison
         else ""
     )
     return (
         "<section><h2>How to read this</h2>"
-        "<p>mean@k is the share of right answers when each prompt is answered k times. "
+        "<p>mean@k is the accuracy with k answers to each prompt. "
         "pass@k is the chance that at least one of k answers is right, estimated without bias from "
-        "all answers to a prompt. Every prompt counts the same.</p>"
-        "<p>Intervals hold the truth about prompts like these in 95 of 100 such evaluations. "
-        "They come from resampling prompts, not answers, because answers to one prompt resemble "
-        f"each other.</p>{compared}</section>"
+        "all answers to a prompt. Every prompt has equal weight.</p>"
+        "<p>Intervals are 95 % confidence intervals from a bootstrap over prompts, not over "
+        f"answers, because answers to one prompt are correlated.</p>{compared}</section>"
     )
 
 
@@ -310,20 +309,20 @@ def summary_headline(
             f"{evaluation.label} {percent(_best_known(summary).value)}"
             for evaluation, summary in zip(evaluations, summaries, strict=True)
         ]
-        return f"{len(evaluations)} models evaluated", f"Answers right: {', '.join(rates)}."
+        return f"{len(evaluations)} models evaluated", f"Accuracy: {', '.join(rates)}."
     label, summary = evaluations[0].label, summaries[0]
     rate = _best_known(summary)
     interval = f"95 % interval {100 * rate.low:.1f} to {percent(rate.high)}"
     first = summary.tasks[0]
     if summary.macro:
         tasks = f"{len(summary.tasks)} tasks"
-        headline = f"{label} answers {percent(rate.value)} right on average over {tasks}"
-        return headline, f"Every task counts the same. {interval}, {rate.num_prompts:,} prompts."
+        headline = f"{label}: {percent(rate.value)} accuracy on average over {tasks}"
+        return headline, f"Each task has equal weight. {interval}, {rate.num_prompts:,} prompts."
     lead = f"{interval}, {_amount(first)}."
     most = max(first.passes)
     if most > 1:
-        lead += f" At least one of {most} answers is right for {percent(first.passes[most].value)}."
-    return f"{label} answers {percent(rate.value)} of {first.task} right", lead
+        lead += f" pass@{most}: {percent(first.passes[most].value)}."
+    return f"{label}: {percent(rate.value)} accuracy on {first.task}", lead
 
 
 def comparison_headline(comparison: Comparison) -> tuple[str, str]:
@@ -337,13 +336,13 @@ def comparison_headline(comparison: Comparison) -> tuple[str, str]:
     else:
         headline = f"No clear difference between {comparison.before} and {comparison.after}"
     over = (
-        f"over {len(comparison.tasks)} tasks, each counting the same"
+        f"averaged over {len(comparison.tasks)} tasks"
         if comparison.macro
-        else f"of {comparison.parts[0].task}"
+        else f"on {comparison.parts[0].task}"
     )
     interval = f"95 % interval {points(change.low)} to {points(change.high)}"
     lead = (
-        f"{percent(difference.before)} and {percent(difference.after)} of the answers right "
+        f"Accuracy {percent(difference.before)} and {percent(difference.after)} "
         f"{over}: {points(change.value)} points, {interval}, p {_equals(difference)}, "
         f"{_several(change.num_prompts, 'prompt')}."
     )
@@ -355,7 +354,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
     begun = {part.task for part in summary.tasks}
     for task in evaluation.asked:
         if task not in begun:
-            yield f"{evaluation.label}, {task}: no answer yet, so it counts nowhere."
+            yield f"{evaluation.label}, {task}: no answers yet, so it is not counted."
     for part in summary.tasks:
         name = f"{evaluation.label}, {part.task}"
         if part.num_missing or part.num_short:
@@ -367,7 +366,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
         if part.failures:
             kinds = ", ".join(f"{kind} {number:,}" for kind, number in part.failures.items())
             count = _several(sum(part.failures.values()), "answer")
-            yield f"{name}: no verdict on {count}, counted as wrong ({kinds})."
+            yield f"{name}: scoring failed for {count}, counted as wrong ({kinds})."
         if part.truncated >= _MANY_TRUNCATED:
             yield f"{name}: {percent(part.truncated)} of the answers reached the token limit."
         answered = part.reward_parts.get("answered", 1.0)
