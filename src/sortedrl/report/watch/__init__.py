@@ -1,1 +1,1 @@
-"""The page of runs that go on: their files followed, the page made anew, and served locally."""
+"""The page of runs in progress: their files followed, the page rebuilt and served locally."""
