@@ -1,4 +1,4 @@
-"""The page of an evaluation, or of two compared: words, tables, pictures and answers to browse.
+"""The page of an evaluation, or of two compared: findings, tables, pictures and answers to browse.
 
 It is one file that opens from disk. What models and data sets wrote is shown as text, never as
 markup (see `html`), and the answers travel as data that the page's script turns into text nodes.

@@ -279,7 +279,7 @@ def _entry(entry: Advice) -> str:
 
 
 def _gain(entry: Advice, gain: float) -> str:
-    """A ratio of speeds in words."""
+    """A ratio of speeds as text."""
     if gain < 1:
         return f"{100 * (1 - gain):.0f} % slower (predicted)"
     beyond = ", extrapolated" if entry.about == "extrapolation" else ""

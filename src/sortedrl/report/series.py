@@ -2,7 +2,7 @@
 
 A chart has one line for each run, in the order of the runs; a run that has no values has an empty
 one. Runs that differ in nothing but the seed are one group: one line, their mean, with a band.
-A group holds no two runs of one seed: a seed fixes its run, so that would be one draw told twice.
+A group holds no two runs of one seed: a seed fixes its run, so that would count one sample twice.
 What is not surely the same counts as different, because a mean over unlike runs would mislead.
 """
 

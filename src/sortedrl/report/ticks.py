@@ -1,8 +1,8 @@
 """A small run second by second, as plain text: one row per slot, one column per second.
 
 For runs where a decode step takes exactly one second, so that a letter is a token.
-Below the rows the run is told as a list: what is loaded, started, harvested, interrupted, resumed
-and trained.
+Below the rows stands a list of what happened: what was loaded, started, harvested, interrupted,
+resumed and trained.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def letter(prompt: int) -> str:
 def story(events: Sequence[Event], run: Lanes) -> list[str]:
     """What happened in each second; harvests and updates have a line of their own.
 
-    An update is told when it begins.
+    An update is listed when it begins.
     """
     lines: list[str] = []
     for second, moment in groupby(_Narrator(events, run).clauses(), key=itemgetter(0)):
@@ -139,7 +139,7 @@ class _Narrator:
         self._num_updates = 0
 
     def clauses(self) -> Iterator[tuple[float, str]]:
-        """The second and the words of each clause."""
+        """The second and the text of each clause."""
         for (second, _), run in groupby(self._events, key=_moment):
             yield from ((second, clause) for clause in self._tell(list(run)))
 
@@ -233,7 +233,7 @@ class _Narrator:
 
 
 def _moment(event: Event) -> tuple[float, str]:
-    """When an event is told, and its kind; an update is told when it begins."""
+    """When an event is listed, and its kind; an update is listed when it begins."""
     begun = event.took_seconds if isinstance(event, Update) else 0.0
     return event.seconds - begun, event.kind
 

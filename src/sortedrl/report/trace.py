@@ -235,7 +235,7 @@ def _running(run: Run) -> Iterator[TraceEvent]:
 
 
 def _tokens(run: Run) -> Iterator[TraceEvent]:
-    """Tokens decoded, trained on and thrown away so far, at every harvest and update."""
+    """Tokens decoded, trained on and discarded so far, at every harvest and update."""
     meter = Meter()
     events = run.record.events
     for event in events:
@@ -285,7 +285,7 @@ def _packed_or_plain(path: Path, file: IO[bytes]) -> Iterator[Callable[[bytes], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of time, what it is called, and what is told of it."""
+    """A span of time, its name, and the arguments shown with it."""
 
     kind: SpanKind
     start: float
@@ -308,7 +308,7 @@ class Spans:
     """Rewards under way, by the number of the worker."""
     resumes: list[Resume] = field(default_factory=list)
     running: set[Key] = field(default_factory=set)
-    """Answers that were being written when the log ends."""
+    """Answers that were being decoded when the log ends."""
 
     def tracks(self) -> dict[str, dict[str, list[Span]]]:
         """The spans by process and thread, as a trace shows them."""

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: symptoms in words, and remedies with the gain the simulator predicts.
+"""The diagnosis of a run: symptoms, and remedies with the gain the simulator predicts.
 
 Every prediction is made by the simulator with costs fitted to this very run and its own lengths.
 How far it is from the run itself is part of the diagnosis.
@@ -87,7 +87,7 @@ class Diagnosis:
 
     @property
     def trust(self) -> str | None:
-        """How far to believe the predictions, in words; `None` where there are none."""
+        """How accurate the predictions are, as text; `None` where there are none."""
         if self.error is None or self.fit_error is None:
             return None
         doubt = max(abs(self.error), self.fit_error)
@@ -316,7 +316,7 @@ def _written(changes: Changes) -> str:
 
 
 def _price(before: Forecast, after: Forecast) -> list[str]:
-    """What changes besides the speed, in words."""
+    """What changes besides the speed, as sentences."""
     sentences = []
     if max(before.mean_staleness, after.mean_staleness) >= 0.05:
         sentences.append(

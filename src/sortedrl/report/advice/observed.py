@@ -47,7 +47,7 @@ class ObservedAnswers:
     slots: int = 1
     is_ended: bool = False
     was_redrawn: bool = False
-    """Whether an answer was thrown away and drawn again from new noise."""
+    """Whether an answer was discarded and sampled again from new noise."""
     num_prompts: int = 0
     num_trained: int = 0
     trained_tokens: int = 0

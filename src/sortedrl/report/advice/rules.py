@@ -135,7 +135,7 @@ def _not_sorted(found: Findings) -> Iterator[Proposal]:
 
 
 def _discarded(found: Findings) -> Iterator[Proposal]:
-    """Work is thrown away: keep it."""
+    """Work is discarded: keep it."""
     schedule, share = found.schedule, found.discarded_per_trained
     if share < _DISCARDED_PER_TRAINED or schedule.never_interrupts:
         return

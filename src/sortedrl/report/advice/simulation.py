@@ -45,7 +45,7 @@ class Forecast:
     mean_staleness: float
     max_staleness: int
     discarded_share: float
-    """Tokens thrown away over tokens written."""
+    """Tokens discarded over tokens decoded."""
     rollout_share: float
     """Share of the seconds in which answers are written."""
     updates: float

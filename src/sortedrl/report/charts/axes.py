@@ -48,7 +48,7 @@ class Panel:
             canvas.text(self.left + _SWATCH, y, content=shown, css="head", tail=note)
 
     def draw_heights(self, canvas: Canvas, marks: Iterable[tuple[float, str]]) -> None:
-        """A rule across the panel at each mark, with its words to the left."""
+        """A rule across the panel at each mark, with its label to the left."""
         for share, label in marks:
             y = self.y(share)
             canvas.line(self.left, y, x2=self.right, y2=y, css="rule" if share else "axis")
@@ -57,7 +57,7 @@ class Panel:
     def draw_places(
         self, canvas: Canvas, marks: Iterable[tuple[float, str]], *, label: str
     ) -> None:
-        """Words below the panel at each mark, and below them what they count."""
+        """Labels below the panel at each mark, and below them what they count."""
         for share, text in marks:
             x = self.x(share)
             canvas.line(x, self.floor, x2=x, y2=self.floor + 4, css="axis")

@@ -161,7 +161,7 @@ def _draw_key(
 
 
 def _text_class(point: Point) -> str:
-    """The class of a point's words: loud for the best, quiet for what is beaten."""
+    """The class of a point's text: strong for the best, muted for what is beaten."""
     return "best" if point.is_best else "ink" if point.on_front else "muted"
 
 

@@ -49,7 +49,7 @@ class _Dot:
 def curves(
     series: Sequence[Series], *, x_label: str, y_label: str, title: str, is_share: bool = False
 ) -> str:
-    """The lines as a picture for a page, 860 pixels wide; shares are told as percentages.
+    """The lines as a picture for a page, 860 pixels wide; shares are shown as percentages.
 
     A series without points keeps its colour and is named as having none.
     """
@@ -164,7 +164,7 @@ def _frame(dots: Sequence[_Dot], *, top: float, is_share: bool) -> Frame:
 
 
 def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
-    """For each name its row, its place in the row, and its words."""
+    """For each name its row, its place in the row, and its text."""
     room = _WIDTH - _LEFT - 20
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)

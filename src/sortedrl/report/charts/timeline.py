@@ -30,7 +30,7 @@ _HEAD, _GAP, _FOOT = 30, 18, 74
 _SHARES_HEIGHT = 120
 
 DISCARDED = "discarded"
-"""The layer of the tokens that were thrown away later."""
+"""The layer of the tokens that were discarded later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

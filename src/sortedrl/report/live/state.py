@@ -56,7 +56,7 @@ class Snapshot:
     """Everything that one frame shows. Of a run that is still being loaded, little is known."""
 
     activity: str = ""
-    """What goes on, in words."""
+    """What the run is doing, as text."""
     done: float = 0.0
     """The share of the run that is behind."""
     seconds: float = 0.0

@@ -197,7 +197,7 @@ class LiveView:
         """Draw the panel, unless it would look as it does."""
         snapshot = self._snapshot()
         size = self._console.size
-        # One line is left free, so that a line that is told can be seen above the panel.
+        # One line is left free, so that a printed line can be seen above the panel.
         frame = panel(
             snapshot, width=size.width, height=max(1, size.height - 1), glyphs=self._glyphs
         )

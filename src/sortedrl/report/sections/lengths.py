@@ -25,7 +25,7 @@ from sortedrl.report.series import chart_figure, length_chart, seed_groups
 from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
 
 _FAIR = 0.03
-"""A length bias within this of 1 is told as none."""
+"""A length bias within this of 1 counts as none."""
 _NOTABLE = 0.005
 """Share of answers not seen to their end from which it is worth a sentence."""
 _NONE = "\N{EN DASH}"
@@ -34,7 +34,7 @@ _LEFT, _RIGHT, _ASIDE = 52, 16, 40
 _TALL, _HEADROOM = 150, 36
 _MOST = 48
 _SPREAD = 12.0
-"""From this many times the typical length on, the longest is told on a logarithmic axis."""
+"""From this many times the typical length on, lengths are drawn on a logarithmic axis."""
 Shares = tuple[float, ...]
 """For each bin the share of the answers in it."""
 
@@ -52,7 +52,7 @@ class Lengths:
     truncated: int
     """Of those, the ones that ended at the token limit."""
     has_redraws: bool
-    """Whether answers were thrown away and drawn again."""
+    """Whether answers were discarded and generated again."""
 
     @property
     def bias(self) -> LengthBias | None:
@@ -68,7 +68,7 @@ class Lengths:
 
 
 def lengths_section(runs: Sequence[Run]) -> str:
-    """Histograms of each run's lengths, and the length bias in words and numbers."""
+    """Histograms of each run's lengths, and the length bias as text and as numbers."""
     known = [(run, lengths) for run in runs if (lengths := lengths_of(run)) is not None]
     if not known:
         return ""
@@ -371,7 +371,7 @@ def _draw_shape(
 def _draw_mean(
     canvas: Canvas, what: str, mean: float, *, bins: Bins, panel: Panel, row: int, css: str
 ) -> None:
-    """A line at the mean from its words down to the axis; each kind has its own row of words."""
+    """A line at the mean from its label down to the axis; each kind has its own row for labels."""
     x = panel.x(bins.x(mean))
     y = panel.top - _HEADROOM + 15 * row
     is_left = x < panel.x(0.5)

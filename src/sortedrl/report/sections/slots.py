@@ -194,7 +194,7 @@ def _short_reward(reward: float | None) -> float | None:
 
 
 def bubbles_section(runs: Sequence[Run]) -> str:
-    """The bubble of each run by round and by group, and in words where it is."""
+    """The bubble of each run by round and by group, and a summary of where it is."""
     drawn = []
     if any(run.metrics.run.bubble >= _HARDLY for run in runs):
         drawn.append(figure(_rounds_caption(runs), _rounds_picture(runs)))

@@ -316,7 +316,7 @@ def _law(ledger: Ledger) -> str:
 
 
 def _flow_height(ledger: Ledger, *, scale: float) -> float:
-    """Room for the bands and for the words on both sides."""
+    """Room for the bands and for the labels on both sides."""
     ends = sum(max(part.tokens * scale, _LABEL) for part in _parts(ledger))
     return max(ends, ledger.decoded * scale, 4.0 * _LINE)
 

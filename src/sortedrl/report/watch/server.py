@@ -1,4 +1,4 @@
-"""The server of the page: GET and HEAD, on this machine alone unless told otherwise.
+"""The server of the page: GET and HEAD, on this machine only by default.
 
     /                    the page
     /state               what the page asks for again and again: is there a newer one?
@@ -34,7 +34,7 @@ from sortedrl.report.watch.pages import Pages
 USUAL_PORT = 8642
 _PORTS_TRIED = 20
 _PATIENCE_SECONDS = 5.0
-"""How long a browser waits for the very first page before it is told to ask again."""
+"""How long a browser waits for the very first page before it must ask again."""
 _PIECE_BYTES = 1 << 16
 _TEXT = frozenset({".jsonl", ".json", ".toml", ".txt", ".log", ".md", ".csv"})
 _HEADERS = {
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """A refusal in a few words, none of which come from the request."""
+        """A short refusal that repeats nothing from the request."""
         # the base class knows methods only by whether they are there
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else code
         text = f"{HTTPStatus(status).phrase}\n".encode()
