@@ -23,13 +23,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from sortedrl.config import EngineSettings, Schedule
-from sortedrl.diagnosis.diagnosis import diagnose
-from sortedrl.diagnosis.forecast import simulated
-from sortedrl.diagnosis.observed import observed_answers
-from sortedrl.diagnosis.world import observed_world
 from sortedrl.events import Event, read_events
 from sortedrl.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
+from sortedrl.report.advice.diagnosis import diagnose
+from sortedrl.report.advice.observed import observed_answers
+from sortedrl.report.advice.simulation import fitted_run, simulated
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
 from sortedrl.training.optimisation import Optimisation
@@ -126,9 +125,7 @@ def claims(logs: dict[Schedule, list[Event]], engine: EngineSettings) -> list[Cl
         observed, costs = observed_answers(log), fit(log).costs
         told: dict[Schedule, float] = {}
         for asked in logs:
-            world = observed_world(
-                log, observed, schedule=asked, engine=engine, costs=costs, seed=0
-            )
+            world = fitted_run(log, observed, schedule=asked, engine=engine, costs=costs, seed=0)
             forecast = simulated(
                 world.simulation, trajectories=observed.num_trained, stop_after=None
             )

@@ -44,8 +44,8 @@ from rich.console import Console, ConsoleDimensions
 
 from sortedrl.compare import simulate
 from sortedrl.events import Event, Finish, Harvest
-from sortedrl.live.view import LiveView, Source
 from sortedrl.meter import Meter
+from sortedrl.report.live.view import LiveView, Source
 from sortedrl.run_log import read_metrics
 from sortedrl.simulate.presets import PRESETS
 
@@ -58,7 +58,7 @@ ACCOUNTED = """
 import json, sys, time
 from pathlib import Path
 from sortedrl.cli import main
-from sortedrl.live.view import LiveView
+from sortedrl.report.live.view import LiveView
 
 spent = dict.fromkeys(("__call__", "updated", "advance", "refresh"), 0.0)
 

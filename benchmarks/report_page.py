@@ -22,8 +22,8 @@ from playwright.sync_api import Page, sync_playwright
 
 from sortedrl.compare import simulate
 from sortedrl.events import EventFile
+from sortedrl.report.page import runs_page
 from sortedrl.report.record import read_run
-from sortedrl.report.runs import runs_page
 from sortedrl.simulate.presets import PRESETS
 
 GAPS = """

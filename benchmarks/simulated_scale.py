@@ -26,9 +26,9 @@ from typing import Any, get_args
 
 from sortedrl.compare import row, simulate
 from sortedrl.config import EngineSettings, Schedule, StrategyName
-from sortedrl.report.curves import Series
-from sortedrl.report.panel import Panel
-from sortedrl.report.svg import Canvas, series
+from sortedrl.report.charts.axes import Panel
+from sortedrl.report.charts.curves import Series
+from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.pool_settings import Broadcast, PoolSettings
 from sortedrl.simulate.settings import Simulation

@@ -14,8 +14,8 @@ from typing import Any
 
 from experiments.curves import CurvePoint, points_of
 from experiments.record import Record
-from sortedrl.report.curves import curves_svg
-from sortedrl.report.seeds import Line, SeedGroup, seed_series
+from sortedrl.report.charts.curves import curves_svg
+from sortedrl.report.series import Line, SeedGroup, seed_series
 from sortedrl.whole_file import write_whole
 
 BASELINE = "sync"

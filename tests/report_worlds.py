@@ -1,9 +1,11 @@
 """Small runs to draw, and what a reader makes of the drawings."""
 
+import json
 import math
 import re
 from dataclasses import replace
 from functools import cache
+from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 from hypothesis import strategies as st
@@ -13,7 +15,15 @@ from sortedrl.config import Schedule
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.simulate.presets import PRESETS
 
-NASTY = "</style><script>alert(1)</script><img src=x onerror=alert(2)> & \"q\" 'a' \x00"
+NASTY = (
+    "</style></script><script>window.hacked = 1</script><!-- <img src=x onerror='window.hacked=2'> "
+    "]]> & \"q\" 'a' é 長 \x00\x1b\u200b\u2028\ud800\u202edrow"
+)
+"""What may come from outside and must show as text."""
+SHOWN = re.sub(
+    "[\x00\x1b\u200b\u2028\ud800\u202e]", lambda sign: f"\u2039U+{ord(sign[0]):04X}\u203a", NASTY
+)
+"""That text as a reader sees it."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 _BASE = Schedule(group_prompts=8, samples_per_prompt=2, update_batch=5)
@@ -62,6 +72,60 @@ any_runs = st.builds(
     share=st.one_of(st.just(1.0), st.floats(0, 1)),
     seed=st.integers(0, 2),
 )
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page: its elements, their attributes and their own text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[tuple[str, int]] = []
+        self._texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._texts.append((tag, ""))
+        if tag not in ("meta", "input"):
+            self._open.append((tag, len(self._texts) - 1))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self._open:
+            tag, place = self._open[-1]
+            self._texts[place] = (tag, self._texts[place][1] + data)
+
+    def texts(self, tag):
+        """The text of each element of a kind, without that of the elements in it."""
+        return [text for kind, text in self._texts if kind == tag]
+
+    def attributes(self, name):
+        return [attrs[name] for _, attrs in self.tags if name in attrs]
+
+    def kinds(self):
+        return {tag for tag, _ in self.tags}
+
+    def data(self):
+        """The data of a page that has one element of it."""
+        given, _ = self.texts("script")
+        return json.loads(given)
+
+    def table(self):
+        """The cells of each row of the numbers of a page of runs, under its name."""
+        section = re.search(r'<section id="numbers">.*?</section>', self.text, re.DOTALL).group()
+        found = Reader(section)
+        runs = found.attributes("scope").count("col") - 1
+        cells = iter(found.texts("td"))
+        return {name: [next(cells) for _ in range(runs)] for name in found.texts("th")[runs + 1 :]}
 
 
 def tree(html):

@@ -7,11 +7,11 @@ import pytest
 
 from browser import NARROW, WIDE, is_too_wide, keep_screenshot, open_text, set_scheme, set_width
 from sortedrl.compare import simulate
+from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import asset, data_script, page
+from sortedrl.report.page import SCRIPTS
 from sortedrl.report.record import Run, RunRecord, measured
-from sortedrl.report.runs import SCRIPTS
-from sortedrl.report.sections import slots
-from sortedrl.report.svg import stylesheet
+from sortedrl.report.sections.slots import slots_data, slots_section
 from sortedrl.simulate.presets import PRESETS
 
 MOST_BARS = 15_000
@@ -64,7 +64,7 @@ def text(*runs: Run) -> str:
     script = "\n".join([*map(asset, scripts), START])
     return page(
         title="slots",
-        body=f"<main>{slots.section(runs)}</main>{data_script('data', slots.data(runs))}",
+        body=f"<main>{slots_section(runs)}</main>{data_script('data', slots_data(runs))}",
         style=stylesheet() + asset("page.css") + asset("run.css") + asset("slots.css"),
         script=f'"use strict"; (() => {{ {script} }})();',
     )
@@ -89,7 +89,7 @@ def told(page, name: str) -> str:
 
 def words(page) -> str:
     settle(page)
-    return page.locator(".slots-words").text_content()
+    return page.locator(".slots-summary").text_content()
 
 
 def settle(page) -> None:
@@ -397,7 +397,7 @@ def test_the_legend_says_what_the_chosen_colours_mean(show, colour, title):
     page.locator("#slots select").select_option(colour)
     items = page.locator(".slots-key li").all_text_contents()
     assert title in items
-    assert {"thrown away later", "idle slot", "update"} <= set(items)
+    assert {"discarded later", "idle slot", "update"} <= set(items)
     assert told(page, "drawn") == "bars"
 
 

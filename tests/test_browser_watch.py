@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from browser import NARROW, expect, is_too_wide, keep_screenshot, set_scheme, set_width
+from report_worlds import NASTY, SHOWN
 from sortedrl.answer_log import LoggedAnswer
 from sortedrl.report.record import read_run
 from watched_runs import first_updates, served, whole_log, write_run
-
-NASTY = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
-
 
 TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
@@ -76,11 +74,11 @@ def test_a_run_that_grows_is_shown_without_reloading_and_the_reader_keeps_their_
     folder = write_run(tmp_path / "mine", picture(2))
     (folder / "answers.jsonl").write_text(answers(3))
     with watched(browser_page, folder):
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
         mark_page(browser_page)
         slots = browser_page.locator("#slots")
         browser_page.get_by_role("button", name="zoom in").click()
-        expect(slots.locator(".slots-words")).not_to_contain_text("All")
+        expect(slots.locator(".slots-summary")).not_to_contain_text("All")
         zoom = [slots.get_attribute(name) for name in ("data-from", "data-to")]
         search = browser_page.locator('#answers input[type="search"]')
         search.fill("It is 2")
@@ -107,7 +105,7 @@ def test_a_run_that_grows_is_shown_without_reloading_and_the_reader_keeps_their_
         expect(search).to_have_value("It is 29")
 
         write_run(folder, whole_log(preset="picture"))
-        expect(status(browser_page)).to_contain_text("The run has ended")
+        expect(status(browser_page)).to_contain_text("The run has finished")
         assert is_same_page(browser_page)
         expect(slots).to_have_attribute("data-from", zoom[0])
         expect(slots).to_have_attribute("data-to", zoom[1])
@@ -130,17 +128,17 @@ def test_drawers_that_were_opened_stay_open(browser_page, tmp_path):
 def test_what_others_wrote_shows_as_text(browser_page, tmp_path):
     folder = write_run(tmp_path / "a <b>run", picture(2))
     (folder / "answers.jsonl").write_text(answers(2, question=NASTY))
-    (folder / "config.toml").write_text(f"task = {json.dumps(NASTY)}\n")
+    (folder / "config.toml").write_text(f"task = {json.dumps(NASTY.replace(chr(0xD800), ''))}\n")
     with watched(browser_page, folder):
         first = browser_page.locator("#answers details").first
         first.locator("summary").click()
-        expect(first).to_contain_text(NASTY)
+        expect(first).to_contain_text(SHOWN)
         before = version(browser_page)
         (folder / "answers.jsonl").write_text(answers(4, question=NASTY))
         write_run(folder, picture(3))
         wait_for_news(browser_page, before)
         expect(browser_page.locator("#answers details").nth(3)).to_contain_text("onerror=")
-        assert browser_page.evaluate("window.broken === undefined")
+        assert browser_page.evaluate("window.hacked === undefined")
         assert browser_page.locator("img, main b").count() == 0
         assert "a <b>run" in browser_page.title()
 
@@ -155,7 +153,7 @@ def test_a_run_that_has_not_started_is_waited_for(browser_page, tmp_path):
         expect(browser_page.locator("main")).to_contain_text("waiting for the run's first update")
         write_run(folder, picture(1))
         expect(browser_page.locator("#slots")).to_be_visible()
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
 
 
 def test_a_server_that_stops_is_told_quietly_and_found_again(browser_page, browser_log, tmp_path):
@@ -165,7 +163,7 @@ def test_a_server_that_stops_is_told_quietly_and_found_again(browser_page, brows
         server = stack.enter_context(served(folder))
         browser_page.goto(server.url)
         mark_page(browser_page)
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
         port = server.server_address[1]
         stack.close()
         expect(status(browser_page)).to_contain_text(
@@ -173,7 +171,7 @@ def test_a_server_that_stops_is_told_quietly_and_found_again(browser_page, brows
         )
         write_run(folder, whole_log(preset="picture"))
         stack.enter_context(served(folder, port=port))
-        expect(status(browser_page)).to_contain_text("The run has ended")
+        expect(status(browser_page)).to_contain_text("The run has finished")
         assert is_same_page(browser_page)
         browser_page.goto("about:blank")
 
@@ -181,11 +179,11 @@ def test_a_server_that_stops_is_told_quietly_and_found_again(browser_page, brows
 def test_nothing_changes_under_the_readers_hands_while_text_is_marked(browser_page, tmp_path):
     folder = write_run(tmp_path / "mine", picture(1))
     with watched(browser_page, folder):
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
         before = version(browser_page)
         browser_page.evaluate("getSelection().selectAllChildren(document.querySelector('h1'))")
         write_run(folder, picture(2))
-        expect(status(browser_page)).to_contain_text("There is news")
+        expect(status(browser_page)).to_contain_text("New data is available")
         assert version(browser_page) == before
         browser_page.evaluate("getSelection().removeAllRanges()")
         wait_for_news(browser_page, before)
@@ -195,32 +193,44 @@ def test_a_run_that_was_killed_long_ago_is_not_said_to_go_on(browser_page, tmp_p
     folder = write_run(tmp_path / "mine", picture(1)[:-10])
     os.utime(folder / "events.jsonl", (1e9, 1e9))
     with watched(browser_page, folder):
-        expect(status(browser_page)).to_contain_text("No news for a while")
+        expect(status(browser_page)).to_contain_text("No new data for a while")
         expect(status(browser_page)).to_contain_text("last written at 09/09/2001")
 
 
 def test_what_keeps_the_page_from_being_newer_is_told(browser_page, tmp_path):
     folder = write_run(tmp_path / "mine", picture(1))
     with watched(browser_page, folder):
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
         (folder / "metrics.jsonl").write_text("[]\n")
         expect(status(browser_page)).to_contain_text("metrics.jsonl:1: expected a JSON object")
+
+
+def test_the_dot_of_a_run_that_goes_on_can_be_seen(browser_page, tmp_path):
+    folder = write_run(tmp_path / "mine", picture(1))
+    with watched(browser_page, folder):
+        expect(status(browser_page)).to_contain_text("The run is in progress")
+        for scheme in ("light", "dark"):
+            set_scheme(browser_page, scheme)
+            colour = browser_page.eval_on_selector(
+                ".watch-mark", "mark => getComputedStyle(mark).backgroundColor"
+            )
+            assert colour not in ("rgba(0, 0, 0, 0)", "transparent")
 
 
 def test_several_runs_are_watched_together(browser_page, tmp_path):
     one = write_run(tmp_path / "one", whole_log(preset="picture"))
     other = write_run(tmp_path / "other", picture(1))
     with watched(browser_page, one, other):
-        expect(status(browser_page)).to_contain_text("The runs go on")
+        expect(status(browser_page)).to_contain_text("The runs are in progress")
         write_run(other, whole_log(preset="picture", seed=1))
-        expect(status(browser_page)).to_contain_text("The runs have ended")
+        expect(status(browser_page)).to_contain_text("The runs have finished")
 
 
 def test_the_watched_page_is_readable_wide_and_narrow_in_both_schemes(browser_page, tmp_path):
     folder = write_run(tmp_path / "mine", picture(4))
     (folder / "answers.jsonl").write_text(answers(12))
     with watched(browser_page, folder, refresh_seconds=2):
-        expect(status(browser_page)).to_contain_text("The run goes on")
+        expect(status(browser_page)).to_contain_text("The run is in progress")
         for scheme in ("light", "dark"):
             set_scheme(browser_page, scheme)
             for name, width in (("wide", 1280), ("narrow", NARROW)):

@@ -181,7 +181,7 @@ def test_what_a_failing_reward_costs_is_told(evaluated, two_models, function, fa
     assert rows[0]["failures"] == failures
     assert rows[0]["mean"] == 0.0
     page = Path("evals/before/page.html").read_text()
-    assert "no verdict on 6 answers, counted as wrong" in page
+    assert "scoring failed for 6 answers, counted as wrong" in page
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from sortedrl.commands import plot
 from sortedrl.compare import simulate
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.events import EventFile, Score, Scored, Start, Update, read_events
-from sortedrl.report import raster
+from sortedrl.report import pictures
 from sortedrl.simulate.presets import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -110,8 +110,8 @@ def test_seeds_are_one_line_with_a_band_that_the_key_names(runs, tmp_path):
     root = draw(tmp_path / "p.svg", "learning", *runs)
     named = [word for word in words(root, "muted") if "seeds" in word]
     assert named == [
-        "sync (mean of 2 seeds, band: least to most)",
-        "sorted (mean of 2 seeds, band: least to most)",
+        "sync (mean of 2 seeds, band: minimum to maximum)",
+        "sorted (mean of 2 seeds, band: minimum to maximum)",
     ]
     assert sorted(words(root, "head")) == ["60.0 %", "75.0 %"]
     paths = [path.get("class") for path in root.iter(f"{SVG}path")]
@@ -125,12 +125,12 @@ def test_learning_is_drawn_against_what_is_asked_for(by, label, last, runs, tmp_
     root = draw(tmp_path / "p.svg", "learning", runs[0], "--by", by)
     assert f"{label} trained on" in words(root, "muted")
     tips = [tip.text for tip in root.iter(f"{SVG}title")]
-    assert f"sync: right answers 50.0 % at {last:,}" in tips
+    assert f"sync: accuracy 50.0 % at {last:,}" in tips
 
 
 def test_learning_by_seconds_is_in_seconds_of_training(runs, tmp_path):
     root = draw(tmp_path / "p.svg", "learning", runs[0], "--by", "seconds")
-    assert "sync: right answers 50.0 % at 2.5" in [t.text for t in root.iter(f"{SVG}title")]
+    assert "sync: accuracy 50.0 % at 2.5" in [t.text for t in root.iter(f"{SVG}title")]
 
 
 def test_bubble_has_a_dot_for_each_round_or_each_group(runs, tmp_path):
@@ -152,7 +152,7 @@ def test_rewards_come_from_the_events_where_there_are_no_numbers(tmp_path):
 
 def test_pareto_sets_score_against_seconds_or_speed_against_staleness(runs, tmp_path):
     scored = words(draw(tmp_path / "p.svg", "pareto", *runs))
-    assert "right answers at the end, %" in scored
+    assert "final accuracy, %" in scored
     assert {"seed0/sync", "seed1/sync"} <= set(scored)
     bare = write_run(tmp_path / "bare")
     assert "trained tokens per second" in words(draw(tmp_path / "p.svg", "pareto", *runs, bare))
@@ -198,7 +198,7 @@ def test_a_png_shows_its_words(runs, tmp_path):
     silent = ElementTree.tostring(svg, encoding="unicode")
     text = re.sub(r"<(ns0:)?text.*?</(ns0:)?text>", "", silent)
     assert text != silent
-    assert raster.png(silent, width=430) != raster.png(text, width=430)
+    assert pictures.png(silent, width=430) != pictures.png(text, width=430)
 
 
 def test_without_the_package_a_png_says_how_to_get_it(runs, tmp_path, monkeypatch):
@@ -229,13 +229,13 @@ def test_the_first_font_that_is_there_is_used(monkeypatch):
         (Fonts(otherwise="Some Serif"), b"Some Serif"),
     ):
         monkeypatch.setitem(sys.modules, "resvg_py", fonts)
-        assert raster.png(svg, width=10) == used
+        assert pictures.png(svg, width=10) == used
 
 
 def test_where_no_text_can_be_drawn_a_png_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", Fonts())
-    with pytest.raises(ConfigError, match="needs a font for its words"):
-        raster.png("<svg/>", width=10)
+    with pytest.raises(ConfigError, match="needs a font for its text"):
+        pictures.png("<svg/>", width=10)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from sortedrl.events import (
 )
 from sortedrl.meter import measure
 from sortedrl.report.lanes import lanes
-from sortedrl.report.story import story
+from sortedrl.report.ticks import story
 from sortedrl.simulate.presets import six
 from worlds import run, simulations
 

@@ -21,21 +21,20 @@ from sortedrl.build.simulation import simulated_lengths
 from sortedrl.clock import VirtualClock
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.controller import Controller
-from sortedrl.diagnosis.diagnosis import diagnose
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.events import Landed, Update, from_json, to_json
 from sortedrl.journal import Journal, JournalState, Landing
-from sortedrl.live.state import LiveState
-from sortedrl.live.view import PlainView
 from sortedrl.loop import Loop
 from sortedrl.meter import Meter, measure
+from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
+from sortedrl.report.live.state import LiveState
+from sortedrl.report.live.view import PlainView
+from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.sections.numbers import section
-from sortedrl.report.spans import spans
-from sortedrl.report.story import story
-from sortedrl.report.trace import trace_events
+from sortedrl.report.ticks import story
+from sortedrl.report.trace import spans, trace_events
 from sortedrl.run_log import read_metrics
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.stopping import Stopping
@@ -401,8 +400,8 @@ def test_every_reader_of_events_takes_a_log_with_landings():
     )
     assert all(early.end <= late.start for early, late in pairwise(found))
     assert sum(event.get("cat") == "updates" for event in trace_events(record)) == len(landings)
-    assert "updates beside the rollouts" in section([record])
-    assert "updates beside" not in section(
+    assert "updates overlapped with rollouts" in numbers_section([record])
+    assert "updates overlapped" not in numbers_section(
         [measured(RunRecord(name="in turn", events=run(paper()).events))]
     )
     cut = measured(RunRecord(name="cut", events=events[: events.index(landings[-1])]))

@@ -11,14 +11,16 @@ from report_worlds import any_runs, check_pictures, drawn, run_of, size, whole_r
 from sortedrl.compare import simulate
 from sortedrl.events import Score, Scored
 from sortedrl.metrics import ks_distance
-from sortedrl.report.histogram import Shape, histograms, length_bins
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
     Lengths,
-    bias_words,
+    Shape,
+    bias_text,
+    histograms,
+    length_bins,
     lengths_of,
-    reward_words,
-    section,
+    lengths_section,
+    reward_text,
 )
 from sortedrl.simulate.presets import PRESETS
 from sortedrl.simulate.survival import Survival
@@ -62,7 +64,7 @@ def test_the_axis_is_logarithmic_where_some_answers_are_huge():
 @given(any_runs)
 def test_shares_drawn_add_up_to_one_for_each_kind(run):
     assume(run.metrics.run.trajectories)
-    page = section([run])
+    page = lengths_section([run])
     told = [
         re.search(r"([\d.]+) % of the answers trained on, ([\d.]+) %", words)
         for _, words in drawn(page, "rect")
@@ -109,7 +111,7 @@ def test_the_gap_counts_whichever_side_is_longer(trained):
     assert lengths.bias.ks_distance == pytest.approx({1: 0.75, 9: 0.25}[trained])
     assert lengths.bias.ratio == pytest.approx(trained / 7)
     way = {1: "86 % shorter", 9: "29 % longer"}[trained]
-    assert f"trained on are {way} than" in bias_words(run_of("sync"), lengths)
+    assert f"trained on are {way} than" in bias_text(run_of("sync"), lengths)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "partial", "coupled", "lookahead", "ungrouped"])
@@ -118,7 +120,7 @@ def test_runs_that_throw_no_draw_away_train_on_what_the_policy_writes(schedule):
     bias = lengths_of(run).bias
     assert bias.ratio == pytest.approx(1)
     assert bias.ks_distance == pytest.approx(0, abs=1e-9)
-    assert "as long as what the policy writes" in bias_words(run, lengths_of(run))
+    assert "as long as what the policy generates" in bias_text(run, lengths_of(run))
 
 
 def paper_run(*, mode, seed=0):
@@ -136,15 +138,17 @@ def test_the_bias_of_redrawn_answers_is_found_and_told():
     assert lengths.bias.ratio == pytest.approx(outcome.bias.ratio, abs=0.05)
     assert lengths.bias.ks_distance == pytest.approx(outcome.bias.ks_distance, abs=0.05)
     shorter = f"{100 * (1 - lengths.bias.ratio):.0f} % shorter"
-    told = bias_words(run, lengths)
-    assert told.startswith(f"answers trained on are {shorter} than what the policy writes: long ")
+    told = bias_text(run, lengths)
+    assert told.startswith(
+        f"answers trained on are {shorter} than what the policy generates: long "
+    )
     assert f"{100 * lengths.truncated / lengths.finished:.1f} % of the finished answers" in told
 
 
 def test_the_table_tells_what_the_words_tell():
     run = run_of("on_policy")
     bias = lengths_of(run).bias
-    cells = words(section([run]))
+    cells = words(lengths_section([run]))
     assert f"{bias.ratio:.2f}" in cells
     assert f"{bias.ks_distance:.3f}" in cells
 
@@ -159,16 +163,17 @@ def test_what_was_not_seen_to_its_end_is_told():
     longest = max(e.tokens for e in events[:stop] if e.kind in ("finish", "interrupt"))
     assert 0.05 < lengths.unseen < 1
     assert lengths.unseen == pytest.approx(lengths.written.longer_than(longest - 1))
-    assert f"{100 * lengths.unseen:.1f} % of what it writes was not seen to its end" in bias_words(
-        cut, lengths
+    assert (
+        f"{100 * lengths.unseen:.1f} % of what it generates was never seen to finish"
+        in bias_text(cut, lengths)
     )
-    assert f"counts as {longest:,} tokens" in bias_words(cut, lengths)
+    assert f"counts as {longest:,} tokens" in bias_text(cut, lengths)
     assert lengths_of(run_of("partial")).unseen == 0
 
 
 def test_a_run_without_a_token_has_no_lengths():
     assert lengths_of(run_of("sync", share=0.0)) is None
-    assert section([run_of("sync", share=0.0)]) == ""
+    assert lengths_section([run_of("sync", share=0.0)]) == ""
 
 
 def test_lengths_by_reward_are_told_where_answers_have_rewards():
@@ -185,15 +190,15 @@ def test_lengths_by_reward_are_told_where_answers_have_rewards():
     )
     begin, *rest = run.record.events
     scored = measured(replace(run.record, events=[begin, score, *rest]))
-    told = reward_words(scored)
+    told = reward_text(scored)
     means = [sum(lengths[key] for key in part) / len(part) for part in (short, long)]
     assert "highest reward, 1, have" in told
     found = re.search(r"have ([\d.,]+) tokens .* the others ([\d.,]+) ", told)
     assert [float(mean) for mean in found.groups()] == pytest.approx(means, rel=0.01)
     assert f"({len(short)} answers)" in told
     assert f"({len(long)})" in told
-    assert any(told[1:] in words_ for words_ in words(section([scored])))
-    assert reward_words(run) == ""
+    assert any(told[1:] in words_ for words_ in words(lengths_section([scored])))
+    assert reward_text(run) == ""
 
 
 def test_written_lengths_are_an_outline_over_what_was_trained_on():

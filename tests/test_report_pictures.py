@@ -7,11 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SCHEDULES, any_runs, check_pictures, run_of, tree, words
-from sortedrl.report.sections import bubbles, ledger, lengths, staleness
-from sortedrl.report.sections.remarks import remarks
+from sortedrl.report.html import remarks
+from sortedrl.report.sections import lengths, slots, tokens
 
-SECTIONS = [bubbles.section, ledger.section, lengths.section, staleness.section]
-each_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__module__)
+SECTIONS = [
+    slots.bubbles_section,
+    tokens.ledger_section,
+    lengths.lengths_section,
+    tokens.staleness_section,
+]
+each_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__name__)
 
 
 @each_section

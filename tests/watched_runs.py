@@ -9,10 +9,9 @@ from functools import cache
 
 from sortedrl.compare import simulate
 from sortedrl.events import to_json
+from sortedrl.report.watch.pages import Pages, followed
+from sortedrl.report.watch.server import Server
 from sortedrl.simulate.presets import PRESETS
-from sortedrl.watching.follow import followed
-from sortedrl.watching.pages import Pages
-from sortedrl.watching.server import Server
 
 PATIENCE_SECONDS = 20
 

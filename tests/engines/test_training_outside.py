@@ -11,8 +11,8 @@ from run_worlds import TASK, write_world
 from sortedrl.config import EngineSettings, Schedule
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
-from sortedrl.live.view import PlainView
 from sortedrl.models.loading import load_model
+from sortedrl.report.live.view import PlainView
 from sortedrl.run_log import read_metrics
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.stopping import Stopping

@@ -12,9 +12,9 @@ from sortedrl.arguments import parse_over_settings
 from sortedrl.compare import Outcome, row, simulate, variants
 from sortedrl.config import ModeName, Schedule, StrategyName
 from sortedrl.events import Event
-from sortedrl.report.bars import bar_chart
+from sortedrl.report.charts.comparison import bar_chart
+from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.lanes import lanes
-from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
 from sortedrl.terminal import (
     percent,

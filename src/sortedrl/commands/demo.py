@@ -220,8 +220,8 @@ def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) ->
 
 
 def _report(given: Arguments) -> Path:
+    from sortedrl.report.page import runs_page
     from sortedrl.report.record import read_runs
-    from sortedrl.report.runs import runs_page
 
     runs = read_runs([given.out / strategy for strategy in ("sorted", "sync")])
     page = given.out / "report.html"

@@ -31,8 +31,7 @@ from sortedrl.evaluation.tables import (
     summary_rows,
     summary_table,
 )
-from sortedrl.report.evaluation import evaluation_page
-from sortedrl.report.findings import notes
+from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.rewards.settings import RewardSettings
 from sortedrl.runs.tasks import opened

@@ -11,20 +11,21 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.report.courses import By
+from sortedrl.report.charts.svg import Scheme
 from sortedrl.report.pictures import (
+    MAX_WIDTH,
     Look,
     Per,
     bubble_picture,
     learning_picture,
     lengths_picture,
     pareto_picture,
+    png,
     rewards_picture,
     slots_picture,
 )
-from sortedrl.report.raster import MAX_WIDTH, png
 from sortedrl.report.record import Run, measured, read_runs
-from sortedrl.report.svg import Scheme
+from sortedrl.report.series import By
 from sortedrl.terminal import refuse_unwritable, tell, write_text
 from sortedrl.whole_file import refuse_foreign, write_whole
 

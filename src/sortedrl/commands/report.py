@@ -13,8 +13,8 @@ import tyro
 from sortedrl.arguments import parse
 from sortedrl.meter import measure
 from sortedrl.metrics import numbers
+from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord, read_runs
-from sortedrl.report.runs import runs_page
 from sortedrl.terminal import progress, refuse_unwritable, write_text
 
 HELP = """Show a run on one page: what it learned, where its slot-seconds went, what to change.

@@ -12,9 +12,9 @@ from sortedrl.build.simulation import simulated_lengths
 from sortedrl.compare import Outcome, row, simulate
 from sortedrl.events import Event, EventFile, Record
 from sortedrl.metrics import numbers
+from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.lanes import lanes
 from sortedrl.report.ticks import ticks
-from sortedrl.report.timeline import timelines
 from sortedrl.simulate.settings import Simulation
 from sortedrl.terminal import (
     percent,

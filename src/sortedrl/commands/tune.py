@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sortedrl.arguments import parse_over_settings, to_toml
 from sortedrl.compare import PREDICTION_ERROR, Outcome, row
-from sortedrl.report.pareto import Point, pareto
+from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.simulate.settings import Simulation
 from sortedrl.terminal import (
     percent,

@@ -13,10 +13,9 @@ import tyro
 
 from sortedrl.arguments import parse
 from sortedrl.config import require
+from sortedrl.report.watch.pages import Pages, followed
+from sortedrl.report.watch.server import Server, open_server
 from sortedrl.terminal import tell
-from sortedrl.watching.follow import followed
-from sortedrl.watching.pages import Pages
-from sortedrl.watching.server import Server, open_server
 
 HELP = """Watch runs in the browser: the page of sortedrl report, renewed while they go on.
 

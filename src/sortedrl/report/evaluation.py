@@ -1,37 +1,59 @@
-"""The page of an evaluation, or of two compared: words, tables, pictures and answers to browse.
+"""The page of an evaluation, or of two compared: findings, tables, pictures and answers to browse.
 
 It is one file that opens from disk. What models and data sets wrote is shown as text, never as
 markup (see `html`), and the answers travel as data that the page's script turns into text nodes.
+First come the answers that show the flipped prompts, then the first answers to prompts evenly
+spread over all tasks, then the second ones, and so on, up to what a page can carry.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from sortedrl.evaluation.answers import Evaluation
-from sortedrl.evaluation.comparison import Comparison, Contrast
+from sortedrl.evaluation.answers import Answer, Evaluation, by_prompt, in_order
+from sortedrl.evaluation.comparison import Comparison, Contrast, Difference, Flip
 from sortedrl.evaluation.estimates import Estimates, Summary, summarise
 from sortedrl.evaluation.intervals import Estimate
 from sortedrl.evaluation.tables import (
     MACRO,
     Table,
+    chance,
     comparison_table,
     level_name,
     pass_table,
+    percent,
+    points,
     summary_table,
 )
-from sortedrl.report.findings import comparison_words, different_settings, notes, summary_words
-from sortedrl.report.html import asset, data_script, escape, page, prose, table
-from sortedrl.report.rates import (
+from sortedrl.report.charts.rates import (
     Group,
     change_marks,
     length_histograms,
     pass_curves,
     rate_bars,
 )
-from sortedrl.report.samples import MAX_FLIPS, num_packed, packed
-from sortedrl.report.svg import series, stylesheet
+from sortedrl.report.charts.svg import series, stylesheet
+from sortedrl.report.html import (
+    asset,
+    characters_each,
+    data_script,
+    escape,
+    page,
+    prose,
+    shortened,
+    table,
+)
+
+_MANY_TRUNCATED = 0.05
+"""Share of truncated answers from which it is worth a note."""
+_FEW_ANSWERED = 0.95
+"""Share of answers in the form asked for below which it is worth a note."""
+MAX_SAMPLES = 2000
+MAX_FLIPS = 200
+PromptKey = tuple[str, int]
+Place = tuple[int, Answer]
+"""An answer and the evaluation it belongs to."""
 
 
 def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> str:
@@ -70,9 +92,9 @@ def _opening(
     evaluations: Sequence[Evaluation], summaries: Sequence[Summary], comparison: Comparison | None
 ) -> str:
     if comparison is not None:
-        headline, lead = comparison_words(comparison)
+        headline, lead = comparison_headline(comparison)
     else:
-        headline, lead = summary_words(evaluations, summaries)
+        headline, lead = summary_headline(evaluations, summaries)
     found = [
         note
         for evaluation, summary in zip(evaluations, summaries, strict=True)
@@ -81,8 +103,10 @@ def _opening(
     if comparison is not None:
         found += different_settings(evaluations[0], evaluations[1])
     items = [f"<li>{prose(note)}</li>" for note in found]
-    told = f"<ul class='notes'>{''.join(items)}</ul>" if items else ""
-    return f"<header><h1>{prose(headline)}</h1><p class='lead'>{prose(lead)}</p>{told}</header>"
+    note_list = f"<ul class='notes'>{''.join(items)}</ul>" if items else ""
+    return (
+        f"<header><h1>{prose(headline)}</h1><p class='lead'>{prose(lead)}</p>{note_list}</header>"
+    )
 
 
 def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) -> str:
@@ -93,9 +117,9 @@ def _numbers(evaluations: Sequence[Evaluation], summaries: Sequence[Summary]) ->
     return f"<section><h2>Numbers</h2>{''.join(tables)}</section>"
 
 
-def _nested(told: Table, *, caption: str) -> str:
+def _nested(cells: Table, *, caption: str) -> str:
     """A table of tasks and levels with the levels set back under their task."""
-    headings, rows = told
+    headings, rows = cells
     return table(
         [headings[0], *headings[2:]],
         [[row[1] or row[0], *row[2:]] for row in rows],
@@ -116,7 +140,7 @@ def _compared(comparison: Comparison) -> str:
     more = _nested(passes, caption="Changes of pass@k in percentage points") if passes[1] else ""
     changes = _figure(
         "Change in percentage points, with 95 % intervals",
-        change_marks(groups, label="Changes of the share of right answers"),
+        change_marks(groups, label="Changes in accuracy"),
     )
     left_out = [
         f"{task}: {unpaired.before:,} only in {comparison.before}, {unpaired.after:,} only in "
@@ -126,7 +150,7 @@ def _compared(comparison: Comparison) -> str:
     ]
     note = f"<p>Prompts left out, {escape('; '.join(left_out))}.</p>" if left_out else ""
     return (
-        f"<section><h2>Compared prompt by prompt</h2>"
+        f"<section><h2>Paired comparison by prompt</h2>"
         f"{_nested(comparison_table(comparison), caption=caption)}{note}"
         f"<div class='beside'>{changes}{more}</div></section>"
     )
@@ -169,8 +193,8 @@ def _level_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
             rates[place] = part.mean
     if by_level:
         groups = [Group(name=name, rates=rates) for name, rates in by_level.items()]
-        picture = rate_bars(groups, label=f"Share of right answers by level in {task}")
-        yield _figure("Right answers by level, with 95 % intervals", picture)
+        picture = rate_bars(groups, label=f"Accuracy by level in {task}")
+        yield _figure("Accuracy by level, with 95 % intervals", picture)
 
 
 def _pass_figure(task: str, summaries: Sequence[Summary]) -> Iterator[str]:
@@ -228,19 +252,18 @@ def _browser(evaluations: Sequence[Evaluation], *, num_shown: int) -> str:
 
 def _reading(*, has_comparison: bool) -> str:
     compared = (
-        "<p>A change is clear when its interval leaves out 0, which is when p is below 0.05. "
-        "Of twenty levels that do not differ, one is expected to look different.</p>"
+        "<p>A change is significant when its interval excludes 0, which is when p is below 0.05. "
+        "Of twenty levels without a true difference, one is expected to look significant.</p>"
         if has_comparison
         else ""
     )
     return (
         "<section><h2>How to read this</h2>"
-        "<p>mean@k is the share of right answers when each prompt is answered k times. "
+        "<p>mean@k is the accuracy with k answers to each prompt. "
         "pass@k is the chance that at least one of k answers is right, estimated without bias from "
-        "all answers to a prompt. Every prompt counts the same.</p>"
-        "<p>Intervals hold the truth about prompts like these in 95 of 100 such evaluations. "
-        "They come from resampling prompts, not answers, because answers to one prompt resemble "
-        f"each other.</p>{compared}</section>"
+        "all answers to a prompt. Every prompt has equal weight.</p>"
+        "<p>Intervals are 95 % confidence intervals from a bootstrap over prompts, not over "
+        f"answers, because answers to one prompt are correlated.</p>{compared}</section>"
     )
 
 
@@ -249,14 +272,14 @@ def _settings(evaluations: Sequence[Evaluation]) -> str:
     for evaluation in evaluations:
         if evaluation.settings:
             entries = "".join(
-                f"<dt>{escape(name)}</dt><dd>{escape(_words(value))}</dd>"
+                f"<dt>{escape(name)}</dt><dd>{escape(_setting_text(value))}</dd>"
                 for name, value in evaluation.settings.items()
             )
             lists.append(f"<h3>{escape(evaluation.label)}</h3><dl>{entries}</dl>")
     return f"<section><h2>Settings</h2>{''.join(lists)}</section>" if lists else ""
 
 
-def _words(value: object) -> str:
+def _setting_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -275,3 +298,248 @@ def _key(evaluations: Sequence[Evaluation]) -> str:
 
 def _name(part: Estimates | Contrast) -> str:
     return part.task if part.level is None else level_name(part.level)
+
+
+def summary_headline(
+    evaluations: Sequence[Evaluation], summaries: Sequence[Summary]
+) -> tuple[str, str]:
+    """The headline of a single evaluation, or of several side by side."""
+    if len(evaluations) > 1:
+        rates = [
+            f"{evaluation.label} {percent(_best_known(summary).value)}"
+            for evaluation, summary in zip(evaluations, summaries, strict=True)
+        ]
+        return f"{len(evaluations)} models evaluated", f"Accuracy: {', '.join(rates)}."
+    label, summary = evaluations[0].label, summaries[0]
+    rate = _best_known(summary)
+    interval = f"95 % interval {100 * rate.low:.1f} to {percent(rate.high)}"
+    first = summary.tasks[0]
+    if summary.macro:
+        tasks = f"{len(summary.tasks)} tasks"
+        headline = f"{label}: {percent(rate.value)} accuracy on average over {tasks}"
+        return headline, f"Each task has equal weight. {interval}, {rate.num_prompts:,} prompts."
+    lead = f"{interval}, {_amount(first)}."
+    most = max(first.passes)
+    if most > 1:
+        lead += f" pass@{most}: {percent(first.passes[most].value)}."
+    return f"{label}: {percent(rate.value)} accuracy on {first.task}", lead
+
+
+def comparison_headline(comparison: Comparison) -> tuple[str, str]:
+    """The headline of two evaluations compared."""
+    difference = comparison.headline
+    change = difference.change
+    if difference.is_clear:
+        word = "better" if change.value > 0 else "worse"
+        size = points(abs(change.value)).removeprefix("+")
+        headline = f"{comparison.after} is {word} than {comparison.before} by {size} points"
+    else:
+        headline = f"No clear difference between {comparison.before} and {comparison.after}"
+    over = (
+        f"averaged over {len(comparison.tasks)} tasks"
+        if comparison.macro
+        else f"on {comparison.parts[0].task}"
+    )
+    interval = f"95 % interval {points(change.low)} to {points(change.high)}"
+    lead = (
+        f"Accuracy {percent(difference.before)} and {percent(difference.after)} "
+        f"{over}: {points(change.value)} points, {interval}, p {_equals(difference)}, "
+        f"{_several(change.num_prompts, 'prompt')}."
+    )
+    return headline, lead
+
+
+def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
+    """What a reader of the numbers must know: what is missing, failed or was truncated."""
+    begun = {part.task for part in summary.tasks}
+    for task in evaluation.asked:
+        if task not in begun:
+            yield f"{evaluation.label}, {task}: no answers yet, so it is not counted."
+    for part in summary.tasks:
+        name = f"{evaluation.label}, {part.task}"
+        if part.num_missing or part.num_short:
+            yield (
+                f"{name} is incomplete: {part.num_missing or 0:,} prompts without an answer, "
+                f"{part.num_short:,} with fewer than {part.samples:,}. Missing answers tend to be "
+                "long ones, so the numbers may be too high."
+            )
+        if part.failures:
+            kinds = ", ".join(f"{kind} {number:,}" for kind, number in part.failures.items())
+            count = _several(sum(part.failures.values()), "answer")
+            yield f"{name}: scoring failed for {count}, counted as wrong ({kinds})."
+        if part.truncated >= _MANY_TRUNCATED:
+            yield f"{name}: {percent(part.truncated)} of the answers reached the token limit."
+        answered = part.reward_parts.get("answered", 1.0)
+        if answered < _FEW_ANSWERED:
+            yield (
+                f"{name}: only {percent(answered)} of the responses give an answer in the form "
+                "asked for; the others count as wrong."
+            )
+
+
+def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
+    """What makes a comparison one of settings as well as of models."""
+    for name in dict.fromkeys([*before.settings, *after.settings]):
+        old, new = before.settings.get(name), after.settings.get(name)
+        if old != new:
+            yield f"{name} differs: {old!r} for {before.label}, {new!r} for {after.label}."
+
+
+def _amount(part: Estimates) -> str:
+    """How many prompts and answers a task has."""
+    if part.num_short:
+        return f"{_several(part.num_answers, 'answer')} to {_several(part.num_prompts, 'prompt')}"
+    each = _several(part.samples, "answer")
+    return f"{_several(part.num_prompts, 'prompt')} with {each} each"
+
+
+def _best_known(summary: Summary) -> Estimate:
+    """The one rate that says most."""
+    return summary.macro[1] if summary.macro else summary.tasks[0].mean
+
+
+def _equals(difference: Difference) -> str:
+    text = chance(difference.p_value)
+    return text if text.startswith("<") else f"= {text}"
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def packed(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> dict[str, object]:
+    """What the page's script needs: prompts, answers and flips, as JSON values."""
+    prompts = _prompts(evaluations)
+    shown = [] if comparison is None else list(comparison.flips[:MAX_FLIPS])
+    pairs = [_telling(flip, prompts[flip.task, flip.prompt_id]) for flip in shown]
+    chosen = _chosen(prompts, first=[place for pair in pairs for place in pair])
+    keys = {key: number for number, key in enumerate(_keys_in_use(prompts, chosen))}
+    limit = characters_each([len(answer.response) for _, answer in chosen])
+    numbers = {(which, answer.key): number for number, (which, answer) in enumerate(chosen)}
+    flips = [
+        {
+            "prompt": keys[flip.task, flip.prompt_id],
+            "before": flip.before,
+            "after": flip.after,
+            "answers": [numbers[which, answer.key] for which, answer in pair],
+        }
+        for flip, pair in zip(shown, pairs, strict=True)
+    ]
+    tasks: dict[str, list[str]] = {}
+    for task, prompt_id in keys:
+        level = _first(prompts[task, prompt_id]).level
+        tasks.setdefault(task, []).extend([] if level is None else [level])
+    return {
+        "labels": [evaluation.label for evaluation in evaluations],
+        "tasks": {task: in_order(levels) for task, levels in tasks.items()},
+        "prompts": [_prompt_row(_first(prompts[key]), limit) for key in keys],
+        "answers": [_row(which, answer, keys, limit) for which, answer in chosen],
+        "flips": flips,
+    }
+
+
+def num_packed(data: Mapping[str, object]) -> int:
+    """Answers in packed data."""
+    answers = data["answers"]
+    assert isinstance(answers, list)
+    return len(answers)
+
+
+def _prompts(evaluations: Sequence[Evaluation]) -> dict[PromptKey, list[list[Answer]]]:
+    """For each prompt, in order, the answers of every evaluation."""
+    found: dict[PromptKey, list[list[Answer]]] = {}
+    grouped = [by_prompt(evaluation) for evaluation in evaluations]
+    for task in dict.fromkeys(name for tasks in grouped for name in tasks):
+        sides = [tasks.get(task, {}) for tasks in grouped]
+        for prompt_id in sorted({number for side in sides for number in side}):
+            found[task, prompt_id] = [side.get(prompt_id, []) for side in sides]
+    return found
+
+
+def _telling(flip: Flip, sides: Sequence[Sequence[Answer]]) -> tuple[Place, Place]:
+    """One answer before and one after that show the flip."""
+
+    def pick(which: int, *, is_correct: bool) -> Place:
+        answers = sides[which]
+        fits = (answer for answer in answers if answer.is_correct == is_correct)
+        return which, next(fits, answers[0])
+
+    return pick(0, is_correct=not flip.is_gain), pick(1, is_correct=flip.is_gain)
+
+
+def _chosen(
+    prompts: Mapping[PromptKey, Sequence[Sequence[Answer]]], *, first: Sequence[Place]
+) -> list[Place]:
+    """At most `MAX_SAMPLES` answers, in the order of prompts, evaluations and samples."""
+    taken = {(which, answer.key): (which, answer) for which, answer in first}
+    for places in _rounds(list(prompts.values())):
+        fresh = [pair for pair in places if any((w, a.key) not in taken for w, a in pair)]
+        room = MAX_SAMPLES - len(taken)
+        width = max((len(pair) for pair in fresh), default=1)
+        for pair in _evenly(fresh, room // width):
+            taken |= {(which, answer.key): (which, answer) for which, answer in pair}
+        if len(fresh) * width > room:
+            break
+    order = {key: place for place, key in enumerate(prompts)}
+    return sorted(
+        taken.values(), key=lambda p: (order[p[1].task, p[1].prompt_id], p[1].sample_index, p[0])
+    )
+
+
+def _rounds(prompts: Sequence[Sequence[Sequence[Answer]]]) -> Iterator[list[list[Place]]]:
+    """The first answers of each evaluation to each prompt, then the second ones, and so on."""
+    most = max((len(answers) for sides in prompts for answers in sides), default=0)
+    for number in range(most):
+        yield [
+            [
+                (which, answers[number])
+                for which, answers in enumerate(sides)
+                if number < len(answers)
+            ]
+            for sides in prompts
+        ]
+
+
+def _evenly(items: Sequence[list[Place]], count: int) -> list[list[Place]]:
+    """At most `count` of the items, at even distances."""
+    if count >= len(items):
+        return list(items)
+    return [items[place * len(items) // count] for place in range(count)]
+
+
+def _keys_in_use(
+    prompts: Mapping[PromptKey, object], chosen: Sequence[Place]
+) -> Iterator[PromptKey]:
+    used = {(answer.task, answer.prompt_id) for _, answer in chosen}
+    return (key for key in prompts if key in used)
+
+
+def _first(sides: Sequence[Sequence[Answer]]) -> Answer:
+    return next(answer for answers in sides for answer in answers)
+
+
+def _prompt_row(answer: Answer, limit: int) -> dict[str, object]:
+    return {
+        "task": answer.task,
+        "id": answer.prompt_id,
+        "level": answer.level,
+        "question": shortened(answer.question, limit),
+        "gold": None if answer.gold is None else shortened(answer.gold, limit),
+    }
+
+
+def _row(
+    which: int, answer: Answer, keys: Mapping[PromptKey, int], limit: int
+) -> dict[str, object]:
+    return {
+        "model": which,
+        "prompt": keys[answer.task, answer.prompt_id],
+        "sample": answer.sample_index,
+        "right": answer.is_correct,
+        "tokens": answer.num_tokens,
+        "truncated": answer.finish_reason == "length",
+        "failure": answer.failure,
+        "reward": answer.reward,
+        "parts": dict(answer.parts),
+        "response": shortened(answer.response, limit),
+    }

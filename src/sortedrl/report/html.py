@@ -14,13 +14,40 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-_NOT_TEXT = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
+_PICTOGRAPH = (
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2190-\u27ff\u2900-\u2bff\u3030\u303d\u3297\u3299"
+    "\U0001f000-\U0001faff][\U0001f3fb-\U0001f3ff]?\ufe0f?"
 )
-"""What a page may not contain: controls, halves of characters, and code points that are none."""
+_EMOJI = f"{_PICTOGRAPH}(?:\u200d{_PICTOGRAPH})*|[0-9#*]\ufe0f\u20e3"
+_HIDDEN = (
+    "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # controls
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f"  # no width, or a blank for a letter
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufeff\uffa0"  # the same, and directions
+    "\ufe00-\ufe0f\U000e0000-\U000e0fff"  # variation selectors and tags
+    "\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # formats
+    "\ud800-\udfff\ufdd0-\ufdef"  # halves of characters, and code points that are none
+) + "".join(f"{chr(plane + 0xFFFE)}{chr(plane + 0xFFFF)}" for plane in range(0, 0x110000, 0x10000))
+_HIDDEN_OR_EMOJI = re.compile(f"(?P<emoji>{_EMOJI})|[{_HIDDEN}]")
+"""Characters that show as nothing or turn the text around; inside an emoji they change its look."""
+
+MAX_CHARACTERS = 8_000_000
+"""Characters of text that a page carries for its script."""
+_LIMITS = (1_000_000, 50_000, 20_000, 10_000, 5_000, 2_000)
+"""Characters of one answer, tried in this order until all fit."""
+
+
+def visible(text: str) -> str:
+    r"""Text in which hidden characters are replaced by their code points, as `browse.js` does.
+
+    >>> ascii(visible("a\u200bb"))
+    "'a\\u2039U+200B\\u203ab'"
+    """
+    return _HIDDEN_OR_EMOJI.sub(
+        lambda found: found["emoji"] or f"\u2039U+{ord(found[0]):04X}\u203a", text
+    )
 
 
 def escape(text: str) -> str:
@@ -29,7 +56,7 @@ def escape(text: str) -> str:
     >>> escape('<b title="x">')
     '&lt;b title=&quot;x&quot;&gt;'
     """
-    return html.escape(_NOT_TEXT.sub("\ufffd", text))
+    return html.escape(visible(text))
 
 
 def prose(text: str) -> str:
@@ -112,6 +139,22 @@ def packed_script(name: str, data: object) -> str:
     return f'<script type="application/octet-stream+base64" id="{escape(name)}">{packed}</script>'
 
 
+def characters_each(lengths: Sequence[int]) -> int:
+    """Characters of one text at which all together fit."""
+    for limit in _LIMITS[:-1]:
+        if sum(min(length, limit) for length in lengths) <= MAX_CHARACTERS:
+            return limit
+    return _LIMITS[-1]
+
+
+def shortened(text: str, limit: int) -> str | list[str | int]:
+    """The text, or its beginning, the number of characters left out, and its end."""
+    if len(text) <= limit:
+        return text
+    end = limit // 3
+    return [text[: limit - end], len(text) - limit, text[-end:]]
+
+
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, quiet: Sequence[bool]
 ) -> str:
@@ -139,3 +182,38 @@ def asset(name: str) -> str:
 
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def remarks(sentences: Iterable[tuple[str, str]], *, are_named: bool) -> str:
+    """Paragraphs from pairs of a run's name and what is said of it, or of that alone."""
+    names: dict[str, list[str]] = {}
+    for name, text in sentences:
+        names.setdefault(text, []).append(name)
+    if not are_named:
+        return "".join(paragraph(text[:1].upper() + text[1:]) for text in names)
+    return "".join(paragraph(f"{_listed(whose)}: {text}") for text, whose in names.items())
+
+
+def _listed(names: list[str]) -> str:
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def section(title: str, *parts: str, name: str) -> str:
+    """A section with a heading; nothing where there is nothing in it. `name` is its anchor."""
+    inside = "".join(parts)
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{inside}</section>' if inside else ""
+
+
+def figure(caption: str, picture: str) -> str:
+    """A picture that scrolls sideways where it is too wide, under a caption."""
+    return (
+        f"<figure><figcaption>{prose(caption)}</figcaption>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f"{picture}</div></figure>"
+    )
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{prose(text)}</p>"

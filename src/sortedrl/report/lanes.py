@@ -30,7 +30,7 @@ from sortedrl.events import (
 from sortedrl.types import Key
 
 Outcome = Literal["finished", "interrupted", "discarded"]
-"""The answer was completed; or stopped and continued later; or some of it was thrown away."""
+"""The answer was completed; or stopped and continued later; or some of it was discarded."""
 
 BandKind = Literal["rollout", "update", "hand_over"]
 
@@ -52,7 +52,7 @@ class Bar:
     decoded: int
     """Tokens written in this stretch."""
     discarded: int
-    """Of those, the ones thrown away later: always the last ones."""
+    """Of those, the ones discarded later: always the last ones."""
     is_finished: bool
     length: int | None
     """Tokens of the answer as it was trained on; `None` if the log ends before that."""
@@ -68,7 +68,7 @@ class Bar:
 
     @property
     def discarded_from(self) -> float:
-        """The second from which on everything written here was thrown away."""
+        """The second from which on everything written here was discarded."""
         share = 1 - self.discarded / self.decoded if self.decoded else 1.0
         return self.start + share * (self.end - self.start)
 
@@ -118,7 +118,7 @@ def lanes(events: Iterable[Event]) -> Lanes:
 
 @dataclass(slots=True)
 class _Stretch:
-    """A bar while its tokens may still be thrown away: frozen only once the log is read."""
+    """A bar while its tokens may still be discarded: frozen only once the log is read."""
 
     slot: int
     begun: float
@@ -256,7 +256,7 @@ class _Tracer:
             self._fill()
 
     def _cut(self, key: Key, tokens: int) -> None:
-        """Throw away everything after the first `tokens` tokens of the answer."""
+        """Discard everything after the first `tokens` tokens of the answer."""
         for stretch in self._written.get(key, ()):
             live = stretch.decoded - stretch.discarded
             if live > tokens:

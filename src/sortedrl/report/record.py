@@ -77,7 +77,7 @@ class Run:
 def read_run(path: Path, *, name: str | None = None) -> RunRecord:
     """The record of a run's folder, or of a bare log of events.
 
-    It is called like the folder or the file unless told otherwise.
+    Its name is that of the folder or the file by default.
     """
     called = run_names([path])[0] if name is None else name
     if path.is_file():

@@ -28,9 +28,9 @@ from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.evaluation.settings import EvaluationSettings
 from sortedrl.events import Event, EventFile, Finish, read_events
-from sortedrl.live.view import Source, View
 from sortedrl.meter import Meter
 from sortedrl.models.shape import shape_of
+from sortedrl.report.live.view import Source, View
 from sortedrl.rewards.pool import RewardPool
 from sortedrl.run_log import MetricsFile, read_metrics
 from sortedrl.runs.evaluating import Evaluator

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from sortedrl.config import require_native
 from sortedrl.errors import EngineLost, TrainerLost
-from sortedrl.live.view import opened_view
 from sortedrl.models.tiny import is_tiny, tiny_settings
+from sortedrl.report.live.view import opened_view
 from sortedrl.rewards.source import RewardSource
 from sortedrl.runs.last_words import last_words
 from sortedrl.runs.stopping import Stopping

@@ -18,9 +18,9 @@ from sortedrl.data.chat import Tokenizer
 from sortedrl.engines.agreement import MOST_NATS
 from sortedrl.errors import EngineError
 from sortedrl.events import EventFile
-from sortedrl.live.view import View
 from sortedrl.meter import Meter
 from sortedrl.metrics import Figures, numbers
+from sortedrl.report.live.view import View
 from sortedrl.run_log import MetricsFile, Value
 from sortedrl.runs.answers import logged
 from sortedrl.runs.evaluating import Evaluator, Scores

@@ -54,7 +54,7 @@ function loggedItem(data, answer, start, state) {
   if (answer.truncated) words.push("truncated");
   const meta = element("span", "meta", words.join(", "));
   if (data.runs.length > 1) {
-    meta.prepend(element("span", "swatch series" + (answer.run % data.colours)), data.runs[answer.run] + ", ");
+    meta.prepend(element("span", "swatch series" + (answer.run % data.colours)), visible(data.runs[answer.run]) + ", ");
   }
   const head = element("summary", "", reward, gist(text), meta);
   const made = drawer(head, () => loggedInside(answer), state.open.includes(answer.key));

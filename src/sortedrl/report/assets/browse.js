@@ -7,10 +7,17 @@ function element(name, css, ...children) {
   return made;
 }
 
-// Characters that show as nothing, or that turn the text around, are told by their numbers.
+// Characters that show as nothing or turn the text around are replaced by their code points, as
+// `visible` of html.py does; inside an emoji they change its look and stay.
+const PICTOGRAPH = "[\\u00a9\\u00ae\\u203c\\u2049\\u2122\\u2139\\u2190-\\u27ff\\u2900-\\u2bff\\u3030\\u303d\\u3297\\u3299\\u{1f000}-\\u{1faff}][\\u{1f3fb}-\\u{1f3ff}]?\\ufe0f?";
+const HIDDEN = "[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f"
+  + "\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f\\u2800\\u3164\\ufeff\\uffa0\\ufe00-\\ufe0f\\u{e0000}-\\u{e0fff}"
+  + "\\ufff0-\\ufffb\\u{13430}-\\u{1343f}\\u{1bca0}-\\u{1bca3}\\u{1d173}-\\u{1d17a}\\ud800-\\udfff\\p{Noncharacter_Code_Point}]|\\r(?!\\n)";
+const EMOJI = PICTOGRAPH + "(?:\\u200d" + PICTOGRAPH + ")*|[0-9#*]\\ufe0f\\u20e3";
+const HIDDEN_OR_EMOJI = new RegExp("(" + EMOJI + ")|" + HIDDEN, "gu");
+
 function visible(text) {
-  const hidden = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]|\r(?!\n)/g;
-  return text.replace(hidden, (sign) => "‹U+" + sign.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "›");
+  return text.replace(HIDDEN_OR_EMOJI, (sign, emoji) => emoji || "‹U+" + sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0") + "›");
 }
 
 // A long text comes without its middle: its beginning, the number of characters left out, its end.
@@ -31,7 +38,7 @@ function block(text) {
 }
 
 function gist(text) {
-  const made = element("span", "gist", visible(text.slice(0, 140).replace(/\s+/g, " ")));
+  const made = element("span", "gist", visible(Array.from(text.slice(0, 280)).slice(0, 140).join("").replace(/[\t\n\r ]+/g, " ")));
   made.dir = "auto";
   return made;
 }

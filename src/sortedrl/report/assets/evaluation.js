@@ -10,13 +10,13 @@ function verdict(answer) {
 function place(prompt) {
   const isNumber = /^[0-9]+[.]?[0-9]*$/.test(prompt.level);
   const level = prompt.level === null ? "" : (isNumber ? ", level " : ", ") + prompt.level;
-  return prompt.task + " " + prompt.id + level;
+  return visible(prompt.task + " " + prompt.id + level);
 }
 
 function lengthWords(answer) {
   const words = [answer.tokens.toLocaleString("en") + " tokens"];
   if (answer.truncated) words.push("truncated");
-  if (answer.failure) words.push(answer.failure);
+  if (answer.failure) words.push(visible(answer.failure));
   return words.join(", ");
 }
 
@@ -34,7 +34,7 @@ function said(answer, heading) {
 
 function answerItem(data, answer) {
   const prompt = data.prompts[answer.prompt];
-  const name = data.labels.length > 1 ? data.labels[answer.model] + ", " : "";
+  const name = data.labels.length > 1 ? visible(data.labels[answer.model]) + ", " : "";
   const meta = name + place(prompt) + ", answer " + answer.sample + ", " + lengthWords(answer);
   const head = element("summary", "", verdict(answer), gist(whole(prompt.question)), element("span", "meta", meta));
   return drawer(head, () => element("div", "inside", ...asked(prompt), ...said(answer, "answer")));
@@ -53,7 +53,7 @@ function flipItem(data, flip) {
   return drawer(head, () => {
     const sides = flip.answers.map((number) => {
       const answer = data.answers[number];
-      const heading = data.labels[answer.model] + ": " + (answer.right ? "right, " : "wrong, ") + lengthWords(answer);
+      const heading = visible(data.labels[answer.model]) + ": " + (answer.right ? "right, " : "wrong, ") + lengthWords(answer);
       return element("div", "", ...said(answer, heading));
     });
     return element("div", "inside", ...asked(prompt), element("div", "sides", ...sides));
@@ -62,7 +62,7 @@ function flipItem(data, flip) {
 
 function choices(select, names) {
   const kept = select.value;
-  select.replaceChildren(select.options[0], ...names.map((name) => new Option(name, name)));
+  select.replaceChildren(select.options[0], ...names.map((name) => new Option(visible(name), name)));
   select.value = names.includes(kept) ? kept : "";
 }
 

@@ -25,7 +25,7 @@ async function viewData(source) {
     const box = source.getElementById(name);
     if (!packed || !box) continue;
     if ("DecompressionStream" in window) found[name] = await unpacked(packed);
-    else box.append(element("p", "", "This browser is too old to show this part; a newer one shows it."));
+    else box.append(element("p", "", "This browser is too old to show this section; use a newer one."));
   }
   return found;
 }
@@ -211,17 +211,17 @@ function busyReader() {
 }
 
 function sayState(say, state) {
-  const [what, goes, has] = state.runs > 1 ? ["runs", "go", "have"] : ["run", "goes", "has"];
+  const [what, is, has] = state.runs > 1 ? ["runs", "are", "have"] : ["run", "is", "has"];
   if (state.seconds === null) {
-    say("is-quiet", "Waiting for the " + what, "; last looked at " + clockTime(new Date()) + ".");
+    say("is-quiet", "Waiting for the " + what, "; last checked at " + clockTime(new Date()) + ".");
     return;
   }
   const written = new Date(1000 * state.written);
-  const notes = state.notes.map((note) => " " + note + ".").join("");
+  const notes = state.notes.map((note) => " " + visible(note) + ".").join("");
   const rest = ", " + Math.round(state.seconds).toLocaleString("en") + " s of training, last written at " + clockTime(written) + "." + notes;
-  if (state.ended) say("is-quiet", "The " + what + " " + has + " ended", rest);
-  else if (Date.now() - written > QUIET_MILLISECONDS) say("is-quiet", "No news for a while", rest);
-  else say(notes ? "has-notes" : "", "The " + what + " " + goes + " on", rest);
+  if (state.ended) say("is-quiet", "The " + what + " " + has + " finished", rest);
+  else if (Date.now() - written > QUIET_MILLISECONDS) say("is-quiet", "No new data for a while", rest);
+  else say(notes ? "has-notes" : "", "The " + what + " " + is + " in progress", rest);
 }
 
 function watchServer(seconds, states) {
@@ -243,7 +243,7 @@ function watchServer(seconds, states) {
     const state = JSON.parse(text);
     const isNew = state.version !== headValue(document, "sortedrl-version");
     if (isNew && isBusy()) {
-      say("", "There is news", "; it shows once nothing is held or marked.");
+      say("", "New data is available", "; it is shown once nothing is held or selected.");
       return 1;
     }
     if (isNew && !(await renew(states))) return lost();

@@ -44,8 +44,8 @@ function slotsView(box, data, state) {
   };
 }
 
-function slotsButton(words, label, act) {
-  const made = element("button", "", words);
+function slotsButton(text, label, act) {
+  const made = element("button", "", text);
   made.type = "button";
   made.setAttribute("aria-label", label);
   made.title = label;
@@ -55,8 +55,8 @@ function slotsButton(words, label, act) {
 
 function slotsColourChoice(view) {
   const select = element("select");
-  for (const [value, words] of SLOTS_CHOICES) {
-    if (value !== "reward" || view.runs.some((run) => run.reward.some((reward) => !Number.isNaN(reward)))) select.append(new Option(words, value));
+  for (const [value, text] of SLOTS_CHOICES) {
+    if (value !== "reward" || view.runs.some((run) => run.reward.some((reward) => !Number.isNaN(reward)))) select.append(new Option(text, value));
   }
   select.value = view.state.colour;
   if (!select.value) select.value = view.state.colour = "outcome";
@@ -71,7 +71,7 @@ function slotsPanel(run, place) {
   const lanes = element("canvas", "slots-lanes");
   lanes.tabIndex = 0;
   lanes.setAttribute("role", "application");
-  lanes.setAttribute("aria-label", "Slot timeline of " + run.name + ". Plus and minus zoom, 0 shows everything, arrows move, shift and arrows go from bar to bar.");
+  lanes.setAttribute("aria-label", "Slot timeline of " + visible(run.name) + ". Plus and minus zoom, 0 shows everything, arrows move, shift and arrows go from bar to bar.");
   const mark = element("canvas", "slots-mark");
   mark.setAttribute("aria-hidden", "true");
   return { run, place, lanes, mark, height: 0, bins: null };
@@ -88,7 +88,7 @@ function slotsBuild(view) {
     more: slotsButton("more slots", "show more slots", () => slotsZoomSlots(view, 0.5)),
   };
   view.slotButtons = element("div", "slots-buttons", view.buttons.fewer, view.buttons.more);
-  view.words = element("p", "slots-words");
+  view.summary = element("p", "slots-summary");
   view.strip = element("canvas");
   view.pane = element("div", "slots-window");
   view.whole = element("div", "slots-whole", view.strip, view.pane);
@@ -102,9 +102,9 @@ function slotsBuild(view) {
   view.root = view.box.querySelector(".slots-box");
   view.root.replaceChildren(
     element("div", "slots-bar", element("div", "slots-buttons", view.buttons.in, view.buttons.out, view.buttons.whole), view.slotButtons, slotsColourChoice(view)),
-    view.words, view.whole,
+    view.summary, view.whole,
     ...view.panels.flatMap(({ run, lanes, mark }) => [
-      element("div", "slots-title", element("strong", "", run.name), element("span", "", run.told)),
+      element("div", "slots-title", element("strong", "", visible(run.name)), element("span", "", visible(run.subtitle))),
       element("div", "slots-panel", lanes, mark),
     ]),
     view.axis, view.key, hint, view.tip,

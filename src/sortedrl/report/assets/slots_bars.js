@@ -21,7 +21,7 @@ function slotsRun(packed) {
   const { answers, bars, bands, loads, tick } = packed;
   const count = answers.sample.length;
   const run = {
-    name: packed.name, told: packed.told, slots: packed.slots, tick,
+    name: packed.name, subtitle: packed.subtitle, slots: packed.slots, tick,
     seconds: packed.ticks * tick,
     prompt: slotsSums(answers.prompt), sample: Int32Array.from(answers.sample), group: slotsSums(answers.group),
     length: slotsNumbers(answers.length, count),

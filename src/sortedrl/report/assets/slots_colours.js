@@ -7,7 +7,7 @@ function slotsScale(values, name, isLog) {
     const step = distinct.length > 1 ? (SLOTS_STEPS - 1) / (distinct.length - 1) : 0;
     return {
       names: distinct.map((_, place) => name + Math.round(place * step)),
-      words: distinct.map((value) => slotsFigure(value)),
+      labels: distinct.map((value) => slotsFigure(value)),
       place: (value) => Math.max(0, distinct.findLastIndex((least) => least <= value)),
     };
   }
@@ -18,11 +18,11 @@ function slotsScale(values, name, isLog) {
     const edge = low + ((high - low) * (place + 1)) / SLOTS_STEPS;
     return isLog ? Number(Math.exp(edge).toPrecision(2)) : edge;
   });
-  const words = edges.map((edge, place) => (place ? slotsFigure(edges[place - 1]) + " to " : "under ") + slotsFigure(edge));
-  words.push(slotsFigure(edges[edges.length - 1]) + " and more");
+  const labels = edges.map((edge, place) => (place ? slotsFigure(edges[place - 1]) + " to " : "under ") + slotsFigure(edge));
+  labels.push(slotsFigure(edges[edges.length - 1]) + " and more");
   return {
-    names: words.map((_, place) => name + place),
-    words,
+    names: labels.map((_, place) => name + place),
+    labels,
     place: (value) => {
       const place = edges.findIndex((edge) => value < edge);
       return place < 0 ? edges.length : place;
@@ -35,7 +35,7 @@ function slotsFigure(value) {
   return Number(value.toFixed(digits)).toLocaleString("en");
 }
 
-// What the colours mean: their names and words, and for each run the number of each bar's colour.
+// What the colours mean: their names and labels, and for each run the number of each bar's colour.
 function slotsClasses(runs, colour) {
   if (colour === "outcome") return slotsOutcomes(runs);
   const valueOf = {
@@ -50,7 +50,7 @@ function slotsClasses(runs, colour) {
   const classes = rows.map((row) => Uint8Array.from(row, (value) => (Number.isNaN(value) ? unknown : scale.place(value))));
   return {
     names: [...scale.names, "open"],
-    words: [...scale.words, { length: "length not known", reward: "no reward known", age: "not trained on" }[colour]],
+    labels: [...scale.labels, { length: "length not known", reward: "no reward known", age: "not trained on" }[colour]],
     title: { length: "Tokens of the answer:", reward: "Reward:", age: "Updates between writing and training:" }[colour],
     classes,
   };
@@ -73,7 +73,7 @@ function slotsOutcomes(runs) {
   }));
   return {
     names: ["trained", "resumed", "open"],
-    words: ["trained on", "interrupted, kept and continued later", "not trained on when the log ends"],
+    labels: ["trained on", "interrupted, kept and continued later", "not trained on when the log ends"],
     title: "",
     classes,
   };

@@ -108,12 +108,12 @@ function slotsDrawLoads(brush, look, run, { from, scale }) {
   let free = -Infinity;
   run.loadStart.forEach((start, place) => {
     const x = Math.round((start - from) * scale);
-    const words = "group " + run.loadGroup[place].toLocaleString("en");
-    const width = context.measureText(words).width + 4 * ratio;
+    const text = "group " + run.loadGroup[place].toLocaleString("en");
+    const width = context.measureText(text).width + 4 * ratio;
     if (x < 0 || x > across || x < free) return;
     free = x + width + 8 * ratio;
     context.fillRect(x, -12 * ratio, ratio, depth + 12 * ratio);
-    if (x + width <= across) context.fillText(words, x + 4 * ratio, -SLOTS_HEAD * ratio + 2 * ratio);
+    if (x + width <= across) context.fillText(text, x + 4 * ratio, -SLOTS_HEAD * ratio + 2 * ratio);
   });
 }
 
@@ -127,8 +127,8 @@ function slotsDrawEnd(brush, look, run, { from, scale }) {
   context.font = look.font.replace(/^\d+/, (size) => Math.round(size * ratio));
   context.textBaseline = "middle";
   context.fillStyle = look.muted;
-  const words = "ends at " + slotsFigure(run.seconds) + " s";
-  if (context.measureText(words).width + 16 * ratio < across - left) context.fillText(words, left + 8 * ratio, down / 2);
+  const text = "ends at " + slotsFigure(run.seconds) + " s";
+  if (context.measureText(text).width + 16 * ratio < across - left) context.fillText(text, left + 8 * ratio, down / 2);
 }
 
 function slotsDrawPanel(view, panel, window, isBars) {
@@ -173,11 +173,11 @@ function slotsDrawAxis(view, [from, to]) {
   context.textBaseline = "top";
   for (let mark = Math.ceil(from / step - 1e-9) + 0; mark * step <= to * (1 + 1e-12); mark += 1) {
     const x = ((mark * step - from) / (to - from)) * across;
-    const words = slotsSeconds(mark * step, digits) + " s";
-    const width = context.measureText(words).width;
+    const text = slotsSeconds(mark * step, digits) + " s";
+    const width = context.measureText(text).width;
     context.fillStyle = view.look.muted;
     context.fillRect(Math.min(across - ratio, Math.round(x)), 0, ratio, 5 * ratio);
-    context.fillText(words, Math.min(across - width, Math.max(0, x - width / 2)), 8 * ratio);
+    context.fillText(text, Math.min(across - width, Math.max(0, x - width / 2)), 8 * ratio);
   }
 }
 

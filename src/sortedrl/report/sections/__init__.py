@@ -1,1 +1,1 @@
-"""The parts of the page of runs, each made from the runs by its own `section`."""
+"""The sections of the page of runs; each function takes the runs and gives HTML."""

@@ -1,77 +1,104 @@
-"""What the runs learned: held-out scores by answers, tokens and seconds, and numbers of updates.
+"""What the runs learned, and what they wrote: learning curves, and answers to browse.
 
 Runs that differ only in the seed are one line, their mean, with a band from the least of them to
-the most (see `seeds`).
+the most (see `series`). Answers travel as columns of data that `answers.js` turns into text nodes;
+a page holds no more of them than it can carry: chosen evenly over each run, long ones without their
+middle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
+from sortedrl.answer_log import LoggedAnswer
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.axis import short
-from sortedrl.report.courses import (
-    By,
-    entropies,
-    rewards,
-    sample_sizes,
-    scores,
+from sortedrl.report.charts.axes import short
+from sortedrl.report.charts.svg import SERIES
+from sortedrl.report.html import (
+    characters_each,
+    escape,
+    paragraph,
+    section,
+    shortened,
+    table,
+    unbroken,
 )
-from sortedrl.report.html import escape, table, unbroken
 from sortedrl.report.record import HeldOut, Run
-from sortedrl.report.sections.frame import course_figure, framed, paragraph
-from sortedrl.report.seeds import SeedGroup, seed_groups
+from sortedrl.report.series import (
+    By,
+    SeedGroup,
+    chart_figure,
+    entropy_chart,
+    reward_chart,
+    sample_size_chart,
+    score_chart,
+    seed_groups,
+)
 
 _BY: tuple[tuple[By, str], ...] = (
-    ("answers", "What an answer teaches."),
-    ("tokens", "What a token teaches."),
-    ("seconds", "What a second teaches; evaluations take no time."),
+    ("answers", "Accuracy by answers trained on."),
+    ("tokens", "Accuracy by tokens trained on."),
+    ("seconds", "Accuracy by training time; evaluation time is not counted."),
 )
 """Ways to count how far a run is, and their captions."""
 
+MAX_ANSWERS = 3000
+"""Answers of all runs together."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ORDERS = (
+    ("update up", "first updates first"),
+    ("update down", "last updates first"),
+    ("reward up", "lowest reward first"),
+    ("reward down", "highest reward first"),
+    ("tokens up", "shortest first"),
+    ("tokens down", "longest first"),
+)
 
-def section(runs: Sequence[Run]) -> str:
+
+def learning_section(runs: Sequence[Run]) -> str:
     """The curves, how soon a common score was reached, and what to make of them."""
     groups = seed_groups([run.record for run in runs])
     parts = [
-        *(course_figure(scores(runs, by=by), groups, caption=caption) for by, caption in _BY),
+        *(chart_figure(score_chart(runs, by=by), groups, caption=caption) for by, caption in _BY),
         _soonest(groups, runs),
-        course_figure(
-            rewards(runs), groups, caption="Rewards of sampled answers to training prompts."
+        chart_figure(
+            reward_chart(runs), groups, caption="Rewards of sampled answers to training prompts."
         ),
         _folded(
             "Effective sample size and entropy",
-            course_figure(
-                sample_sizes(runs),
+            chart_figure(
+                sample_size_chart(runs),
                 groups,
-                caption="How much the weights of the correction leave of the tokens: 100 % where "
-                "the weights that wrote them are those that are trained.",
+                caption="The share of the tokens that the importance weights effectively keep: "
+                "100 % where tokens are trained on by the weights that generated them.",
             ),
-            course_figure(
-                entropies(runs),
+            chart_figure(
+                entropy_chart(runs),
                 groups,
-                caption="How open the choice of the next token is; near 0 the model tries nothing "
-                "new.",
+                caption="Entropy of the next-token distribution; near 0 the model no longer "
+                "explores.",
             ),
         ),
     ]
-    return framed("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
+    return section("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
 
 
 def _note(groups: Sequence[SeedGroup]) -> str:
     """What a line is, and how much it says."""
-    words = []
+    sentences = []
     if any(len(group.places) > 1 for group in groups):
-        words.append(
-            "A line with a band is the mean of runs that differ only in the seed; the band goes "
-            "from the least of them to the most. It ends where the first of them ends."
+        sentences.append(
+            "A line with a band is the mean of runs that differ only in the seed; the band spans "
+            "minimum to maximum. Both end where the shortest of these runs ends."
         )
     if any(len(group.places) == 1 for group in groups):
-        words.append(
-            "A line of one run is one draw: small differences say nothing before other seeds "
+        sentences.append(
+            "A line of one run is one sample: small differences mean nothing until other seeds "
             "repeat them."
         )
-    return paragraph(" ".join(words))
+    return paragraph(" ".join(sentences))
 
 
 def _folded(summary: str, *figures: str) -> str:
@@ -93,20 +120,20 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     if len(tops) < 2:
         return ""
     goal = min(tops)
-    who = "all of them" if len(tops) == len(groups) else "all that gained anything"
+    who = "all runs" if len(tops) == len(groups) else "all runs that improved"
     means = any(len(group.places) > 1 for group in groups)
-    words = (
-        f"The best score that {who} reached is {percent(goal)}. This is what each needed until its "
-        "first evaluation with that score or more"
-        f"{'; where there are several seeds, on average' if means else ''}."
+    text = (
+        f"The highest accuracy that {who} reached is {percent(goal)}. The table shows what each "
+        "needed until its first evaluation at or above it"
+        f"{', averaged over seeds' if means else ''}."
     )
-    told = table(
+    costs = table(
         ["", "answers", "tokens", "seconds"],
         [[group.name, *_needed(held, goal)] for group, held in zip(groups, averaged, strict=True)],
-        caption=unbroken(f"Trained on until {percent(goal)} right answers"),
+        caption=unbroken(f"Cost to reach {percent(goal)} accuracy"),
         quiet=[False] * len(groups),
     )
-    return paragraph(words) + told
+    return paragraph(text) + costs
 
 
 def _averaged(runs: Sequence[Run]) -> list[HeldOut]:
@@ -137,3 +164,145 @@ def _needed(held: Sequence[HeldOut], goal: float) -> list[str]:
         if held_out.score >= goal:
             return [short(held_out.answers), short(held_out.tokens), short(held_out.seconds)]
     return ["not reached"] * 3
+
+
+def answers_section(runs: Sequence[Run]) -> str:
+    """Filters and an empty list, which the script fills; nothing where no answer was kept."""
+    total = sum(len(run.record.answers) for run in runs)
+    if not total:
+        return ""
+    chosen = [answer for _, answer in _chosen(runs)]
+    shown = f"{len(chosen):,} of {total:,}" if len(chosen) < total else f"All {total:,}"
+    note = (
+        f"{shown} answers that {'the runs' if len(runs) > 1 else 'the run'} logged as text, "
+        "a few from every update."
+    )
+    if len(chosen) < total:
+        note += " They are sampled evenly over the run."
+    without = [run.name for run in runs if not run.record.answers]
+    if without:
+        note += f" No answers from {', '.join(without)}."
+    rewards = [answer.reward for answer in chosen if _finite(answer.reward) is not None]
+    form = (
+        '<form class="filters">'
+        f"{_choice_of_run(runs)}"
+        f"{_between('reward', [r for r in rewards if r is not None], is_whole=False)}"
+        f"{_between('tokens', [answer.tokens for answer in chosen], is_whole=True)}"
+        f"{_between('update', [answer.update for answer in chosen], is_whole=True)}"
+        '<label><input name="truncated" type="checkbox"> truncated only</label>'
+        f'<label>order <select name="order">{_options(_ORDERS)}</select></label>'
+        '<label class="wide">search <input name="words" type="search"></label></form>'
+    )
+    return section(
+        "Answers",
+        paragraph(note),
+        "<noscript><p>Browsing the answers needs JavaScript.</p></noscript>",
+        form,
+        '<p class="meta" role="status"></p><div class="listing"></div>',
+        '<button type="button" hidden>more</button>',
+        name="answers",
+    )
+
+
+def answers_data(runs: Sequence[Run]) -> dict[str, object]:
+    """The answers as columns; a question that was answered more than once is there once."""
+    chosen = _chosen(runs)
+    limit = characters_each([len(answer.response) + len(answer.question) for _, answer in chosen])
+    answers = [answer for _, answer in chosen]
+    questions = {text: place for place, text in enumerate(_unique(a.question for a in answers))}
+    return {
+        "runs": [run.name for run in runs],
+        "colours": SERIES,
+        "questions": [shortened(text, limit) for text in questions],
+        "run": [place for place, _ in chosen],
+        "update": [answer.update for answer in answers],
+        "prompt": [answer.prompt for answer in answers],
+        "sample": [answer.sample for answer in answers],
+        "group": [answer.group for answer in answers],
+        "oldest": [answer.versions[0] for answer in answers],
+        "newest": [answer.versions[1] for answer in answers],
+        "tokens": [answer.tokens for answer in answers],
+        "truncated": [int(answer.is_truncated) for answer in answers],
+        "reward": [_finite(answer.reward) for answer in answers],
+        "parts": [_finite_parts(answer.parts) for answer in answers],
+        "question": [questions[answer.question] for answer in answers],
+        "response": [shortened(answer.response, limit) for answer in answers],
+    }
+
+
+def _chosen(runs: Sequence[Run]) -> list[tuple[int, LoggedAnswer]]:
+    """The answers that the page shows, each with the place of its run."""
+    kept = [run.record.answers for run in runs]
+    counts = _fair_counts([len(answers) for answers in kept], MAX_ANSWERS)
+    return [
+        (place, answer)
+        for place, (answers, count) in enumerate(zip(kept, counts, strict=True))
+        for answer in _evenly(answers, count)
+    ]
+
+
+def _fair_counts(wanted: Sequence[int], most: int) -> list[int]:
+    """How many each gets of `most`: an equal share, and what others leave of theirs.
+
+    >>> _fair_counts([10, 1000, 1000], 100)
+    [10, 45, 45]
+    """
+    counts = [0] * len(wanted)
+    by_need = sorted(range(len(wanted)), key=lambda place: wanted[place])
+    for done, place in enumerate(by_need):
+        counts[place] = min(wanted[place], most // (len(wanted) - done))
+        most -= counts[place]
+    return counts
+
+
+def _evenly(answers: Sequence[LoggedAnswer], count: int) -> list[LoggedAnswer]:
+    """One answer from each of `count` equal stretches.
+
+    The answers of an update stand in the order of their lengths. The place inside a stretch
+    changes from one to the next, so that not all are of one length.
+    """
+    edges = [place * len(answers) // count for place in range(count + 1)] if count else []
+    return [
+        answers[start + int(place * _GOLDEN % 1 * (end - start))]
+        for place, (start, end) in enumerate(pairwise(edges))
+    ]
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _finite_parts(parts: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in parts.items()}
+
+
+def _choice_of_run(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    names = [("", "all"), *((str(place), run.name) for place, run in enumerate(runs))]
+    return f'<label>run <select name="run">{_options(names)}</select></label>'
+
+
+def _options(names: Iterable[tuple[str, str]]) -> str:
+    return "".join(
+        f'<option value="{escape(value)}">{escape(name)}</option>' for value, name in names
+    )
+
+
+def _between(name: str, values: Sequence[float], *, is_whole: bool) -> str:
+    """Two fields for the least and the most; empty ones show how far the answers go."""
+    if not values:
+        return ""
+    ends = (("least", "from", min(values)), ("most", "to", max(values)))
+    step = "1" if is_whole else "any"
+    fields = "".join(
+        f'<input name="{name}_{end}" type="number" step="{step}" '
+        f'placeholder="{short(value).replace(",", "")}" aria-label="{name} {word}">'
+        f"{' to ' if end == 'least' else ''}"
+        for end, word, value in ends
+    )
+    return f'<span class="between">{name} {fields}</span>'

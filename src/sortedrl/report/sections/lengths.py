@@ -1,33 +1,42 @@
-"""The part of the page about lengths: what was trained on against what the policy writes.
+"""Lengths of answers: what was trained on against what the policy writes.
 
 What the policy writes is not simply the finished answers, because long ones are interrupted more
 often. It is estimated from finished and interrupted answers together (see `simulate.survival`).
+In the histograms what was trained on is a filled area, what the policy writes an outline over it,
+so that the two are told apart without colour. All panels share their bins and their scales.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedrl.evaluation.tables import percent
 from sortedrl.events import Finish, Start
 from sortedrl.metrics import LengthBias
-from sortedrl.report import courses
-from sortedrl.report.axis import short
-from sortedrl.report.histogram import Shape, histograms, length_bins
-from sortedrl.report.html import table, unbroken
+from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, round_width, short
+from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import course_figure, figure, framed, paragraph
-from sortedrl.report.sections.remarks import remarks
-from sortedrl.report.seeds import seed_groups
+from sortedrl.report.series import chart_figure, length_chart, seed_groups
 from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
 
 _FAIR = 0.03
-"""A length bias within this of 1 is told as none."""
+"""A length bias within this of 1 counts as none."""
 _NOTABLE = 0.005
 """Share of answers not seen to their end from which it is worth a sentence."""
 _NONE = "\N{EN DASH}"
+
+_LEFT, _RIGHT, _ASIDE = 52, 16, 40
+_TALL, _HEADROOM = 150, 36
+_MOST = 48
+_SPREAD = 12.0
+"""From this many times the typical length on, lengths are drawn on a logarithmic axis."""
+Shares = tuple[float, ...]
+"""For each bin the share of the answers in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +52,7 @@ class Lengths:
     truncated: int
     """Of those, the ones that ended at the token limit."""
     has_redraws: bool
-    """Whether answers were thrown away and drawn again."""
+    """Whether answers were discarded and generated again."""
 
     @property
     def bias(self) -> LengthBias | None:
@@ -58,35 +67,35 @@ class Lengths:
         )
 
 
-def section(runs: Sequence[Run]) -> str:
-    """Histograms of each run's lengths, and the length bias in words and numbers."""
+def lengths_section(runs: Sequence[Run]) -> str:
+    """Histograms of each run's lengths, and the length bias as text and as numbers."""
     known = [(run, lengths) for run in runs if (lengths := lengths_of(run)) is not None]
     if not known:
         return ""
-    biases = ((run.name, bias_words(run, lengths)) for run, lengths in known)
-    rewards = ((run.name, words) for run, _ in known if (words := reward_words(run)))
+    biases = ((run.name, bias_text(run, lengths)) for run, lengths in known)
+    rewards = ((run.name, text) for run, _ in known if (text := reward_text(run)))
     are_named = len(runs) > 1
     caption = (
-        "The filled area is what was trained on, the outline what the policy writes when nothing "
-        "interrupts it, estimated from finished and interrupted answers together. "
+        "The filled area is what was trained on, the outline what the policy generates when "
+        "nothing interrupts it, estimated from finished and interrupted answers together. "
         "Heights are shares of answers."
     )
-    return framed(
-        "Lengths of answers",
+    return section(
+        "Answer lengths",
         remarks(biases, are_named=are_named),
         figure(caption, _picture(known)),
         _numbers(known),
         remarks(rewards, are_named=are_named),
-        course_figure(
-            courses.lengths(runs),
+        chart_figure(
+            length_chart(runs),
             seed_groups([run.record for run in runs]),
-            caption="Where the short answers of a group are trained on first, lengths climb from "
-            "update to update until the group is used up.",
+            caption="Where the short answers of a group are trained on first, lengths rise from "
+            "update to update until the group is exhausted.",
         ),
         paragraph(
-            "The length bias is the mean length trained on over the mean length written; 1 is "
-            "none. The KS distance is the largest gap between the two shares of answers up to a "
-            "length."
+            "The length bias is the mean length trained on over the mean length generated; 1 "
+            "means no bias. The KS distance is the largest gap between the two cumulative "
+            "distributions of lengths."
         ),
         name="lengths",
     )
@@ -109,42 +118,42 @@ def lengths_of(run: Run) -> Lengths | None:
     )
 
 
-def bias_words(run: Run, lengths: Lengths) -> str:
+def bias_text(run: Run, lengths: Lengths) -> str:
     """In a sentence or two, how what was trained on differs from what the policy writes."""
     bias = lengths.bias
     if bias is None:
         return "nothing was trained on yet."
     change = bias.ratio - 1
     if abs(change) <= _FAIR:
-        words = "answers trained on are as long as what the policy writes"
+        text = "answers trained on are as long as what the policy generates"
     else:
         size = f"{100 * abs(change):.0f} %"
-        words = f"answers trained on are {size} {'longer' if change > 0 else 'shorter'} than what "
-        words += "the policy writes"
-    return f"{words}{_reason(run, lengths, change=change)}.{_ends_words(lengths)}"
+        text = f"answers trained on are {size} {'longer' if change > 0 else 'shorter'} than what "
+        text += "the policy generates"
+    return f"{text}{_reason(run, lengths, change=change)}.{_ends_text(lengths)}"
 
 
 def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
     if change >= -_FAIR:
         return ""
     if lengths.has_redraws:
-        return ": long answers are cut off and drawn again"
+        return ": long answers are interrupted and generated again"
     return "" if run.is_ended else ": short answers come first, and the run has not ended"
 
 
-def _ends_words(lengths: Lengths) -> str:
+def _ends_text(lengths: Lengths) -> str:
     """What to know about the longest answers."""
-    words = ""
+    text = ""
     if lengths.truncated:
         share = percent(lengths.truncated / lengths.finished)
-        words += f" {share} of the finished answers ended at the token limit."
+        text += f" {share} of the finished answers ended at the token limit."
     if lengths.unseen >= _NOTABLE:
         longest = lengths.written.survival[-1][0]
-        words += (
-            f" {percent(lengths.unseen)} of what it writes was not seen to its end and counts as "
-            f"{longest:,} tokens, the longest seen: in truth it is longer."
+        text += (
+            f" {percent(lengths.unseen)} of what it generates was never seen to finish and counts "
+            f"as {longest:,} tokens, the longest length seen; the true lengths are longer."
         )
-    return words
+    return text
 
 
 def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
@@ -165,29 +174,36 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
                 trained_mean=bias.trained_mean if bias else 0.0,
             )
         )
-    return histograms(shapes, bins=bins, title="Lengths trained on and written")
+    return histograms(shapes, bins=bins, title="Lengths trained on and generated")
 
 
 def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
     rows: list[list[str]] = []
     for run, lengths in known:
         bias = lengths.bias
-        told = (
+        cells = (
             [short(bias.trained_mean), f"{bias.ratio:.2f}", f"{bias.ks_distance:.3f}"]
             if bias
             else [_NONE] * 3
         )
         at_limit = percent(lengths.truncated / lengths.finished) if lengths.finished else _NONE
-        rows.append([run.name, short(lengths.written.mean), *told, unbroken(at_limit)])
+        rows.append([run.name, short(lengths.written.mean), *cells, unbroken(at_limit)])
     return table(
-        ["", "mean written", "mean trained on", "length bias", "KS distance", "at the token limit"],
+        [
+            "",
+            "mean generated",
+            "mean trained on",
+            "length bias",
+            "KS distance",
+            "at the token limit",
+        ],
         rows,
         caption="Lengths in tokens",
         quiet=[False] * len(rows),
     )
 
 
-def reward_words(run: Run) -> str:
+def reward_text(run: Run) -> str:
     """Mean lengths of the answers with the highest reward and of the others, if both exist."""
     lengths = {key: tokens for key, _, tokens in run.metrics.trained_lengths}
     rewarded = [(run.rewards[key], n) for key, n in lengths.items() if key in run.rewards]
@@ -237,3 +253,134 @@ def _largest_gap(trained: Counter[int], written: Survival) -> float:
         difference += trained[length] / count - ends.get(length, 0.0)
         gap = max(gap, abs(difference))
     return gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bins:
+    """Neighbouring bins: bin `i` holds the lengths from `edges[i]` to below `edges[i + 1]`."""
+
+    edges: tuple[int, ...]
+    is_log: bool
+
+    def x(self, length: float) -> float:
+        """The place of a length on the axis, 0 to 1."""
+        first, last = self.edges[0], self.edges[-1]
+        if self.is_log:
+            return math.log(length / first) / math.log(last / first)
+        return (length - first) / (last - first)
+
+    def shares(self, weights: Iterable[tuple[int, float]]) -> Shares:
+        """The sums of the weights of lengths in each bin."""
+        sums = [0.0] * (len(self.edges) - 1)
+        for length, weight in weights:
+            sums[bisect_right(self.edges, length) - 1] += weight
+        return tuple(sums)
+
+    def marks(self) -> list[int]:
+        """Round lengths on the axis."""
+        first, last = self.edges[0], self.edges[-1]
+        if not self.is_log:
+            return [int(mark) for mark in round_steps(last, count=6) if mark >= first]
+        steps = [m * 10**power for power in range(9) for m in (1, 2, 5)]
+        marks = [step for step in steps if first <= step <= last]
+        return marks if len(marks) <= 7 else marks[::2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The lengths of one run; each mean belongs to shares that are not all 0."""
+
+    name: str
+    note: str
+    written: Shares
+    written_mean: float
+    trained: Shares
+    trained_mean: float
+
+
+def length_bins(*, shortest: int, typical: float, longest: int) -> Bins:
+    """Bins for all these lengths: round and even ones, or of even ratio where some are huge."""
+    shortest = max(1, shortest)
+    if longest <= _SPREAD * typical:
+        width = round_width(longest + 1, bins=_MOST)
+        return Bins(edges=tuple(range(0, longest + width + 1, width)), is_log=False)
+    ratio = ((longest + 1) / shortest) ** (1 / _MOST)
+    edges = {round(shortest * ratio**place) for place in range(_MOST)}
+    return Bins(edges=(*sorted(edges - {longest + 1}), longest + 1), is_log=True)
+
+
+def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
+    """The lengths of runs, two beside each other, as a picture for a page, 860 pixels wide."""
+    across = 1 if len(shapes) == 1 else 2
+    wide = (WIDTH - (across - 1) * _ASIDE) / across
+    pitch = HEADING + _HEADROOM + _TALL + FOOT
+    canvas = Canvas(WIDTH, pitch * math.ceil(len(shapes) / across), label=title)
+    most = max((share for s in shapes for share in (*s.written, *s.trained)), default=0.0) or 1.0
+    for place, shape in enumerate(shapes):
+        left = (wide + _ASIDE) * (place % across)
+        top = pitch * (place // across) + HEADING
+        frame = Panel(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
+        frame.draw_name(canvas, shape.name, note=shape.note, css=series(place))
+        panel = Panel(
+            left=left + _LEFT,
+            right=left + wide - _RIGHT,
+            top=top + _HEADROOM,
+            floor=top + _HEADROOM + _TALL,
+        )
+        heights = round_steps(100 * most, count=3)
+        panel.draw_heights(canvas, [(mark / 100 / most, f"{short(mark)} %") for mark in heights])
+        places = [(bins.x(mark), short(mark)) for mark in bins.marks()]
+        label = "tokens, on a logarithmic scale" if bins.is_log else "tokens"
+        panel.draw_places(canvas, places, label=label)
+        _draw_shape(canvas, shape, bins=bins, panel=panel, most=most, css=series(place))
+    return canvas.inline()
+
+
+def _draw_shape(
+    canvas: Canvas, shape: Shape, *, bins: Bins, panel: Panel, most: float, css: str
+) -> None:
+    edges = [panel.x(bins.x(edge)) for edge in bins.edges]
+    outline = [(edges[0], panel.floor)]
+    for place, written in enumerate(shape.written):
+        trained = shape.trained[place]
+        first, last = bins.edges[place], bins.edges[place + 1] - 1
+        range_text = f"{first:,} to {last:,} tokens" if first < last else f"{first:,} tokens"
+        outline += [(x, panel.y(written / most)) for x in edges[place : place + 2]]
+        if trained:
+            canvas.rect(
+                edges[place],
+                panel.y(trained / most),
+                width=edges[place + 1] - edges[place],
+                height=panel.floor - panel.y(trained / most),
+                css=css,
+                title=f"{range_text}: {percent(trained)} of the answers trained on, "
+                f"{percent(written)} of what the policy generates",
+            )
+    with canvas.group(title=f"{shape.name}: what the policy generates"):
+        canvas.path([*outline, (edges[-1], panel.floor)], css="curve whisker")
+    if any(shape.written):
+        _draw_mean(
+            canvas, "generated", shape.written_mean, bins=bins, panel=panel, row=1, css="whisker"
+        )
+    if any(shape.trained):
+        _draw_mean(
+            canvas, "trained", shape.trained_mean, bins=bins, panel=panel, row=2, css="guide"
+        )
+
+
+def _draw_mean(
+    canvas: Canvas, what: str, mean: float, *, bins: Bins, panel: Panel, row: int, css: str
+) -> None:
+    """A line at the mean from its label down to the axis; each kind has its own row for labels."""
+    x = panel.x(bins.x(mean))
+    y = panel.top - _HEADROOM + 15 * row
+    is_left = x < panel.x(0.5)
+    text = f"mean {what} {short(mean)}"
+    canvas.line(x, y - 9, x2=x, y2=panel.floor, css=css)
+    canvas.text(
+        x + (5 if is_left else -5),
+        y,
+        content=text,
+        css="head",
+        anchor="start" if is_left else "end",
+    )

@@ -1,22 +1,35 @@
-"""The slot timeline of a page: every stretch of writing as a bar, drawn and zoomed by slots.js.
+"""What the slots did: the slot timeline, and the bubble by round and by group.
 
-The bars travel as columns of whole numbers. Times are ticks since the run's start, so rounded that
-bars which do not overlap still do not; tokens, versions and counts are exact.
+In the timeline every stretch of writing is a bar, drawn and zoomed by slots.js. The bars travel as
+columns of whole numbers. Times are ticks since the run's start, so rounded that bars which do not
+overlap still do not; tokens, versions and counts are exact.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Load
-from sortedrl.report.html import escape
+from sortedrl.events import HandOver, Harvest, Load, Start, Update
+from sortedrl.metrics import Figures
+from sortedrl.report.charts.axes import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Panel,
+    neighbours,
+    round_steps,
+    short,
+    stride,
+)
+from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.charts.timeline import timelines_inline
+from sortedrl.report.html import escape, figure, paragraph, remarks, section
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run
-from sortedrl.report.sections.frame import framed, paragraph
-from sortedrl.report.timeline import timelines_inline
 from sortedrl.types import Key
 
 BANDS = ("rollout", "update", "hand_over")
@@ -26,31 +39,42 @@ FALLBACK_BARS = 1000
 TICKS = 5_000_000
 """Ticks that a run has at least."""
 
+MAX_COLUMNS = 240
+"""Columns of one run; where there are more rounds or groups, a column is several neighbours."""
+_MOSTLY = 0.5
+_EVENLY = 2.0
+_HARDLY = 0.0005
+_LEFT, _RIGHT = 56, 20
+_TALL, _FLAT, _MANY = 96, 60, 4
+_BETWEEN = 14
+_GAP, _WIDE = 1, 6
+_THIN = 0.75
 
-def section(runs: Sequence[Run]) -> str:
+
+def slots_section(runs: Sequence[Run]) -> str:
     """The place for the timeline; nothing if no slot ever wrote."""
     bars = sum(len(lane) for run in runs for lane in run.lanes.lanes)
     if not bars:
         return ""
-    words = (
-        "Every bar is a stretch of writing: one answer in one slot, until it was complete or "
-        "interrupted. Where the warm tint shows, a slot stood empty while others wrote."
+    text = (
+        "Every bar is one answer in one slot, from its start until it finished or was interrupted. "
+        "The warm tint marks slots that were idle during a rollout."
     )
-    return framed(
+    return section(
         "Slots",
-        paragraph(words + (" All runs share one time axis and start together." * (len(runs) > 1))),
+        paragraph(text + (" All runs share one time axis and start together." * (len(runs) > 1))),
         '<div class="slots-box"></div>',
         f"<noscript>{_fallback(runs, bars=bars)}</noscript>",
         name="slots",
     )
 
 
-def data(runs: Sequence[Run]) -> object:
+def slots_data(runs: Sequence[Run]) -> object:
     """What slots.js draws."""
     return {"runs": [_packed(run) for run in runs]}
 
 
-def _told(run: Run) -> str:
+def _subtitle(run: Run) -> str:
     """What stands beside a run's name."""
     slots = f"{run.lanes.slots:,} slots" if run.lanes.slots > 1 else "1 slot"
     return f"{run.metrics.schedule}, {slots}, bubble {percent(run.metrics.run.bubble)}"
@@ -59,9 +83,10 @@ def _told(run: Run) -> str:
 def _fallback(runs: Sequence[Run], *, bars: int) -> str:
     if bars > FALLBACK_BARS:
         return paragraph(
-            "This picture needs JavaScript, which is off here. sortedrl plot draws it as a file."
+            "This chart needs JavaScript, which is disabled. "
+            "sortedrl plot slots writes it to a file."
         )
-    picture = timelines_inline([(run.name, _told(run), run.lanes) for run in runs])
+    picture = timelines_inline([(run.name, _subtitle(run), run.lanes) for run in runs])
     label = "Slot timelines"
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
@@ -77,7 +102,7 @@ def _packed(run: Run) -> dict[str, object]:
     keys = sorted({(bar.prompt, bar.sample) for lane in lanes.lanes for bar in lane})
     return {
         "name": run.name,
-        "told": _told(run),
+        "subtitle": _subtitle(run),
         "slots": lanes.slots,
         "tick": tick,
         "ticks": _ticks(lanes.end - lanes.start, tick),
@@ -85,12 +110,12 @@ def _packed(run: Run) -> dict[str, object]:
         "bars": _bars(run, keys, tick=tick),
         "bands": {
             "kind": [BANDS.index(band.kind) for band, _ in bands],
-            "start": _steps(start for _, start in bands),
+            "start": _deltas(start for _, start in bands),
             "width": [_ticks(band.end - lanes.start, tick) - start for band, start in bands],
         },
         "loads": {
-            "start": _steps(_ticks(load.seconds - lanes.start, tick) for load in loads),
-            "group": _steps(load.group for load in loads),
+            "start": _deltas(_ticks(load.seconds - lanes.start, tick) for load in loads),
+            "group": _deltas(load.group for load in loads),
         },
     }
 
@@ -106,12 +131,12 @@ def _answers(run: Run, keys: Sequence[Key]) -> dict[str, object]:
     trained_at = {key: version for key, version, _ in run.metrics.trained_lengths}
     rewards = [run.rewards.get(key) for key in keys]
     return {
-        "prompt": _steps(prompt for prompt, _ in keys),
+        "prompt": _deltas(prompt for prompt, _ in keys),
         "sample": [sample for _, sample in keys],
-        "group": _steps(group[key] for key in keys),
+        "group": _deltas(group[key] for key in keys),
         "length": [length[key] for key in keys],
         "trained_at": [trained_at.get(key) for key in keys],
-        "reward": [_short(reward) for reward in rewards] if run.rewards else None,
+        "reward": [_short_reward(reward) for reward in rewards] if run.rewards else None,
     }
 
 
@@ -132,13 +157,13 @@ def _bars(run: Run, keys: Sequence[Key], *, tick: float) -> dict[str, object]:
             before = end
     return {
         "count": [len(lane) for lane in run.lanes.lanes],
-        "answer": _steps(place[bar.prompt, bar.sample] for bar in bars),
+        "answer": _deltas(place[bar.prompt, bar.sample] for bar in bars),
         "gap": gaps,
         "width": widths,
         "kept": [bar.kept for bar in bars],
         "decoded": [bar.decoded for bar in bars],
         "discarded": [bar.discarded for bar in bars],
-        "version": _steps(bar.version for bar in bars),
+        "version": _deltas(bar.version for bar in bars),
         "finished": [int(bar.is_finished) for bar in bars],
     }
 
@@ -157,12 +182,275 @@ def _ticks(seconds: float, tick: float) -> int:
     return round(seconds / tick)
 
 
-def _steps(values: Iterable[int]) -> list[int]:
+def _deltas(values: Iterable[int]) -> list[int]:
     """The first value, then how each differs from the one before it: small numbers pack well."""
     row = list(values)
     return row[:1] + [after - before for before, after in pairwise(row)]
 
 
-def _short(reward: float | None) -> float | None:
+def _short_reward(reward: float | None) -> float | None:
     """A reward as the reader sees it: four digits; JSON has no word for what is not finite."""
     return None if reward is None or not math.isfinite(reward) else float(f"{reward:.4g}")
+
+
+def bubbles_section(runs: Sequence[Run]) -> str:
+    """The bubble of each run by round and by group, and a summary of where it is."""
+    drawn = []
+    if any(run.metrics.run.bubble >= _HARDLY for run in runs):
+        drawn.append(figure(_rounds_caption(runs), _rounds_picture(runs)))
+        if any(len(run.metrics.groups) > 1 for run in runs):
+            drawn.append(figure(_groups_caption(runs), _groups_picture(runs)))
+    summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
+    return section("Where the bubble is", summary, *drawn, name="bubbles")
+
+
+def round_columns(run: Run) -> list[Step]:
+    """The rounds in order, as wide as their rollouts took; neighbours together where many.
+
+    The shares, weighted by the widths, have the run's bubble as their mean.
+    """
+    columns: list[Step] = []
+    numbers = _round_numbers(run)
+    now = 0.0
+    for first, part in neighbours(run.metrics.rounds, most=MAX_COLUMNS):
+        joined = _joined(part)
+        end = now + joined.rollout_seconds
+        what = _counted("round", numbers[first], numbers[first + len(part) - 1])
+        columns.append(
+            Step(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
+        )
+        now = end
+    return columns
+
+
+def group_columns(run: Run) -> list[Step]:
+    """The groups by number, each from its load to its close; neighbours together where many."""
+    columns: list[Step] = []
+    groups = sorted(run.metrics.groups, key=lambda group: group.group)
+    for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
+        start, end = groups[first].group, groups[first + len(part) - 1].group
+        joined = _joined(part)
+        tooltip = _tooltip(_counted("group", start, end), joined)
+        columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip))
+    return columns
+
+
+def place_of_bubble(run: Run) -> str:
+    """In a few sentences, how large the bubble is and in which rounds it lies."""
+    idle = [_idle_slot_seconds(figures) for figures in run.metrics.rounds]
+    whole = sum(idle)
+    if run.metrics.run.bubble < _HARDLY:
+        return "slots were idle for less than 0.05 % of the slot-seconds of the rollouts."
+    text = f"bubble {percent(run.metrics.run.bubble)}."
+    if len(idle) == 1:
+        return f"{text} There was one round so far."
+    if run.is_ended and idle[-1] >= _MOSTLY * whole:
+        return (
+            f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds are in the last of its "
+            f"{len(idle):,} rounds, when no prompts are left; this share shrinks in longer runs."
+        )
+    return f"{text} {_worst(idle)}{_tails(run, idle)}"
+
+
+def _worst(idle: Sequence[float]) -> str:
+    """How much of the idle slot-seconds the worst tenth of the rounds holds."""
+    count = math.ceil(len(idle) / 10)
+    share = sum(sorted(idle)[-count:]) / sum(idle)
+    held = f"{percent(share)} of the idle slot-seconds"
+    if count == 1:
+        text = f"The worst of its {len(idle):,} rounds holds {held}"
+    else:
+        text = f"The worst tenth of its rounds, {count:,} of {len(idle):,}, holds {held}"
+    is_even = share < min(_MOSTLY, _EVENLY * count / len(idle))
+    return f"{text}: the bubble is spread over the run." if is_even else f"{text}."
+
+
+def _tails(run: Run, idle: Sequence[float]) -> str:
+    """What the ends of groups have to do with it; nothing where all rounds or none end one."""
+    closing = closing_rounds(run)
+    if not closing or len(closing) == len(idle):
+        return ""
+    share = sum(idle[place] for place in closing) / sum(idle)
+    seconds = [figures.rollout_seconds for figures in run.metrics.rounds]
+    time = sum(seconds[place] for place in closing) / sum(seconds)
+    text = (
+        f" Rounds that end a group, {len(closing):,} of {len(idle):,}, take {percent(time)} of the "
+        f"rollout time and hold {percent(share)} of the idle slot-seconds"
+    )
+    is_tail = share >= _MOSTLY and share > time
+    return f"{text}: slots wait for the last answers of a group." if is_tail else f"{text}."
+
+
+def closing_rounds(run: Run) -> list[int]:
+    """Places among the run's rounds of those whose updates ended a group."""
+    places = {number: place for place, number in enumerate(_round_numbers(run))}
+    updates = (event for event in run.record.events if isinstance(event, Update))
+    return sorted({places[event.round] for event in updates if event.closed})
+
+
+def _round_numbers(run: Run) -> list[int]:
+    """What the log calls the rounds, in order."""
+    events = run.record.events
+    named = (e.round for e in events if isinstance(e, HandOver | Load | Start | Harvest))
+    return list(dict.fromkeys(named))
+
+
+def _joined(part: Sequence[Figures]) -> Figures:
+    """What matters to the bubble, over all of them."""
+    return Figures(
+        slots=part[0].slots,
+        rollout_seconds=sum(figures.rollout_seconds for figures in part),
+        busy_slot_seconds=sum(figures.busy_slot_seconds for figures in part),
+        trajectories=sum(figures.trajectories for figures in part),
+    )
+
+
+def _idle_slot_seconds(figures: Figures) -> float:
+    return figures.bubble * figures.slots * figures.rollout_seconds
+
+
+def _counted(what: str, first: int, last: int) -> str:
+    return f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}"
+
+
+def _tooltip(what: str, figures: Figures) -> str:
+    return (
+        f"{what}: bubble {percent(figures.bubble)} of {short(figures.rollout_seconds)} s, "
+        f"{short(_idle_slot_seconds(figures))} slot-seconds idle"
+    )
+
+
+def _strip(run: Run, columns: Sequence[Step]) -> Strip:
+    bubble = run.metrics.run.bubble
+    note = f"{run.metrics.slots:,} slots, bubble {percent(bubble)}"
+    return Strip(name=run.name, note=note, steps=tuple(columns), level=bubble)
+
+
+def _rounds_picture(runs: Sequence[Run]) -> str:
+    return strips(
+        [_strip(run, round_columns(run)) for run in runs],
+        title="Bubble by round",
+        x_label="seconds of rollout",
+        has_whole_x=False,
+    )
+
+
+def _rounds_caption(runs: Sequence[Run]) -> str:
+    most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
+    each = "a round" if most == 1 else f"up to {most:,} rounds together"
+    return (
+        f"Bubble by round. Each column is {each}, as wide as the rollout took, so the coloured "
+        "area is idle time. The dotted line is the bubble of the run."
+    )
+
+
+def _groups_picture(runs: Sequence[Run]) -> str:
+    numbers = [group.group for run in runs for group in run.metrics.groups]
+    return strips(
+        [_strip(run, group_columns(run)) for run in runs],
+        title="Bubble by group",
+        x_label="group",
+        x_start=min(numbers, default=0) - 0.5,
+        has_whole_x=True,
+    )
+
+
+def _groups_caption(runs: Sequence[Run]) -> str:
+    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
+    each = "a group" if most == 1 else f"up to {most:,} groups together"
+    return (
+        f"Bubble by group. Each column is {each}, from load to close; overlapping groups count "
+        "the same idle slots more than once."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One column: where it begins and ends, its share, and what it tells when pointed at."""
+
+    start: float
+    end: float
+    share: float
+    tooltip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """The columns of one run in order, and the share of all of them together."""
+
+    name: str
+    note: str
+    steps: tuple[Step, ...]
+    level: float
+
+
+def strips(
+    rows: Sequence[Strip], *, title: str, x_label: str, x_start: float = 0.0, has_whole_x: bool
+) -> str:
+    """The strips below each other as a picture for a page, 860 pixels wide."""
+    x_end = max((step.end for row in rows for step in row.steps), default=x_start + 1.0)
+    across = x_end - x_start or 1.0
+    high = _round_up(max((step.share for row in rows for step in row.steps), default=0.0))
+    height = _TALL if len(rows) <= _MANY else _FLAT
+    pitch = HEADING + height + _BETWEEN
+    canvas = Canvas(WIDTH, pitch * len(rows) - _BETWEEN + FOOT, label=title)
+    panels = [
+        Panel(
+            left=_LEFT,
+            right=WIDTH - _RIGHT,
+            top=pitch * place + HEADING,
+            floor=pitch * place + HEADING + height,
+        )
+        for place in range(len(rows))
+    ]
+    marks = [(mark / high, f"{short(100 * mark)} %") for mark in (0.0, high / 2, high)]
+    for place, (row, panel) in enumerate(zip(rows, panels, strict=True)):
+        panel.draw_name(canvas, row.name, note=row.note, css=series(place))
+        panel.draw_heights(canvas, marks)
+        is_wide = (panel.right - panel.left) / (len(row.steps) or 1) >= _WIDE
+        for step in row.steps:
+            left = panel.x((step.start - x_start) / across)
+            right = panel.x((step.end - x_start) / across)
+            width = max(0.0, right - left - _GAP) if is_wide else right - left
+            _draw_step(
+                canvas, step, left=left, width=width, panel=panel, high=high, css=series(place)
+            )
+        if row.steps:
+            level, end = panel.y(row.level / high), (row.steps[-1].end - x_start) / across
+            canvas.line(panel.left, level, x2=panel.x(end), y2=level, css="guide")
+    places = [mark for mark in round_steps(x_end, count=8) if mark >= x_start]
+    if has_whole_x:
+        places = [mark for mark in places if mark == int(mark)]
+    panels[-1].draw_places(
+        canvas, [((mark - x_start) / across, short(mark)) for mark in places], label=x_label
+    )
+    return canvas.inline()
+
+
+def _draw_step(
+    canvas: Canvas,
+    step: Step,
+    *,
+    left: float,
+    width: float,
+    panel: Panel,
+    high: float,
+    css: str,
+) -> None:
+    """A column; one of no height is left out."""
+    if not step.share:
+        return
+    height = max(_THIN, panel.floor - panel.y(step.share / high))
+    canvas.rect(
+        left,
+        panel.floor - height,
+        width=width,
+        height=height,
+        css=css,
+        title=step.tooltip,
+    )
+
+
+def _round_up(share: float) -> float:
+    """The end of an axis of shares: a round number whose half is round too."""
+    return next((end for end in (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8) if share <= end), 1.0)

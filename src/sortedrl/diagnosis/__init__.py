@@ -1,1 +1,0 @@
-"""What is wrong with a run's numbers, and what a change would gain on this very machine."""

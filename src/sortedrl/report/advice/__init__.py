@@ -1,0 +1,1 @@
+"""What is wrong with a run's numbers, and what a change would gain on the same machine."""

@@ -1,0 +1,395 @@
+"""The diagnosis of a run: symptoms, and remedies with the gain the simulator predicts.
+
+Every prediction is made by the simulator with costs fitted to this very run and its own lengths.
+How far it is from the run itself is part of the diagnosis.
+The simulator takes turns. Of updates that ran beside the rollout it knows what was waited for.
+Of the options of a proposal the mildest is taken that gains nearly as much as the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sortedrl.config import EngineSettings, Schedule
+from sortedrl.errors import ConfigError, DataError
+from sortedrl.evaluation.tables import percent
+from sortedrl.events import Event, Landed
+from sortedrl.meter import measure
+from sortedrl.report.advice.observed import (
+    Idle,
+    ObservedAnswers,
+    idle,
+    observed_answers,
+    observed_schedule,
+    seconds_spent,
+    shows_group,
+)
+from sortedrl.report.advice.rules import (
+    About,
+    Changes,
+    Findings,
+    Proposal,
+    mean_sample_size,
+    proposals,
+)
+from sortedrl.report.advice.simulation import FittedRun, Forecast, fitted_run, forecast, simulated
+from sortedrl.simulate.costs import Costs
+from sortedrl.simulate.fit import fit
+from sortedrl.simulate.settings import Simulation
+
+LEAST_GAIN = 1.02
+# Where lengths are drawn and not replayed, smaller gains are within the spread of the draws.
+_LEAST_DRAWN_GAIN = 1.1
+_NEARLY_BEST = 0.99
+_ORDER: tuple[About, ...] = ("learning", "speed", "extrapolation", "memory", "note")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What the numbers of a run say, and how far the simulator that says so can be trusted."""
+
+    reason: str | None = None
+    """Why nothing could be predicted; `None` where it could."""
+    schedule: Schedule | None = None
+    fit_error: float | None = None
+    """Mean error of the fitted costs over an interval between two events."""
+    measured: Forecast | None = None
+    predicted: Forecast | None = None
+    """The run's own schedule, simulated as far as the log goes: to be held against `measured`."""
+    idle: Idle = field(default_factory=Idle)
+    advice: tuple[Advice, ...] = ()
+    """Best first: what the learning needs, then by gain, then what is not predicted."""
+    notes: tuple[str, ...] = ()
+    """What was tried and gains too little."""
+
+    @property
+    def error(self) -> float | None:
+        """How far the simulation is from the run, in trained tokens per second; 0 is exact."""
+        if self.measured is None or self.predicted is None:
+            return None
+        return gain_of(self.measured, self.predicted) - 1
+
+    @property
+    def summary(self) -> str:
+        """The diagnosis in one sentence."""
+        if self.reason is not None:
+            return self.reason
+        best = next(
+            (a for a in self.advice if (a.gain or 0) >= LEAST_GAIN and a.is_beyond_error), None
+        )
+        if best is not None:
+            error = f", with an error of {percent(best.error)}" if self._is_off else ""
+            return f"Set {best.remedy}: predicted to train {_times(best.gain or 1)}{error}."
+        busy = 1.0 if self.measured is None else 1 - self.measured.bubble
+        least = (
+            f"more than the prediction error of {percent(self.prediction_error)}"
+            if self._is_off
+            else "2 % or more"
+        )
+        return (
+            f"Slots were busy for {percent(busy)} of the rollout; no change that was tried "
+            f"gains {least}."
+        )
+
+    @property
+    def prediction_error(self) -> float:
+        """How far predictions are off on this run: in speed, or in the costs if that is more.
+
+        A smaller gain is not advised.
+        """
+        return max(abs(self.error or 0.0), self.fit_error or 0.0)
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether the predictions are off by more than the least gain that is reported."""
+        return self.prediction_error > LEAST_GAIN - 1
+
+    @property
+    def trust(self) -> str | None:
+        """How accurate the predictions are, as text; `None` where there are none."""
+        if self.error is None or self.fit_error is None:
+            return None
+        text = (
+            f"With its own settings the simulated run trains {percent(abs(self.error))} "
+            f"{'more' if self.error > 0 else 'fewer'} tokens per second than measured, and the "
+            f"fitted costs are off by {percent(self.fit_error)} per interval between events."
+        )
+        return (
+            f"{text} Gains below this error of {percent(self.prediction_error)} are not advised."
+            if self._is_off
+            else text
+        )
+
+
+def diagnose(
+    events: Sequence[Event],
+    *,
+    schedule: Schedule | None = None,
+    engine: EngineSettings | None = None,
+    rows: Sequence[Mapping[str, object]] = (),
+    seed: int = 0,
+) -> Diagnosis:
+    """Read a log and try what might help; settings that are not given are read off the log.
+
+    `rows` are the run's metrics, one for each update. A log that is too short gives a diagnosis
+    with a reason and no advice.
+    """
+    try:
+        fitted = fit(events, name="the log")
+        known = schedule or observed_schedule(events)
+    except (ConfigError, DataError) as error:
+        return Diagnosis(reason=f"Nothing can be predicted yet: {error}.")
+    observed = observed_answers(events)
+    if known is None or not observed.num_trained:
+        return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
+    costs = _in_turn(fitted.costs, events)
+    simulated_run = fitted_run(
+        events, observed, schedule=known, engine=engine, costs=costs, seed=seed
+    )
+    run = measure(events).run
+    ledger = run.ledger
+    spent = seconds_spent(events, run)
+    # The simulator saves nothing, so the run is compared without the time it took to save.
+    seconds = run.seconds - spent.saving
+    measured = forecast(replace(run, seconds=seconds), trajectories=run.trajectories)
+    forecaster = Forecaster(
+        simulated_run,
+        trajectories=run.trajectories,
+        measured=measured,
+        fit_error=fitted.relative_error,
+    )
+    found = Findings(
+        schedule=known,
+        engine=simulated_run.simulation.engine,
+        measured=measured,
+        discarded_per_trained=ledger.discarded / max(1, ledger.trained),
+        idle=idle(events),
+        num_prompts=observed.num_prompts,
+        is_group_known=schedule is not None or shows_group(known.strategy),
+        truncated_share=observed.num_truncated / max(1, observed.num_finished),
+        update_seconds=spent.updates / run.updates,
+        update_share=(spent.updates + spent.hand_overs) / seconds if seconds else 0.0,
+        saving_share=spent.saving / run.seconds if run.seconds else 0.0,
+        sample_size=mean_sample_size(rows),
+        is_mismatch_measured=simulated_run.is_mismatch_measured,
+        step_share=_step_share(fitted.costs, observed),
+    )
+    advice, notes = forecaster.advise(list(proposals(found)))
+    return Diagnosis(
+        schedule=known,
+        fit_error=fitted.relative_error,
+        measured=found.measured,
+        predicted=forecaster.compared,
+        idle=found.idle,
+        advice=advice,
+        notes=notes,
+    )
+
+
+def _in_turn(costs: Costs, events: Sequence[Event]) -> Costs:
+    """The costs with what was waited for an update, where updates ran beside the rollout."""
+    waited = [event.waited_seconds for event in events if isinstance(event, Landed)]
+    if not waited:
+        return costs
+    return replace(costs, update_seconds=sum(waited) / len(waited), update_token_seconds=0.0)
+
+
+def _step_share(costs: Costs, observed: ObservedAnswers) -> float:
+    """Share of a decode step of full slots that does not grow with the answers in it."""
+    lengths = [tokens for tokens, _ in observed.lengths.values()]
+    # A long answer is met more often in a slot than a short one, on average half written.
+    written = sum(n * n for n in lengths) / max(1, 2 * sum(lengths))
+    resident = written + sum(observed.prompts.values()) / len(observed.prompts)
+    answer = costs.sequence_seconds + resident * costs.cached_token_seconds
+    return costs.step_seconds / (costs.step_seconds + observed.slots * answer)
+
+
+def _times(gain: float) -> str:
+    if gain >= 2:
+        return f"{gain:.1f} times as many tokens per second"
+    return f"{100 * (gain - 1):.0f} % more tokens per second"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One remedy: what shows that it is needed, what to change, what that gains and costs."""
+
+    symptom: str
+    remedy: str
+    changes: Changes
+    cost: str
+    about: About
+    before: Forecast | None = None
+    """The run as it is, simulated; `None` where the remedy is not predicted."""
+    after: Forecast | None = None
+    """The run with the changes, simulated."""
+    error: float = 0.0
+    """How far the simulation is off where it can be checked, as a share: on the run as it is."""
+
+    @property
+    def is_beyond_error(self) -> bool:
+        """Whether the predicted change in speed is larger than the prediction's own error."""
+        return self.gain is not None and abs(self.gain - 1) > self.error
+
+    @property
+    def gain(self) -> float | None:
+        """Trained tokens per second of everything, after over before; `None`: not predicted."""
+        if self.before is None or self.after is None:
+            return None
+        return gain_of(self.before, self.after)
+
+
+class Forecaster:
+    """Tries proposals on the simulation of a run; each setting is simulated once."""
+
+    def __init__(
+        self,
+        simulated_run: FittedRun,
+        *,
+        trajectories: int,
+        measured: Forecast,
+        fit_error: float,
+    ) -> None:
+        """Simulate the run as it is, and compare it with what was measured.
+
+        Forecasts are for this many trained trajectories; `fit_error` is that of the fitted costs.
+        """
+        self._simulation = simulated_run.simulation
+        self._least_gain = (
+            LEAST_GAIN if simulated_run.simulation.lengths.replay else _LEAST_DRAWN_GAIN
+        )
+        self._trajectories = trajectories
+        self._known: dict[tuple[Schedule, EngineSettings], Forecast] = {}
+        self.before = self.compared = self._simulated(simulated_run.simulation)
+        if simulated_run.compared_trajectories is not None:
+            self.compared = simulated(
+                simulated_run.simulation,
+                trajectories=trajectories,
+                stop_after=simulated_run.compared_trajectories,
+            )
+        self.error = max(abs(gain_of(measured, self.compared) - 1), fit_error)
+
+    def advise(self, tried: Sequence[Proposal]) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
+        """The proposals that help as advice, best first, and notes on those that do not."""
+        advice: list[Advice] = []
+        notes: list[str] = []
+        for proposal in tried:
+            if proposal.remedy is not None:
+                advice.append(_unpredicted(proposal, proposal.remedy))
+                continue
+            chosen = self._best(proposal)
+            if chosen is None:
+                continue
+            if self._is_worth_it(chosen):
+                advice.append(chosen)
+            else:
+                notes.append(self._note(chosen))
+        unique = {entry.remedy: entry for entry in reversed(advice)}
+        ranked = sorted(unique.values(), key=lambda a: (_ORDER.index(a.about), -(a.gain or 0)))
+        return tuple(ranked), tuple(dict.fromkeys(notes))
+
+    def _note(self, advice: Advice) -> str:
+        gain = 100 * ((advice.gain or 1) - 1)
+        is_uncertain = not advice.is_beyond_error and self.error >= LEAST_GAIN - 1
+        why = f", within the prediction error of {percent(self.error)}" if is_uncertain else ""
+        return f"Tried {advice.remedy}: {gain:+.1f} % predicted{why}, not advised."
+
+    def _best(self, proposal: Proposal) -> Advice | None:
+        """The mildest option that gains nearly as much as the best."""
+        options = [
+            advice for changes in proposal.options if (advice := self._try(proposal, changes))
+        ]
+        best = max((advice.gain or 0 for advice in options), default=0.0)
+        return next((a for a in options if (a.gain or 0) >= _NEARLY_BEST * best), None)
+
+    def _try(self, proposal: Proposal, changes: Changes) -> Advice | None:
+        """The proposal with what these changes give; `None` where they do not fit the rest."""
+        try:
+            simulation = changed(self._simulation, changes)
+        except ConfigError:
+            return None
+        key = (simulation.schedule, simulation.engine)
+        if key not in self._known:
+            self._known[key] = self._simulated(simulation)
+        after = self._known[key]
+        return Advice(
+            symptom=proposal.symptom,
+            remedy=_written(changes),
+            changes=changes,
+            cost=" ".join((proposal.cost, *_price(self.before, after))),
+            about=proposal.about,
+            before=self.before,
+            after=after,
+            error=self.error,
+        )
+
+    def _is_worth_it(self, advice: Advice) -> bool:
+        gain = advice.gain or 0
+        if advice.about == "memory":
+            return gain > 2 - LEAST_GAIN
+        is_gain = gain >= self._least_gain and advice.is_beyond_error
+        return advice.about == "learning" or is_gain
+
+    def _simulated(self, simulation: Simulation) -> Forecast:
+        return simulated(simulation, trajectories=self._trajectories)
+
+
+def changed(simulation: Simulation, changes: Changes) -> Simulation:
+    """The simulation with dotted settings of schedule and engine in place of its own."""
+    parts: dict[str, dict[str, Any]] = {"schedule": {}, "engine": {}}
+    for name, value in changes.items():
+        section, _, setting = name.partition(".")
+        parts[section][setting] = value
+    return replace(
+        simulation,
+        schedule=replace(simulation.schedule, **parts["schedule"]),
+        engine=replace(simulation.engine, **parts["engine"]),
+    )
+
+
+def _unpredicted(proposal: Proposal, remedy: str) -> Advice:
+    return Advice(
+        symptom=proposal.symptom,
+        remedy=remedy,
+        changes={},
+        cost=proposal.cost,
+        about=proposal.about,
+    )
+
+
+def _written(changes: Changes) -> str:
+    """The changes as lines of a config."""
+    parts = []
+    for name, value in changes.items():
+        text = f'"{value}"' if isinstance(value, str) else str(value)
+        parts.append(f"without {name}" if value is None else f"{name} = {text}")
+    return ", ".join(parts)
+
+
+def _price(before: Forecast, after: Forecast) -> list[str]:
+    """What changes besides the speed, as sentences."""
+    sentences = []
+    if max(before.mean_staleness, after.mean_staleness) >= 0.05:
+        sentences.append(
+            f"Tokens are {after.mean_staleness:.1f} versions old on average and at most "
+            f"{after.max_staleness} (now {before.mean_staleness:.1f} and {before.max_staleness})."
+        )
+    if abs(after.mean_length / before.mean_length - 1) >= 0.03:
+        sentences.append(
+            f"Answers trained on have {after.mean_length:,.0f} tokens on average "
+            f"(now {before.mean_length:,.0f})."
+        )
+    if abs(after.updates / before.updates - 1) >= 0.1:
+        sentences.append(
+            f"{after.updates:,.0f} updates for the same answers (now {before.updates:,.0f})."
+        )
+    return sentences
+
+
+def gain_of(before: Forecast, after: Forecast) -> float:
+    """Trained tokens per second of everything, after over before."""
+    if not before.trained_per_second:
+        return 1.0
+    return after.trained_per_second / before.trained_per_second

@@ -1,0 +1,292 @@
+"""A tiny canvas: SVG as a string, one palette, readable by day and by night.
+
+Colours live in classes only, so that the embedded style can swap them with the reader's theme, or
+fix one of the two for programs that know no themes.
+They are those of Okabe and Ito and one blue ramp, told apart with any kind of colour vision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Literal
+from xml.sax.saxutils import escape, quoteattr
+
+from sortedrl.report.html import visible
+
+Anchor = Literal["start", "middle", "end"]
+Scheme = Literal["auto", "light", "dark"]
+"""Colours by day, by night, or as the reader's theme asks."""
+
+SHADES = 6
+"""Steps of the blue ramp: the classes `shade0` (short) to `shade5` (long)."""
+SERIES = 6
+"""Series that have a colour of their own: the classes `series0` to `series5`."""
+
+_LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "rule": "#d1d9e0",
+    "idle": "#fce5c8",
+    "waiting": "#e69f00",
+    "update": "#59636e",
+    "discarded": "#d55e00",
+    "good": "#007a5a",
+    "plain": "#0072b2",
+    "faint": "#9aa4ae",
+}
+_DARK = {
+    "paper": "#0d1117",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "rule": "#30363d",
+    "idle": "#40300f",
+    "waiting": "#e69f00",
+    "update": "#8b949e",
+    "discarded": "#ff8a3d",
+    "good": "#2fbf93",
+    "plain": "#56b4e9",
+    "faint": "#5b646e",
+}
+_LIGHT_RAMP = ("#a6d5f2", "#74b9e6", "#429ad3", "#1478b8", "#0f5993", "#0c3b6b")
+_DARK_RAMP = ("#1b4f7c", "#2269a3", "#2f86c8", "#4fa5e3", "#80c3f2", "#b9defa")
+_LIGHT_SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+_DARK_SERIES = ("#3f9fd8", "#e69f00", "#2fbf93", "#d98fb8", "#ff8a3d", "#9fd4f5")
+_FONT = 'system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif'
+_LAYOUT = (
+    f"text{{font:12px {_FONT}}}"
+    "text.title{font-size:15px;font-weight:600}"
+    "text.head,text.best{font-weight:600}"
+    "text.small{font-size:11px}"
+    ".tail{font-size:13px;font-weight:400}"
+    ".rule,.guide{stroke-width:1}"
+    ".guide{stroke-dasharray:2 3}"
+    ".hatch,.hatched{fill:url(#hatch)}"
+    ".hatched{stroke-width:.6}"
+    ".front{fill:none;stroke-width:1.5}"
+    ".ring{fill:none;stroke-width:2}"
+)
+_SERIES_LAYOUT = (
+    ".curve{stroke-width:2}"
+    ".band{fill-opacity:.18}"
+    ".axis{stroke-width:1}"
+    ".whisker{stroke-width:1.25}"
+    "text.head{paint-order:stroke;stroke-width:4px}"
+)
+_HATCH = (
+    '<defs><pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="discarded" width="1.7" height="4"/>'
+    "</pattern></defs>"
+)
+
+
+def number(value: float) -> str:
+    """A coordinate, to a hundredth of a pixel.
+
+    >>> number(3.0), number(0.129), number(-0.001)
+    ('3', '0.13', '0')
+    """
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+class Canvas:
+    """A drawing under way; `svg` gives it as a string."""
+
+    def __init__(self, width: float, height: float, *, label: str) -> None:
+        """An empty sheet; `label` is read to those who cannot see it."""
+        self._size = (width, height)
+        self._label = label
+        self._parts: list[str] = []
+        self._classes: set[str] = set()
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        *,
+        width: float,
+        height: float,
+        css: str,
+        radius: float = 0,
+        title: str = "",
+    ) -> None:
+        """A rectangle; `title` is its tooltip."""
+        self._use(css)
+        corner = f' rx="{number(radius)}"' if radius else ""
+        shape = (
+            f'<rect class="{css}" x="{number(x)}" y="{number(y)}" '
+            f'width="{number(width)}" height="{number(height)}"{corner}'
+        )
+        self._add(shape, element="rect", title=title)
+
+    def circle(self, x: float, y: float, *, radius: float, css: str, title: str = "") -> None:
+        """A dot; `title` is its tooltip."""
+        self._use(css)
+        shape = f'<circle class="{css}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"'
+        self._add(shape, element="circle", title=title)
+
+    def line(self, x1: float, y1: float, *, x2: float, y2: float, css: str) -> None:
+        """A straight line."""
+        self._use(css)
+        self._parts.append(
+            f'<line class="{css}" x1="{number(x1)}" y1="{number(y1)}" '
+            f'x2="{number(x2)}" y2="{number(y2)}"/>'
+        )
+
+    def path(
+        self, points: Sequence[tuple[float, float]], *, css: str, is_closed: bool = False
+    ) -> None:
+        """Straight lines through the points."""
+        if not points:
+            return
+        self._use(css)
+        steps = [f"M{number(points[0][0])} {number(points[0][1])}"]
+        for (x0, y0), (x, y) in pairwise(points):
+            if number(y) == number(y0):
+                steps.append(f"H{number(x)}")
+            elif number(x) == number(x0):
+                steps.append(f"V{number(y)}")
+            else:
+                steps.append(f"L{number(x)} {number(y)}")
+        end = "Z" if is_closed else ""
+        self._parts.append(f'<path class="{css}" d="{"".join(steps)}{end}"/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        *,
+        content: str,
+        css: str = "ink",
+        anchor: Anchor = "start",
+        tail: str = "",
+        is_upright: bool = False,
+    ) -> None:
+        """A line of text; `tail` follows it in a quieter voice."""
+        self._use(css)
+        place = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        if is_upright:
+            place += f' transform="rotate(-90 {number(x)} {number(y)})"'
+        more = f'<tspan class="tail" dx="10">{_clean(tail)}</tspan>' if tail else ""
+        self._parts.append(
+            f'<text class="{css}" x="{number(x)}" y="{number(y)}"{place}>'
+            f"{_clean(content)}{more}</text>"
+        )
+
+    @contextmanager
+    def group(self, *, title: str = "") -> Iterator[None]:
+        """What is drawn inside belongs together and shares a tooltip."""
+        self._parts.append(f"<g>{_title(title)}")
+        yield
+        self._parts.append("</g>")
+
+    def svg(self, *, scheme: Scheme = "auto") -> str:
+        """The picture as a file's content, with the rules of the classes it uses."""
+        width, height = (number(side) for side in self._size)
+        return "\n".join(
+            [
+                self._opening(),
+                f"<style>{stylesheet(scheme=scheme, has_series=self._has_series)}</style>",
+                _HATCH,
+                f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
+                *self._parts,
+                "</svg>\n",
+            ]
+        )
+
+    def inline(self) -> str:
+        """The picture as part of a page that has `stylesheet` in its head."""
+        hatch = [_HATCH] if self._classes & {"hatch", "hatched"} else []
+        return "\n".join([self._opening(), *hatch, *self._parts, "</svg>"])
+
+    @property
+    def _has_series(self) -> bool:
+        lines = self._classes & {"curve", "band", "axis", "whisker"}
+        return bool(lines) or any(name.startswith("series") for name in self._classes)
+
+    def _use(self, css: str) -> None:
+        self._classes.update(css.split())
+
+    def _opening(self) -> str:
+        width, height = (number(side) for side in self._size)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" '
+            f"aria-label={quoteattr(visible(self._label))}>"
+        )
+
+    def _add(self, shape: str, *, element: str, title: str) -> None:
+        self._parts.append(f"{shape}>{_title(title)}</{element}>" if title else f"{shape}/>")
+
+
+def text_width(text: str, *, size: float = 12) -> float:
+    """About how wide a text will be: fonts differ, so leave some room."""
+    return 0.54 * size * len(text)
+
+
+def clipped(text: str, width: float, *, size: float = 12) -> str:
+    """The text, cut with an ellipsis where it would be wider than `width` pixels."""
+    room = max(1, int(width / text_width("x", size=size)))
+    return text if len(text) <= room else text[: room - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _clean(text: str) -> str:
+    return escape(visible(text))
+
+
+def _title(text: str) -> str:
+    return f"<title>{_clean(text)}</title>" if text else ""
+
+
+def series(index: int) -> str:
+    """The class of a series; colours come again after the last."""
+    return f"series{index % SERIES}"
+
+
+def stylesheet(*, scheme: Scheme = "auto", has_series: bool = True) -> str:
+    """The look of all pictures; without `has_series`, of those that have no lines or bands."""
+    layout, day, night = _LAYOUT, _colours(_LIGHT, _LIGHT_RAMP), _colours(_DARK, _DARK_RAMP)
+    if has_series:
+        layout += _SERIES_LAYOUT
+        day += _series_colours(_LIGHT, _LIGHT_SERIES)
+        night += _series_colours(_DARK, _DARK_SERIES)
+    if scheme == "auto":
+        return f"{layout}{day}@media (prefers-color-scheme:dark){{{night}}}"
+    return layout + (day if scheme == "light" else night)
+
+
+def _colours(palette: dict[str, str], ramp: Sequence[str]) -> str:
+    """Plain rules, no variables: not every viewer of SVG knows those."""
+    fills = palette | {f"shade{step}": colour for step, colour in enumerate(ramp)}
+    rules = [f".{name}{{fill:{colour}}}" for name, colour in fills.items()]
+    strokes = {
+        "rule": "rule",
+        "guide": "muted",
+        "hatched": "discarded",
+        "front": "plain",
+        "ring": "discarded",
+    }
+    rules += [f".{name}{{stroke:{palette[colour]}}}" for name, colour in strokes.items()]
+    rules.append(
+        f"text{{fill:{palette['ink']}}}"
+        f"text.muted,text.small,.tail{{fill:{palette['muted']}}}"
+        f"text.best{{fill:{palette['discarded']}}}"
+    )
+    return "".join(rules)
+
+
+def _series_colours(palette: dict[str, str], colours: Sequence[str]) -> str:
+    """A line takes its stroke from its series; text at its end stands off what lies behind."""
+    rules = [
+        f".series{place}{{fill:{colour};color:{colour}}}.series{place}.curve{{stroke:{colour}}}"
+        for place, colour in enumerate(colours)
+    ]
+    # after the fills above, so that a line is no area
+    rules.append(".curve{fill:none}")
+    strokes = {"axis": "muted", "whisker": "ink"}
+    rules += [f".{name}{{stroke:{palette[colour]}}}" for name, colour in strokes.items()]
+    rules.append(f"text.head{{stroke:{palette['paper']}}}")
+    return "".join(rules)

@@ -1,0 +1,338 @@
+"""Folds a run's events and rows into what a frame shows, one at a time.
+
+It knows what the meter does not: who sits in which slot, how much is ready, how far the groups
+are. The numbers themselves stay the meter's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Load, Renew, Start, Update
+from sortedrl.metrics import Figures
+from sortedrl.run_log import Value
+from sortedrl.types import Key
+
+TRENDS = {
+    "reward": "reward/mean",
+    "length": "length/mean",
+    "bubble": "rollout/bubble",
+    "goodput": "rollout/goodput",
+    "staleness": "rollout/mean_staleness",
+    "score": "evaluation/score",
+}
+"""The numbers that are drawn over the run, and their names in a row of metrics."""
+
+_MOST = 256
+_STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """A number over the run so far, and the last it was."""
+
+    values: tuple[float, ...]
+    last: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroup:
+    """How far the oldest open group is, and how many younger ones are open beside it."""
+
+    number: int
+    trained: int
+    total: int
+    num_younger: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything that one frame shows. Of a run that is still being loaded, little is known."""
+
+    activity: str = ""
+    """What the run is doing, as text."""
+    done: float = 0.0
+    """The share of the run that is behind."""
+    seconds: float = 0.0
+    schedule: str = ""
+    updates: int = 0
+    skipped: int = 0
+    round: int = 0
+    is_rollout: bool = False
+    running: int = 0
+    shares: tuple[float | None, ...] = ()
+    """For each slot how much of a long answer is written, from 0 to 1; `None` where it is idle."""
+    ready: int = 0
+    update_batch: int = 0
+    group: OpenGroup | None = None
+    figures: Figures | None = None
+    trends: Mapping[str, Trend] = field(default_factory=dict)
+    memory: Memory | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    total: int
+    trained: int = 0
+
+
+class LiveState:
+    """What a run looks like now."""
+
+    def __init__(
+        self,
+        *,
+        schedule: str,
+        slots: int,
+        update_batch: int,
+        max_tokens: int,
+        decoded: Callable[[], int],
+    ) -> None:
+        """A run that has not begun; `decoded` gives all tokens its engine has written so far."""
+        self._schedule = schedule
+        self._slots = Slots(slots, decoded=decoded)
+        self._update_batch = update_batch
+        self._max_tokens = max_tokens
+        self._longest = 0
+        self._updates = self._skipped = self._round = self._ready = 0
+        self._is_rollout = False
+        self._groups: dict[int, _Group] = {}
+        self._histories = {name: History() for name in TRENDS}
+
+    @property
+    def running(self) -> int:
+        """Answers being written."""
+        return self._slots.running
+
+    @property
+    def ready(self) -> int:
+        """Answers complete and not trained on yet."""
+        return self._ready
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, HandOver | Load | Start | Harvest):
+            self._round = event.round
+            self._is_rollout = not isinstance(event, Harvest)
+        if isinstance(event, Start):
+            self._slots.start((event.prompt, event.sample), cached=event.cached)
+        elif isinstance(event, Finish):
+            self._slots.stop((event.prompt, event.sample))
+            self._longest = max(self._longest, event.tokens)
+            self._ready += 1
+        elif isinstance(event, Interrupt):
+            self._slots.stop((event.prompt, event.sample))
+        elif isinstance(event, Renew):
+            self._ready -= 1
+        elif isinstance(event, Load):
+            self._groups[event.group] = _Group(event.trajectories)
+        elif isinstance(event, Update):
+            self._update(event)
+
+    def updated(self, row: Mapping[str, Value]) -> None:
+        """Take in a row of metrics, of an update or of an evaluation."""
+        for name, key in TRENDS.items():
+            value = row.get(key)
+            if isinstance(value, int | float):
+                self._histories[name].add(value)
+        if row.get("skipped_steps"):
+            self._skipped += 1
+
+    def snapshot(
+        self,
+        *,
+        activity: str,
+        done: float,
+        seconds: float,
+        figures: Figures | None,
+        memory: Memory | None,
+    ) -> Snapshot:
+        """What there is to see now, with what others know."""
+        return Snapshot(
+            activity=activity,
+            done=done,
+            seconds=seconds,
+            schedule=self._schedule,
+            updates=self._updates,
+            skipped=self._skipped,
+            round=self._round,
+            is_rollout=self._is_rollout,
+            running=self._slots.assigned,
+            shares=self._shares(),
+            ready=self._ready,
+            update_batch=self._update_batch,
+            group=self._oldest(),
+            figures=figures,
+            trends={
+                name: Trend(values=history.values(), last=history.last)
+                for name, history in self._histories.items()
+                if history.last is not None
+            },
+            memory=memory,
+        )
+
+    def _shares(self) -> tuple[float | None, ...]:
+        """Against the longest answer there was; before there was one, against the limit."""
+        tokens = self._slots.tokens()
+        written = max((count for count in tokens if count is not None), default=0.0)
+        scale = max(self._longest or self._max_tokens, written, 1)
+        return tuple([None if count is None else max(0.0, count / scale) for count in tokens])
+
+    def _update(self, event: Update) -> None:
+        self._updates += 1
+        self._ready -= len(event.trained)
+        for trained in event.trained:
+            self._groups[trained.group].trained += 1
+        for number in event.closed:
+            del self._groups[number]
+
+    def _oldest(self) -> OpenGroup | None:
+        if not self._groups:
+            return None
+        number = min(self._groups)
+        group = self._groups[number]
+        return OpenGroup(
+            number=number,
+            trained=group.trained,
+            total=group.total,
+            num_younger=len(self._groups) - 1,
+        )
+
+
+class Slots:
+    """The slots of one engine."""
+
+    def __init__(self, count: int, *, decoded: Callable[[], int]) -> None:
+        """All free; `decoded` gives all tokens that the engine has written so far."""
+        self._free = list(range(count))
+        self._offsets: list[float | None] = [None] * count
+        self._slot_of: dict[Key, int] = {}
+        self._queue: dict[Key, int] = {}
+        self._decoded = decoded
+        self._counted = decoded()
+        self._growth = 0.0
+
+    @property
+    def running(self) -> int:
+        """Answers that were started and not stopped, the queue included."""
+        return len(self._slot_of) + len(self._queue)
+
+    @property
+    def assigned(self) -> int:
+        """Answers that have a slot."""
+        return len(self._slot_of)
+
+    def start(self, key: Key, *, cached: int) -> None:
+        """An answer comes with `cached` tokens."""
+        self._grow()
+        self._queue[key] = cached
+        self._fill()
+
+    def stop(self, key: Key) -> None:
+        """An answer leaves, complete or not; one that never came is none of ours."""
+        self._grow()
+        if self._queue.pop(key, None) is not None:
+            return
+        slot = self._slot_of.pop(key, None)
+        if slot is not None:
+            self._offsets[slot] = None
+            heapq.heappush(self._free, slot)
+            self._fill()
+
+    def tokens(self) -> list[float | None]:
+        """For each slot the tokens of its answer by now; `None` where it is idle."""
+        self._grow()
+        growth = self._growth
+        return [None if offset is None else offset + growth for offset in self._offsets]
+
+    def _grow(self) -> None:
+        decoded = self._decoded()
+        if self._slot_of:
+            self._growth += (decoded - self._counted) / len(self._slot_of)
+        self._counted = decoded
+
+    def _fill(self) -> None:
+        while self._queue and self._free:
+            key = next(iter(self._queue))
+            slot = heapq.heappop(self._free)
+            self._slot_of[key] = slot
+            self._offsets[slot] = self._queue.pop(key) - self._growth
+
+
+class History:
+    """The course of one number."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.last: float | None = None
+        self._values: list[float] = []
+        self._open: list[float] = []
+        self._stride = 1
+
+    def add(self, value: float) -> None:
+        """Take in the next value; one that is not finite cannot be drawn and is left out."""
+        if not math.isfinite(value):
+            return
+        self.last = value
+        self._open.append(value)
+        if len(self._open) == self._stride:
+            self._values.append(_mean(self._open))
+            self._open.clear()
+        if len(self._values) == _MOST:
+            self._values = squeezed(self._values, _MOST // 2)
+            self._stride *= 2
+
+    def values(self) -> tuple[float, ...]:
+        """The course so far."""
+        return (*self._values, _mean(self._open)) if self._open else tuple(self._values)
+
+
+def squeezed(values: Sequence[float], most: int) -> list[float]:
+    """At most `most` values, each the mean of its share of them.
+
+    >>> squeezed([1, 3, 5, 7, 9, 11], 3)
+    [2.0, 6.0, 10.0]
+    """
+    count = len(values)
+    if count <= most:
+        return list(values)
+    ends = [part * count // most for part in range(most + 1)]
+    return [_mean(values[ends[part] : ends[part + 1]]) for part in range(most)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    # Divided first: the sum of great finite numbers may not be finite.
+    return sum(value / len(values) for value in values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes in use, of `total` where the device has a size of its own."""
+
+    used: int
+    total: int | None
+
+
+def used_memory(device: str) -> Memory:
+    """What is in use on the card, by everyone; or by this process where the device is a CPU."""
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(used=total - free, total=total)
+    return Memory(used=_resident_bytes(), total=None)
+
+
+def _resident_bytes() -> int:
+    """The memory of this process; where the system does not tell, the most it ever was."""
+    try:
+        pages = int(_STATM.read_text().split()[1])
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return pages * resource.getpagesize()

@@ -1,0 +1,363 @@
+"""What became of the tokens: the ledger as a flow, and the staleness of what was trained on.
+
+In the flow, bands are as thick as their tokens, on one scale for all runs, and what goes out is as
+thick as what comes in: decoded = trained + discarded + still cached.
+In the heat map of staleness the shares of one column add up to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sortedrl.evaluation.tables import percent
+from sortedrl.events import Update
+from sortedrl.metrics import Ledger
+from sortedrl.report.charts.axes import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Panel,
+    neighbours,
+    round_steps,
+    round_width,
+    short,
+    stride,
+)
+from sortedrl.report.charts.svg import SHADES, Canvas, series
+from sortedrl.report.html import figure, remarks, section
+from sortedrl.report.record import Run
+
+MAX_COLUMNS = 80
+"""Columns of one run; where there are more updates, a column is several neighbours."""
+
+_LEFT, _RIGHT = 76, 20
+_ROW, _LEAST = 16, 3
+_BETWEEN = 20
+_KEY, _KEY_STEP = 34, 86
+_GAP, _WIDE = 1, 6
+_DOT = 3.0
+_ROWS = 12
+_TALL, _FLAT, _MANY = 128, 72, 4
+_FROM, _TO, _THICK = 196, 560, 10
+_LABEL = 18
+_LINE = 16
+_THIN = 0.75
+_CORNERS = 24
+
+
+def staleness_section(runs: Sequence[Run]) -> str:
+    """A heat map of each run that trained on older tokens, and the numbers of every run."""
+    summary = remarks(((run.name, staleness_text(run)) for run in runs), are_named=len(runs) > 1)
+    maps = [
+        HeatMap(name=run.name, note=_note(run), columns=staleness_columns(run), place=place)
+        for place, run in enumerate(runs)
+        if run.metrics.run.staleness_max
+    ]
+    pictures = []
+    if maps:
+        pictures.append(figure(_caption(runs), heat_maps(maps, title="Staleness by update")))
+    return section("Staleness", summary, *pictures, name="staleness")
+
+
+def staleness_text(run: Run) -> str:
+    """The mean and the most, in a sentence."""
+    figures = run.metrics.run
+    if not figures.trajectories:
+        return "nothing was trained on yet."
+    if not figures.staleness_max:
+        return "every token was trained on by the weights that generated it."
+    return (
+        f"tokens are {figures.mean_staleness:.2f} updates old on average when they are trained on, "
+        f"{figures.staleness_max:,} at most; the oldest token of an answer "
+        f"{figures.mean_trajectory_staleness:.2f} on average."
+    )
+
+
+def _note(run: Run) -> str:
+    figures = run.metrics.run
+    return f"mean {figures.mean_staleness:.2f}, at most {figures.staleness_max:,}"
+
+
+def staleness_columns(run: Run) -> tuple[Column, ...]:
+    """The updates in order, neighbours together where there are many."""
+    updates = [event for event in run.record.events if isinstance(event, Update)]
+    return tuple(
+        _column(part, first=place + 1) for place, part in neighbours(updates, most=MAX_COLUMNS)
+    )
+
+
+def _column(updates: Sequence[Update], *, first: int) -> Column:
+    trained = [answer for update in updates for answer in update.trained]
+    counts = Counter(answer.staleness_max for answer in trained)
+    tokens = sum(answer.tokens for answer in trained)
+    return Column(
+        first=first,
+        last=first + len(updates) - 1,
+        answers=tuple(counts[value] for value in range(max(counts, default=-1) + 1)),
+        mean=sum(answer.staleness_sum for answer in trained) / tokens if tokens else 0.0,
+    )
+
+
+def _caption(runs: Sequence[Run]) -> str:
+    most = max(stride(run.metrics.run.updates, most=MAX_COLUMNS) for run in runs)
+    each = "an update" if most == 1 else f"up to {most:,} updates together"
+    return (
+        f"Each column is {each}. An answer counts once, at the staleness of its oldest token: the "
+        "updates between the weights that generated that token and those that trained on it. "
+        "Dots mark the mean over all tokens of a column."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Neighbouring updates: how many answers of each staleness, and their tokens' mean."""
+
+    first: int
+    last: int
+    answers: tuple[int, ...]
+    """How many answers have the staleness 0, 1, 2, ..."""
+    mean: float
+    """Mean staleness of the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """The columns of one run in order."""
+
+    name: str
+    note: str
+    columns: tuple[Column, ...]
+    place: int
+    """The place of the run among those of the page, for its colour."""
+
+    @property
+    def depth(self) -> int:
+        """How many neighbouring values of staleness make one row."""
+        most = max(len(column.answers) for column in self.columns)
+        return round_width(most, bins=_ROWS)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the map."""
+        most = max(len(column.answers) for column in self.columns)
+        return max(_LEAST, math.ceil(most / self.depth))
+
+    def values(self, row: int, *, to: str) -> str:
+        """The staleness that a row stands for, with `to` between first and last."""
+        first = row * self.depth
+        return str(first) if self.depth == 1 else f"{first}{to}{first + self.depth - 1}"
+
+
+def heat_maps(maps: Sequence[HeatMap], *, title: str) -> str:
+    """Maps that have columns, below each other as a picture for a page, 860 pixels wide."""
+    updates = max(run.columns[-1].last for run in maps)
+    heights = [run.num_rows * _ROW for run in maps]
+    whole = _KEY + sum(heights) + (HEADING + _BETWEEN) * len(maps) - _BETWEEN + FOOT
+    canvas = Canvas(WIDTH, whole, label=title)
+    _draw_key(canvas)
+    top = float(_KEY)
+    for run, height in zip(maps, heights, strict=True):
+        top += HEADING
+        panel = Panel(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
+        panel.draw_name(canvas, run.name, note=run.note, css=series(run.place))
+        _draw_map(canvas, run, panel=panel, updates=updates)
+        top += height + _BETWEEN
+    places = [mark for mark in round_steps(updates, count=8) if mark == int(mark) and mark >= 1]
+    marks = [((mark - 0.5) / updates, short(mark)) for mark in places]
+    panel.draw_places(canvas, marks, label="update")
+    return canvas.inline()
+
+
+def shade(share: float) -> str:
+    """The class of a share above 0: the ramp in even steps.
+
+    >>> shade(0.01), shade(0.17), shade(1.0)
+    ('shade0', 'shade1', 'shade5')
+    """
+    return f"shade{min(SHADES - 1, int(share * SHADES))}"
+
+
+def _draw_key(canvas: Canvas) -> None:
+    canvas.text(_LEFT, 20, content="share of the answers:", css="small")
+    left = _LEFT + 124
+    for step in range(SHADES):
+        low, high = (100 * edge / SHADES for edge in (step, step + 1))
+        x = left + _KEY_STEP * step
+        canvas.rect(x, 11, width=12, height=11, css=f"shade{step}")
+        canvas.text(x + 16, 20, content=f"{low:.0f} to {high:.0f} %", css="small")
+    x = left + _KEY_STEP * SHADES + 8
+    canvas.circle(x, 16, radius=3, css="ink")
+    canvas.text(x + 8, 20, content="mean of its tokens", css="small")
+
+
+def _draw_map(canvas: Canvas, run: HeatMap, *, panel: Panel, updates: int) -> None:
+    for row in range(run.num_rows):
+        y = panel.y((row + 0.5) / run.num_rows) + 4
+        text = run.values(row, to="\N{EN DASH}")
+        canvas.text(panel.left - 8, y, content=text, css="small", anchor="end")
+    canvas.line(panel.left, panel.floor, x2=panel.right, y2=panel.floor, css="axis")
+    for column in run.columns:
+        left, right = (panel.x(edge / updates) for edge in (column.first - 1, column.last))
+        _draw_column(canvas, column, run=run, panel=panel, left=left, right=right)
+
+
+def _draw_column(
+    canvas: Canvas, column: Column, *, run: HeatMap, panel: Panel, left: float, right: float
+) -> None:
+    """The shades of a column and its mean; nothing where no answer was trained on."""
+    whole = sum(column.answers)
+    if not whole:
+        return
+    when = f"update {column.first:,}"
+    if column.first < column.last:
+        when = f"updates {column.first:,} to {column.last:,}"
+    is_wide = right - left >= _WIDE
+    for row in range(run.num_rows):
+        count = sum(column.answers[row * run.depth : (row + 1) * run.depth])
+        if not count:
+            continue
+        share = f"{percent(count / whole)} of the answers, {count:,} of {whole:,}"
+        canvas.rect(
+            left,
+            panel.y((row + 1) / run.num_rows),
+            width=right - left - (_GAP if is_wide else 0),
+            height=_ROW - _GAP,
+            css=shade(count / whole),
+            title=f"{when}, staleness {run.values(row, to=' to ')}: {share}",
+        )
+    y = panel.y((column.mean + 0.5) / run.depth / run.num_rows)
+    radius = _DOT if is_wide else _DOT / 2
+    with canvas.group(title=f"{when}: mean staleness of the tokens {column.mean:.2f}"):
+        canvas.circle((left + right) / 2, y, radius=radius + 1, css="paper")
+        canvas.circle((left + right) / 2, y, radius=radius, css="ink")
+
+
+def ledger_section(runs: Sequence[Run]) -> str:
+    """The token ledger of each run as a flow."""
+    caption = (
+        "Bands are as thick as their tokens, on one scale for all runs. Every decoded token is "
+        "trained on, discarded, or still cached. Tokens kept at resumes were not decoded again; "
+        "tokens prefilled again, prompts included, were recomputed to resume an answer."
+    )
+    ledgers = [(run.name, run.metrics.run.ledger) for run in runs]
+    summary = remarks(((run.name, ledger_text(run)) for run in runs), are_named=len(runs) > 1)
+    return section(
+        "Where the tokens went",
+        summary,
+        figure(caption, flows(ledgers, title="Token ledger")),
+        name="ledger",
+    )
+
+
+def ledger_text(run: Run) -> str:
+    """In a sentence, what one token trained on cost."""
+    ledger = run.metrics.run.ledger
+    if not ledger.decoded:
+        return "no answer has finished or been interrupted yet."
+    if not ledger.trained:
+        return f"{ledger.decoded:,} tokens decoded, none trained on yet."
+    if ledger.trained == ledger.decoded:
+        return "every decoded token was trained on."
+    trained = percent(ledger.trained / ledger.decoded)
+    if ledger.discarded == 0:
+        thrown = "none were discarded"
+    else:
+        ratio = short(100 * ledger.discarded / ledger.trained)
+        thrown = f"{ratio} were discarded for every 100 trained on"
+    return f"{trained} of the decoded tokens were trained on; {thrown}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Where some of the decoded tokens went, by its class, and what the band behind it is."""
+
+    name: str
+    tokens: int
+    css: str
+    band: str
+
+
+def flows(rows: Sequence[tuple[str, Ledger]], *, title: str) -> str:
+    """The ledgers of runs, by name, below each other as a picture for a page, 860 pixels wide."""
+    most = max((ledger.decoded for _, ledger in rows), default=0) or 1
+    scale = (_TALL if len(rows) <= _MANY else _FLAT) / most
+    heights = [_flow_height(ledger, scale=scale) for _, ledger in rows]
+    canvas = Canvas(
+        WIDTH, sum(heights) + (HEADING + _BETWEEN) * len(rows) - _BETWEEN + 4, label=title
+    )
+    top = 0.0
+    for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
+        top += HEADING
+        panel = Panel(left=8, right=WIDTH - 8, top=top, floor=top + height)
+        panel.draw_name(canvas, name, note=_law(ledger), css=series(place))
+        _draw_flow(canvas, ledger, top=top, scale=scale)
+        top += height + _BETWEEN
+    return canvas.inline()
+
+
+def _parts(ledger: Ledger) -> list[_Part]:
+    """The ends of the flow that have any tokens."""
+    parts = [
+        _Part(name="trained", tokens=ledger.trained, css="good", band="good band"),
+        _Part(name="discarded", tokens=ledger.discarded, css="discarded", band="hatch"),
+        _Part(name="still cached", tokens=ledger.cached, css="faint", band="faint band"),
+    ]
+    return [part for part in parts if part.tokens > 0]
+
+
+def _law(ledger: Ledger) -> str:
+    return (
+        f"decoded {ledger.decoded:,} = trained {ledger.trained:,} "
+        f"+ discarded {ledger.discarded:,} + still cached {ledger.cached:,}"
+    )
+
+
+def _flow_height(ledger: Ledger, *, scale: float) -> float:
+    """Room for the bands and for the labels on both sides."""
+    ends = sum(max(part.tokens * scale, _LABEL) for part in _parts(ledger))
+    return max(ends, ledger.decoded * scale, 4.0 * _LINE)
+
+
+def _draw_flow(canvas: Canvas, ledger: Ledger, *, top: float, scale: float) -> None:
+    canvas.text(_FROM - 10, top + 13, content=f"decoded {ledger.decoded:,}", anchor="end")
+    resumed = [
+        f"kept at resumes {ledger.kept:,}",
+        f"prefilled again {ledger.prefilled_again:,}",
+    ]
+    for line, text in enumerate(resumed if ledger.prefilled_again else ["nothing was resumed"]):
+        y = top + 13 + _LINE * (line + 1.25)
+        canvas.text(_FROM - 10, y, content=text, css="small", anchor="end")
+    canvas.rect(
+        _FROM,
+        top,
+        width=_THICK,
+        height=max(_THIN, ledger.decoded * scale),
+        css="plain",
+        title=f"decoded: {ledger.decoded:,} tokens",
+    )
+    start = end = top
+    for part in _parts(ledger):
+        thick = part.tokens * scale
+        share = percent(part.tokens / ledger.decoded)
+        with canvas.group(title=f"{part.name}: {part.tokens:,} tokens, {share} of the decoded"):
+            canvas.path(_band(start, end, thick=thick), css=part.band, is_closed=True)
+            shown = max(_THIN, thick)
+            canvas.rect(_TO, end, width=_THICK, height=shown, css=part.css)
+            text = f"{part.name} {part.tokens:,}"
+            y = end + max(_LABEL, thick) / 2 + 4
+            canvas.text(_TO + _THICK + 10, y, content=text, css="head", tail=share)
+        start += thick
+        end += max(thick, _LABEL)
+
+
+def _band(start: float, end: float, *, thick: float) -> list[tuple[float, float]]:
+    """The outline of a band that leaves level at height `start` and arrives level at `end`."""
+    upper = []
+    for corner in range(_CORNERS + 1):
+        way = corner / _CORNERS
+        x = _FROM + _THICK + (_TO - _FROM - _THICK) * way
+        upper.append((x, start + (end - start) * way * way * (3 - 2 * way)))
+    return [*upper, *((x, y + thick) for x, y in reversed(upper))]

@@ -1,0 +1,297 @@
+"""Runs that are followed, and the newest page of them, made in the background while someone looks.
+
+Nobody who asks waits for a page to be made, but for the first. One thread looks at the runs, and
+makes a page only when something has changed, when someone asked within the last minute, and never
+for more than a fifth of the time, however large the runs are.
+A run may be watched before it has started: until its log opens there is no record, and `note` says
+what is waited for. A look that goes wrong leaves the record as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO
+
+from sortedrl.errors import DataError
+from sortedrl.events import End, Event, Order, from_json
+from sortedrl.report.html import asset, escape, head_value, page
+from sortedrl.report.page import runs_page
+from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
+
+WANTED_SECONDS = 60.0
+"""Who has not asked for so long is no longer looking."""
+_SHARE = 5
+"""A page that took a second to make is made at most every so many seconds."""
+
+_Print = tuple[int, int] | None
+"""Length and time of a file, by which a change shows; `None` where there is none."""
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSnapshot:
+    """A page, and the state of the runs it shows."""
+
+    text: str
+    is_ended: bool = False
+    """Whether all runs have used up their prompts."""
+    seconds: float | None = None
+    """Seconds of training of the run that has gone on longest; `None` while all are waited for."""
+    written: float | None = None
+    """When the newest of their logs was last written, in seconds since 1970."""
+    notes: tuple[str, ...] = ()
+    """What keeps the page from showing more."""
+
+    @property
+    def version(self) -> str:
+        """Changes when the page does."""
+        return head_value(self.text, "sortedrl-version")
+
+
+class Pages:
+    """The newest page of some runs; to be closed."""
+
+    def __init__(
+        self,
+        runs: Sequence[FollowedRun],
+        *,
+        tell: Callable[[str], None],
+        refresh_seconds: float = 2.0,
+    ) -> None:
+        """Start to look; `tell` hears when a page cannot be made."""
+        self._runs = runs
+        self._tell = tell
+        self._refresh_seconds = refresh_seconds
+        self._title = ", ".join(run.name for run in runs)
+        self._newest = self._waiting(("the page is being built",))
+        self._has_tried = False
+        self._is_closed = False
+        self._wanted = -WANTED_SECONDS
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
+        self._thread.start()
+
+    def newest(self, *, patience_seconds: float = 0.0) -> PageSnapshot:
+        """The newest page; where there was none yet, wait a while for the first."""
+        with self._condition:
+            self._wanted = time.monotonic()
+            self._condition.notify_all()
+            self._condition.wait_for(
+                lambda: self._has_tried or self._is_closed, timeout=patience_seconds
+            )
+            return self._newest
+
+    def close(self) -> None:
+        """Make no more pages."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._thread.join(timeout=1.0)
+
+    def _work(self) -> None:
+        due = time.monotonic()
+        while self._is_wanted_at(due):
+            started = time.monotonic()
+            # every run is looked at, also after one that has changed
+            has_changed = any([run.look() for run in self._runs])
+            if has_changed:
+                snapshot = self._made()
+                with self._condition:
+                    self._newest, self._has_tried = snapshot, True
+                    self._condition.notify_all()
+            took = time.monotonic() - started
+            due = started + max(self._refresh_seconds, _SHARE * took)
+
+    def _is_wanted_at(self, due: float) -> bool:
+        """Wait until the time has come and someone is looking; false once closed."""
+        with self._condition:
+            while not self._is_closed:
+                now = time.monotonic()
+                is_wanted = now - self._wanted < WANTED_SECONDS
+                if is_wanted and now >= due:
+                    return True
+                self._condition.wait(due - now if is_wanted else None)
+            return False
+
+    def _made(self) -> PageSnapshot:
+        notes = tuple(f"{run.name}: {run.note}" for run in self._runs if run.note is not None)
+        records = [run.record for run in self._runs if run.record is not None]
+        if not records:
+            return self._waiting(notes)
+        try:
+            text = runs_page(records, title=self._title, refresh_seconds=self._refresh_seconds)
+        except Exception as error:  # noqa: BLE001  a page that breaks must not end all later ones
+            note = f"the page could not be built ({type(error).__name__}: {error})"
+            self._tell(note)
+            if self._newest.seconds is None:
+                return self._waiting((*notes, note))
+            return replace(self._newest, notes=(*notes, note))
+        return PageSnapshot(
+            text=text,
+            is_ended=all(run.is_ended for run in self._runs),
+            seconds=max(record.events[-1].seconds for record in records),
+            written=max(
+                (run.written for run in self._runs if run.written is not None), default=None
+            ),
+            notes=notes,
+        )
+
+    def _waiting(self, notes: tuple[str, ...]) -> PageSnapshot:
+        text = waiting_page(notes, title=self._title, refresh_seconds=self._refresh_seconds)
+        return PageSnapshot(text=text, notes=notes)
+
+
+def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) -> str:
+    """A page that says what is waited for."""
+    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    body = (
+        f'<header><p class="kicker">{escape(title)}</p><h1>Nothing to show yet</h1>'
+        f'<p class="lead">This page shows the run as soon as there is data.</p>'
+        f'<ul class="notes">{lines}</ul></header>'
+    )
+    scripts = asset("browse.js") + "\n" + asset("run.js")
+    return page(
+        title=title,
+        body=f"<main>\n{body}\n</main>",
+        style=asset("page.css") + asset("run.css") + asset("watch.css"),
+        script=f'"use strict";\n(() => {{\n{scripts}\n}})();',
+        refresh_seconds=refresh_seconds,
+    )
+
+
+class FollowedRun:
+    """A run's folder, or a bare log of events, looked at again and again."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.record: RunRecord | None = None
+        self.note: str | None = None
+        self._prints: list[_Print] | None = None
+        self._tail: Tail | None = None
+        self._checked: Sequence[Event] | None = None
+        self._num_checked = 0
+        self._order = Order()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its log says that the prompts are used up."""
+        return self.record is not None and isinstance(self.record.events[-1], End)
+
+    @property
+    def written(self) -> float | None:
+        """When its log was last written, in seconds since 1970, as of the last look."""
+        log = None if self._prints is None else self._prints[1]
+        return None if log is None else log[1] / 1e9
+
+    def look(self) -> bool:
+        """Read what is new; whether record or note may have changed."""
+        # Taken before reading: what is written meanwhile is seen by the next look.
+        beside = (self.path / name for name in BESIDE)
+        prints = [_fingerprint(path) for path in (self.path, self._log, *beside)]
+        if prints == self._prints:
+            return False
+        self._prints = prints
+        try:
+            self.note = self._read()
+        except DataError as error:
+            self.note = str(error)
+        except OSError as error:
+            self.note = f"{self.path} cannot be read ({error.strerror})"
+        return True
+
+    @property
+    def _log(self) -> Path:
+        return self.path if self.path.is_file() else self.path / "events.jsonl"
+
+    def _read(self) -> str | None:
+        """Renew the record; or tell what it waits for."""
+        if not self.path.exists():
+            return f"{self.path} does not exist yet; waiting for the run to start"
+        log = self._log
+        if self._tail is None or self._tail.path != log:
+            self._tail = Tail(log)
+        events = self._tail.look() if log.is_file() else []
+        if not events:
+            return "waiting for the run's first update"
+        self._check(events, log)
+        self.record = with_files(RunRecord(name=self.name, events=events), self.path)
+        return None
+
+    def _check(self, events: Sequence[Event], log: Path) -> None:
+        """Refuse events that cannot follow each other; only new ones are checked."""
+        if events is not self._checked:
+            self._checked, self._num_checked, self._order = events, 0, Order()
+        for event in events[self._num_checked :]:
+            try:
+                self._order(event)
+            except ValueError as error:
+                self._checked = None
+                raise DataError(log, str(error), line=self._num_checked + 1) from error
+            self._num_checked += 1
+
+
+def followed(paths: Sequence[Path]) -> list[FollowedRun]:
+    """The runs at these paths, each under a name of its own."""
+    return [
+        FollowedRun(path, name=name) for path, name in zip(paths, run_names(paths), strict=True)
+    ]
+
+
+def _fingerprint(path: Path) -> _Print:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+class Tail:
+    """The events of a log, as far as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._restart()
+
+    def look(self) -> list[Event]:
+        """Every event of the log by now; `DataError` names a line that holds none.
+
+        After such a line the next look starts at the beginning: it may have been written over.
+        """
+        with self.path.open("rb") as file:
+            if not self._begins_as_before(file):
+                self._restart()
+                file.seek(0)
+            found = file.read()
+        self._take(found[: found.rfind(b"\n") + 1])
+        return self._events
+
+    def _restart(self) -> None:
+        # A new list: whoever was given the old one can go on with it.
+        self._events: list[Event] = []
+        self._digest = blake2b()
+        self.kept = 0
+
+    def _begins_as_before(self, file: IO[bytes]) -> bool:
+        """Whether the bytes that were read are still there; the file then stands behind them."""
+        digest, left = blake2b(), self.kept
+        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+        return digest.digest() == self._digest.digest()
+
+    def _take(self, lines: bytes) -> None:
+        for line in lines.split(b"\n")[:-1]:
+            try:
+                self._events.append(from_json(line.decode()))
+            except (ValueError, TypeError) as error:
+                number = len(self._events) + 1
+                self._restart()
+                raise DataError(self.path, str(error), line=number) from error
+        self._digest.update(lines)
+        self.kept += len(lines)
