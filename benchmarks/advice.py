@@ -22,18 +22,17 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import Event, read_events
-from sortedrl.meter import measure
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PassSettings, Saving, TrainSettings
+from sortedrl.core.events import Event, read_events
+from sortedrl.core.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.advice.observed import observed_answers
 from sortedrl.report.advice.simulation import fitted_run, simulated
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
-from sortedrl.training.optimisation import Optimisation
-from sortedrl.training.saving import Saving
-from sortedrl.training.settings import PassSettings, TrainSettings
 
 REWARD = '''"""Any reward will do."""
 

@@ -26,21 +26,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sortedrl.buffer import Buffer
-from sortedrl.clock import WallClock
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.recipe import SimulatedRecipe
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
-from sortedrl.engines.simulated import SimulatedPrompts, SimulatedScorer
-from sortedrl.events import Event
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.prompts import open_group
-from sortedrl.protocols import Engine
+from sortedrl.cluster.worker import SimulatedRecipe
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.clock import WallClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Event
+from sortedrl.core.loop import Loop
+from sortedrl.core.protocols import Engine
+from sortedrl.core.recorder import Journal
+from sortedrl.simulate.engine import SimulatedPrompts, SimulatedScorer
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.training.cluster import Cluster
 from sortedrl.types import TrainBatch, Weights
 
 _EVENTS = ("start", "finish", "interrupt")

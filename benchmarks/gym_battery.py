@@ -24,7 +24,7 @@ from typing import Any
 
 import tyro
 
-from sortedrl.data.row import Row
+from sortedrl.data.rows import Row
 from sortedrl.rewards.gym import gym_reward, unpacked
 from sortedrl.rewards.gym_rules import RULES
 from sortedrl.tasks.gym import GymSettings, gym_rows

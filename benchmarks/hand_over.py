@@ -29,11 +29,11 @@ import torch
 
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.fleet import Fleet
-from sortedrl.cluster.hand_over import HandOver
 from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.recipe import SimulatedRecipe
+from sortedrl.cluster.weight_sync import HandOver
+from sortedrl.cluster.worker import SimulatedRecipe
+from sortedrl.config.cluster import Cluster, HandOverWay
 from sortedrl.engines.pool import Member
-from sortedrl.training.cluster import Cluster, HandOverWay
 from sortedrl.types import Weights
 
 _MEGABYTE = 1 << 20

@@ -42,12 +42,12 @@ from statistics import median
 
 from rich.console import Console, ConsoleDimensions
 
-from sortedrl.compare import simulate
-from sortedrl.events import Event, Finish, Harvest
-from sortedrl.meter import Meter
+from sortedrl.core.events import Event, Finish, Harvest
+from sortedrl.core.logs import read_metrics
+from sortedrl.core.meter import Meter
 from sortedrl.report.live.view import LiveView, Source
-from sortedrl.run_log import read_metrics
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 WIDTH, HEIGHT = 100, 30
 FRAMES_PER_SECOND = 2
@@ -57,7 +57,7 @@ EVENTS_PER_FRAME = 50
 ACCOUNTED = """
 import json, sys, time
 from pathlib import Path
-from sortedrl.cli import main
+from sortedrl.cli.main import main
 from sortedrl.report.live.view import LiveView
 
 spent = dict.fromkeys(("__call__", "updated", "advance", "refresh"), 0.0)

@@ -20,11 +20,11 @@ from statistics import median
 
 from playwright.sync_api import Page, sync_playwright
 
-from sortedrl.compare import simulate
-from sortedrl.events import EventFile
+from sortedrl.core.events import EventFile
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import read_run
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 GAPS = """
 () => new Promise((done) => {

@@ -26,11 +26,11 @@ import torch
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sortedrl.config.train import RewardSettings
 from sortedrl.engines.generation import fresh_trajectories
 from sortedrl.engines.native import NativeEngine
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import RewardSource, load
+from sortedrl.rewards.functions import RewardSource, load
+from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt, Trajectory
 
 HERE = str(Path(__file__).resolve())

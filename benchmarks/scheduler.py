@@ -19,12 +19,11 @@ import time
 import tracemalloc
 from dataclasses import dataclass, replace
 
-from sortedrl.buffer import Buffer, Feed
-from sortedrl.compare import simulate
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
-from sortedrl.prompts import open_group
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer, Feed, open_group
+from sortedrl.core.controller import Controller
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 from sortedrl.types import Prompt, Segment, Trajectory
 
 SLOTS = 128

@@ -24,14 +24,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from sortedrl.compare import row, simulate
-from sortedrl.config import EngineSettings, Schedule, StrategyName
+from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
 from sortedrl.report.charts.axes import Panel
 from sortedrl.report.charts.curves import Series
 from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
-from sortedrl.simulate.pool_settings import Broadcast, PoolSettings
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation
 
 Row = dict[str, Any]
 """What one run gave, by name."""

@@ -27,24 +27,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_peers.models import SHAPES, load, token_bytes
-from sortedrl.buffer import Buffer
-from sortedrl.clock import WallClock
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
-from sortedrl.engines.simulated import SimulatedScorer
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import Meter
-from sortedrl.metrics import Metrics
-from sortedrl.randomness import mix
+from sortedrl.config.schedule import Schedule
+from sortedrl.config.spec import options_from
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import WallClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import Metrics
+from sortedrl.core.randomness import mix
+from sortedrl.core.recorder import Journal
+from sortedrl.simulate.engine import SimulatedScorer
 from sortedrl.simulate.lengths import Lengths, LengthSettings
-from sortedrl.tasks.spec import options_from
 from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sortedrl.engines.guest import RolloutEngine
+    from sortedrl.engines.generation import RolloutEngine
 
 _CONTEXT_SPARE = 64
 
@@ -160,7 +160,7 @@ def opened_engine(
 ) -> Iterator[RolloutEngine]:
     """An engine with the model, closed afterwards."""
     from sortedrl.engines.native import NativeEngine
-    from sortedrl.engines.streamed.engine import StreamedEngine
+    from sortedrl.engines.streaming.engine import StreamedEngine
 
     context = world.prompt_tokens + world.max_tokens
     cache = (world.slots + 1) * (context + _CONTEXT_SPARE) * token_bytes(model)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
-    from sortedrl.training.packing import TokenSequence
+    from sortedrl.training.batch import TokenSequence
 
 ModelName = Literal["small", "smollm2-135m", "qwen2.5-0.5b"]
 
@@ -150,7 +150,7 @@ def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
 def draw(settings: Settings, *, vocabulary: int) -> list[TokenSequence]:
     """Trajectories of long-tailed lengths, the same for the same seed."""
     from engine_peers.drawing import long_tail
-    from sortedrl.training.packing import TokenSequence
+    from sortedrl.training.batch import TokenSequence
 
     source = Random(settings.seed)
     lengths = long_tail(
@@ -185,8 +185,8 @@ def packed_way(
     """Ours."""
     import torch
 
+    from sortedrl.training.batch import packs
     from sortedrl.training.forward import PackedModel
-    from sortedrl.training.packing import packs
 
     packed = PackedModel(model, is_compiled=model.device.type == "cuda")
     weights = advantages(sequences)

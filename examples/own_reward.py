@@ -3,9 +3,9 @@
 The function is plain Python. Worker processes import it from this file and run it with limits.
 """
 
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import source_of
+from sortedrl.config.train import RewardSettings
+from sortedrl.rewards.functions import source_of
+from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt
 
 

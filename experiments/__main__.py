@@ -22,11 +22,11 @@ from experiments.pieces import (
 from experiments.record import Results
 from experiments.settings import assigned, merged
 from experiments.tables import TABLES
-from sortedrl.arguments import parse
-from sortedrl.config import require
+from sortedrl.cli.arguments import parse
+from sortedrl.config.schedule import require
+from sortedrl.core.files import read_toml
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name
-from sortedrl.terminal import tell
-from sortedrl.toml_file import read_toml
+from sortedrl.report.terminal import tell
 
 HELP = """Measure a table of docs/results.md, piece by piece.
 

@@ -19,12 +19,12 @@ from experiments.learning import Arm
 from experiments.pieces import ROOT, Piece, Trial
 from experiments.record import Record, Results
 from experiments.settings import merged
-from sortedrl.compare import Outcome, row, simulate
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import Value, read_metrics
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
-from sortedrl.run_log import Value, read_metrics
+from sortedrl.simulate.compare import Outcome, row, simulate
 from sortedrl.simulate.settings import Simulation
-from sortedrl.toml_file import read_toml
 
 __all__ = [
     "Run",

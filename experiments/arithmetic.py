@@ -27,11 +27,11 @@ from pathlib import Path
 from string import ascii_letters
 from typing import Literal, get_args
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
+from sortedrl.core.files import write_whole
+from sortedrl.core.randomness import mix, uniform
 from sortedrl.errors import unknown_name
-from sortedrl.randomness import mix, uniform
 from sortedrl.types import Prompt
-from sortedrl.whole_file import write_whole
 
 Split = Literal["train", "test"]
 
@@ -194,7 +194,7 @@ class _Arguments:
 def main(arguments: Sequence[str]) -> None:
     """Write rows to a file."""
     # Reward workers import this module too, and have no use for a parser.
-    from sortedrl.arguments import parse
+    from sortedrl.cli.arguments import parse
 
     given = parse(
         _Arguments,

@@ -18,29 +18,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.warm_up import warm_up
-from sortedrl.buffer import Buffer
-from sortedrl.build.evaluation import tokenizer_of
-from sortedrl.clock import WallClock
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PassSettings, TrainSettings
+from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.clock import WallClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Event, EventFile, HandOver, Update
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import Metrics
+from sortedrl.core.randomness import mix, uniform
+from sortedrl.core.recorder import Journal
 from sortedrl.data.stream import PromptStream, TokenizedRow, tokenized
 from sortedrl.engines.native import NativeEngine
-from sortedrl.events import Event, EventFile, HandOver, Update
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import Meter
-from sortedrl.metrics import Metrics
 from sortedrl.models.loading import load_model
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
-from sortedrl.prompts import open_group
-from sortedrl.randomness import mix, uniform
+from sortedrl.runs.build_engine import tokenizer_of
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.tasks.catalogue import open_task
-from sortedrl.training.adapters import trained_parameters
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.optimisation import Optimisation
+from sortedrl.training.lora import trained_parameters
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.settings import PassSettings, TrainSettings
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
 

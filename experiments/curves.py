@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from sortedrl.core.events import read_events
+from sortedrl.core.logs import Value, read_metrics
+from sortedrl.core.meter import measure
+from sortedrl.core.metrics import numbers
 from sortedrl.errors import DataError
-from sortedrl.events import read_events
-from sortedrl.meter import measure
-from sortedrl.metrics import numbers
 from sortedrl.report.record import number
-from sortedrl.run_log import Value, read_metrics
 
 Along = Literal["samples", "trained_tokens", "decoded_tokens", "seconds"]
 """What a score can have taken."""

@@ -8,9 +8,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from experiments.pieces import Piece, Trial
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.metrics import length_bias, numbers
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.metrics import length_bias, numbers
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation

@@ -25,14 +25,14 @@ from experiments.arithmetic import SumSettings, write_rows
 from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Trial
 from experiments.settings import merged
-from sortedrl.arguments import settings_over
+from sortedrl.cli.arguments import settings_over
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import write_whole
+from sortedrl.core.logs import read_metrics
 from sortedrl.errors import DataError
-from sortedrl.run_log import read_metrics
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.start import train, warm_start
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
-from sortedrl.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 from experiments.curves import CurvePoint, points_of
 from experiments.record import Record
+from sortedrl.core.files import write_whole
 from sortedrl.report.charts.curves import curves_svg
 from sortedrl.report.series import Line, SeedGroup, seed_series
-from sortedrl.whole_file import write_whole
 
 BASELINE = "sync"
 """The arm that the others are compared with."""

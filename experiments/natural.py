@@ -15,8 +15,8 @@ from experiments.efficiency import measured_arm, opener, piece_name, schedule_of
 from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Trial
 from experiments.record import Record
-from sortedrl.config import Schedule
-from sortedrl.metrics import length_bias
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.metrics import length_bias
 
 if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld

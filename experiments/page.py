@@ -21,8 +21,8 @@ from experiments import (
 )
 from experiments.pieces import ROOT
 from experiments.record import Record, Results
-from sortedrl.arguments import parse
-from sortedrl.terminal import tell, write_text
+from sortedrl.cli.arguments import parse
+from sortedrl.report.terminal import tell, write_text
 
 HELP = """Write docs/results.md from the results.
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.pieces import ROOT, Piece, Trial
-from sortedrl.arguments import settings_over
-from sortedrl.plan.page import RunPlan
-from sortedrl.runs.dry_run import Expected, planned_run
-from sortedrl.terminal import tell
-from sortedrl.toml_file import read_toml
-from sortedrl.training.settings import TrainSettings
+from sortedrl.cli.arguments import settings_over
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import read_toml
+from sortedrl.report.terminal import tell
+from sortedrl.runs.plan.dry_run import Expected, planned_run
+from sortedrl.runs.plan.page import RunPlan
 
 FOLDER = ROOT / "experiments" / "paper"
 _SECONDS = 5.0

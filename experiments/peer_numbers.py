@@ -10,9 +10,9 @@ from typing import Any
 from experiments.curves import ALONG, curve, mean_score, reached
 from experiments.learning_rows import Cell
 from experiments.record import Record
-from sortedrl.config import require
+from sortedrl.config.schedule import require
+from sortedrl.core.logs import Value
 from sortedrl.errors import DataError
-from sortedrl.run_log import Value
 
 
 def curve_numbers(folder: Path, *, targets: Sequence[float]) -> dict[str, Any]:

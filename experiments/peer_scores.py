@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from experiments.peer_job import Job
 from experiments.peer_numbers import number
-from sortedrl.config import require
-from sortedrl.run_log import MetricsFile, read_metrics
+from sortedrl.config.schedule import require
+from sortedrl.core.logs import MetricsFile, read_metrics
 
 if TYPE_CHECKING:
-    from sortedrl.runs.evaluating import Scores
-    from sortedrl.training.settings import TrainSettings
+    from sortedrl.config.train import TrainSettings
+    from sortedrl.runs.evaluation import Scores
 
 _GIB = 1 << 30
 
@@ -44,15 +44,14 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
     """The held-out scores of the model a run begins with (update 0), and of other weights."""
     import torch
 
-    from sortedrl.build.evaluation import tokenizer_of
-    from sortedrl.build.models import trained_model
     from sortedrl.data.stream import tokenized
     from sortedrl.engines.native import NativeEngine
     from sortedrl.engines.native.weights import read_safetensors
     from sortedrl.evaluation.runner import Question
-    from sortedrl.rewards.pool import RewardPool
-    from sortedrl.runs.evaluating import Evaluator
-    from sortedrl.runs.tasks import training_tasks
+    from sortedrl.rewards.pool.pool import RewardPool
+    from sortedrl.runs.build_engine import tokenizer_of
+    from sortedrl.runs.build_training import trained_model
+    from sortedrl.runs.evaluation import Evaluator, training_tasks
     from sortedrl.types import Weights
 
     if settings.threads is not None:

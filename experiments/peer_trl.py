@@ -37,10 +37,10 @@ from transformers import (
 )
 
 from experiments.peer_job import AskedRow, Job, read_rows
-from sortedrl.clock import WallClock
-from sortedrl.rewards.score import checked_score
-from sortedrl.rewards.source import RewardSource, load
-from sortedrl.run_log import MetricsFile
+from sortedrl.core.clock import WallClock
+from sortedrl.core.logs import MetricsFile
+from sortedrl.rewards.functions import RewardSource, load
+from sortedrl.rewards.pool.score import checked_score
 from sortedrl.types import Prompt
 
 _LIBRARIES = ("trl", "transformers", "torch", "accelerate", "vllm")

@@ -16,11 +16,11 @@ from experiments.efficiency import simulation_of
 from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Trial
 from experiments.record import Record
-from sortedrl.compare import simulate
+from sortedrl.core.events import read_events
+from sortedrl.core.metrics import numbers
 from sortedrl.errors import DataError
-from sortedrl.events import read_events
-from sortedrl.metrics import numbers
 from sortedrl.report.advice.observed import observed_answers
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.fit import fit
 
 _SECONDS = 10.0

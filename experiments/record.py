@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sortedrl.core.files import write_whole
 from sortedrl.errors import DataError
-from sortedrl.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

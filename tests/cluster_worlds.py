@@ -108,9 +108,9 @@ def cut_off_a_host():
     from native_worlds import fresh_all
     from sortedrl.cluster.connection import connected
     from sortedrl.cluster.placement import Placement, blueprint
-    from sortedrl.cluster.recipe import SimulatedRecipe
+    from sortedrl.cluster.worker import SimulatedRecipe
+    from sortedrl.config.cluster import Cluster
     from sortedrl.simulate.lengths import LengthSettings
-    from sortedrl.training.cluster import Cluster
     from sortedrl.types import Weights
 
     room = {"num_cpus": 1, "object_store_memory": 100 << 20}

@@ -3,7 +3,7 @@
 import math
 from random import Random
 
-from sortedrl.evaluation.answers import Answer, Evaluation
+from sortedrl.evaluation.statistics import Answer, Evaluation
 
 
 def answer(prompt_id=0, sample_index=0, **changes) -> Answer:

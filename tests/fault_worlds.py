@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from sortedrl.events import Update, read_events
-from sortedrl.meter import measure
+from sortedrl.core.events import Update, read_events
+from sortedrl.core.logs import read_metrics
+from sortedrl.core.meter import measure
 from sortedrl.models.loading import load_model
-from sortedrl.run_log import read_metrics
 
 ROWS = 96
 PATIENCE_SECONDS = 200

@@ -6,13 +6,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sortedrl.cluster.recipe import SimulatedRecipe
-from sortedrl.cluster.weight_source import LocalSource, WayFailed
+from sortedrl.cluster.weight_transport import LocalSource, WayFailed
+from sortedrl.cluster.worker import SimulatedRecipe
 
 
 def digest(tensors):
     """Names, dtypes, shapes and bits of tensors."""
-    from sortedrl.cluster.buckets import as_bytes
+    from sortedrl.cluster.broadcast import as_bytes
 
     return {
         name: [

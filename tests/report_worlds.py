@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 from hypothesis import strategies as st
 
-from sortedrl.compare import simulate
-from sortedrl.config import Schedule
+from sortedrl.config.schedule import Schedule
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 NASTY = (
     "</style></script><script>window.hacked = 1</script><!-- <img src=x onerror='window.hacked=2'> "

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from sortedrl.run_log import read_metrics
+from sortedrl.core.logs import read_metrics
 from sortedrl.training.checkpoint import verify
 
 TASK = "knights_knaves:people=2-3,count=24,style=compact"
@@ -152,7 +152,7 @@ def later_wins(*words):
 
 def said(capsys, words, *, code=0):
     """Run a command here, which must end with this code; gives what it said on both streams."""
-    from sortedrl.cli import main
+    from sortedrl.cli.main import main
 
     try:
         found = main([str(word) for word in words])
@@ -330,7 +330,7 @@ def _serve():
 
 
 def _become(words, folder, log, file_bytes):
-    from sortedrl.cli import main
+    from sortedrl.cli.main import main
 
     os.chdir(folder)
     for number, suffix in ((1, ".out"), (2, ".err")):

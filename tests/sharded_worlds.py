@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from native_worlds import tiny_model
+from sortedrl.config.train import TrainSettings
 from sortedrl.errors import CheckpointError, TrainingError
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.sharded.checkpoint import (
+from sortedrl.training.fsdp.checkpoint import (
     read_full,
     read_sharded,
     write_full,
     write_sharded,
 )
-from sortedrl.training.sharded.ranks import open_ranks
-from sortedrl.training.sharded.trainer import sharded_trainer
-from sortedrl.training.sharded.weights import rows_of
+from sortedrl.training.fsdp.model import rows_of
+from sortedrl.training.fsdp.ranks import open_ranks
+from sortedrl.training.fsdp.trainer import sharded_trainer
 from sortedrl.types import TrainBatch
 from training_worlds import trainer_of, written
 

@@ -8,9 +8,9 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from sortedrl.engines.streamed.backend import Limits, Piece
+from sortedrl.core.randomness import mix
+from sortedrl.engines.streaming.backend import Limits, Piece
 from sortedrl.errors import EngineLost
-from sortedrl.randomness import mix
 from sortedrl.types import Prompt, Trajectory
 
 STOP = 0

@@ -14,9 +14,9 @@ from experiments.ablations import Run, fitted, learning_trial, pieces, runs, sim
 from experiments.learning import Arm, train_settings, warm_settings
 from experiments.pieces import ROOT, Deadline, Trial, run_in_turn
 from experiments.record import Record, Results
-from sortedrl.compare import simulate
+from sortedrl.core.files import read_toml
 from sortedrl.errors import DataError
-from sortedrl.toml_file import read_toml
+from sortedrl.simulate.compare import simulate
 
 SETTINGS = read_toml(ROOT / "experiments" / "ablations.toml")
 KNOWN = {

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.answer_log import AnswerFile, LoggedAnswer, read_answers
+from sortedrl.core.logs import AnswerFile, LoggedAnswer, read_answers
 from sortedrl.errors import DataError
-from sortedrl.runs.answers import logged, spread
+from sortedrl.runs.training import logged, spread
 from sortedrl.types import Prompt, Segment, TrainBatch
 from worlds import done, fresh
 

@@ -18,13 +18,13 @@ from browser import (
     set_width,
 )
 from report_worlds import NASTY, SHOWN
-from sortedrl.answer_log import LoggedAnswer
-from sortedrl.compare import simulate
-from sortedrl.events import Score, Scored, Update
-from sortedrl.meter import measure
+from sortedrl.core.events import Score, Scored, Update
+from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.meter import measure
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 OPENING_BUDGET_SECONDS = 10
 """For a page of 100,000 answers, on a slow and busy machine."""

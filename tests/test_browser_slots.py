@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 
 from browser import NARROW, WIDE, is_too_wide, keep_screenshot, open_text, set_scheme, set_width
-from sortedrl.compare import simulate
 from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import asset, data_script, page
 from sortedrl.report.page import SCRIPTS
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.sections.slots import slots_data, slots_section
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 MOST_BARS = 15_000
 """Bars up to which slots.js draws each of them."""

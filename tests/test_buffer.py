@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer, Feed
+from sortedrl.core.buffer import Buffer, Feed
 from sortedrl.errors import BufferStateError
 from worlds import done, fresh, written
 

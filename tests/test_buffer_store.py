@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer, BufferState, Feed
-from sortedrl.buffer_store import load_buffer, save_buffer
+from sortedrl.core.buffer import Buffer, BufferState, Feed
+from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.errors import BufferFileError
 from sortedrl.types import Prompt, Segment, Trajectory
 

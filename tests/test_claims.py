@@ -3,8 +3,8 @@
 import pytest
 
 import sortedrl
-from sortedrl.compare import row, simulate, variants
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import row, simulate, variants
+from sortedrl.simulate.settings import PRESETS
 
 
 @pytest.fixture(scope="module")

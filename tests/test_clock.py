@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.clock import VirtualClock, WallClock
+from sortedrl.core.clock import VirtualClock, WallClock
 
 
 def test_a_wall_clock_starts_near_zero_and_never_goes_back():

@@ -17,33 +17,30 @@ import torch
 
 from cluster_worlds import BreakingRecipe, ImpossibleRecipe, LawfulRecipe, TinyRecipe
 from native_worlds import answer, fresh_all, roll_out, tiny_model, trained_a_little
-from sortedrl.buffer import Buffer
-from sortedrl.clock import VirtualClock
-from sortedrl.cluster.check import NodeReport, check
+from sortedrl.cli.cluster import _from_file as from_file
+from sortedrl.cluster.check import NodeReport, check, machine
 from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.elastic import ElasticEngine
-from sortedrl.cluster.fleet import Fleet
+from sortedrl.cluster.fleet import ElasticEngine, Fleet
 from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.probe import machine
-from sortedrl.cluster.recipe import SimulatedRecipe
 from sortedrl.cluster.remote_engine import Twins
-from sortedrl.cluster.worker_log import LogFolder
-from sortedrl.commands.cluster import _from_file as from_file
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
+from sortedrl.cluster.worker import LogFolder, SimulatedRecipe
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import measure
+from sortedrl.core.randomness import mix
+from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.pool.member import Terms
-from sortedrl.engines.simulated import SimulatedPrompts, SimulatedTrainer
+from sortedrl.engines.pool.members import Terms
 from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost, RequestError
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import measure
-from sortedrl.randomness import mix
 from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.training.cluster import Cluster
 from sortedrl.types import Weights
 from worlds import CountingScorer
 
@@ -205,7 +202,7 @@ def test_two_workers_write_what_one_engine_writes_to_the_bit(open_fleet):
 
 
 def test_tensors_of_every_kind_arrive_as_they_were():
-    from sortedrl.cluster.buckets import buckets, num_bytes, unpacked
+    from sortedrl.cluster.broadcast import buckets, num_bytes, unpacked
 
     tensors = {
         "half": torch.randn(3, 5).bfloat16(),
@@ -436,7 +433,7 @@ def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_p
 def test_the_log_of_a_worker_that_does_not_see_the_folder_is_brought_over(tmp_path):
     code = (
         "import os; from pathlib import Path\n"
-        "from sortedrl.cluster.worker_log import LogFolder, WorkerLog\n"
+        "from sortedrl.cluster.worker import LogFolder, WorkerLog\n"
         f"folder = LogFolder(folder=Path({str(tmp_path / 'nowhere')!r}), mark='.controller')\n"
         "out = os.dup(1)\n"
         "log = WorkerLog('rollout-7', folder)\n"
@@ -549,7 +546,7 @@ def test_many_workers_speak_less_often():
 
 def test_the_settings_and_the_help_need_neither_ray_nor_torch():
     code = (
-        "import sys; import sortedrl.commands.cluster; "
+        "import sys; import sortedrl.cli.cluster; "
         "assert not {'ray', 'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -558,7 +555,7 @@ def test_the_settings_and_the_help_need_neither_ray_nor_torch():
 def test_an_address_where_no_ray_is_is_refused_at_once():
     code = (
         "from sortedrl.cluster.connection import connected\n"
-        "from sortedrl.training.cluster import Cluster\n"
+        "from sortedrl.config.cluster import Cluster\n"
         "with connected(Cluster(rollout_workers=1, address='127.0.0.1:9'), tell=print): pass\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

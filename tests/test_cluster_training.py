@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from sortedrl.cluster.remote_trainer import RemoteTrainer
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import read_events
-from sortedrl.meter import measure
-from sortedrl.run_log import read_metrics
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import Saving, TrainSettings
+from sortedrl.core.events import read_events
+from sortedrl.core.logs import read_metrics
+from sortedrl.core.meter import measure
 from sortedrl.runs.start import train
-from sortedrl.training.cluster import Cluster
-from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.run_trainer import LocalTrainer
-from sortedrl.training.saving import Saving
-from sortedrl.training.settings import TrainSettings
 
 pytestmark = [
     pytest.mark.slow,
@@ -88,7 +87,7 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
     assert ending.updates == len(given) >= 4
 
     # One process is given these answers, and nothing else of that run.
-    from sortedrl.build.training import _trainer
+    from sortedrl.runs.build_training import _trainer
 
     alone = _trainer(ALONE, num_rows=96, saved=None, cluster=None)
     for batch in given:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sortedrl.cli import main
-from sortedrl.events import Update, read_events
-from sortedrl.run_log import read_metrics
-from sortedrl.toml_file import read_toml
+from sortedrl.cli.main import main
+from sortedrl.core.events import Update, read_events
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import read_metrics
 
 SMALL = ("--warm-steps", "4", "--answers", "24", "--held-out", "8")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cli import main
-from sortedrl.commands import engines
-from sortedrl.engines import installed, versions
+from sortedrl.cli import engines
+from sortedrl.cli.main import main
+from sortedrl.engines import installed
+from sortedrl.engines import installed as versions
 from sortedrl.engines.installed import Device
-from sortedrl.engines.self_test.verdict import Verdict
+from sortedrl.engines.self_test.process import Verdict
 
 PASSED = Verdict(
     reason=None, seconds=31.4, slots=4, largest_gap=7.6e-6, tokens_per_second=1234.5, name="mine"
@@ -107,7 +108,7 @@ def test_the_bare_package_lists_too_and_says_what_is_missing():
         "    if name in absent: raise importlib.metadata.PackageNotFoundError(name)\n"
         "    return known(name)\n"
         "importlib.metadata.version = version\n"
-        "from sortedrl.cli import main\n"
+        "from sortedrl.cli.main import main\n"
         "sys.exit(main(['engines', '--urls', 'http://localhost:1', *sys.argv[1:]]))"
     )
 

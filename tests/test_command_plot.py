@@ -7,12 +7,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sortedrl.commands import plot
-from sortedrl.compare import simulate
+from sortedrl.cli import plot
+from sortedrl.core.events import EventFile, Score, Scored, Start, Update, read_events
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import EventFile, Score, Scored, Start, Update, read_events
 from sortedrl.report import pictures
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIX = PRESETS["picture"]()

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.cli import main
-from sortedrl.compare import simulate
+from sortedrl.cli.main import main
+from sortedrl.core.events import EventFile
+from sortedrl.core.meter import measure
+from sortedrl.core.metrics import numbers
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import EventFile
-from sortedrl.meter import measure
-from sortedrl.metrics import numbers
 from sortedrl.report.record import read_run, read_runs, run_names
-from sortedrl.simulate.presets import six
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import six
 
 
 def write_run(folder, *, config="seed = 1\n"):
@@ -87,7 +87,7 @@ def test_settings_that_are_not_toml_are_named(tmp_path):
 def test_the_views_need_no_torch(tmp_path):
     write_run(tmp_path / "logic")
     program = (
-        "import sys; from sortedrl.cli import main; "
+        "import sys; from sortedrl.cli.main import main; "
         "assert main(['report', 'logic']) == 0; assert main(['trace', 'logic']) == 0; "
         "assert main(['plot', 'bubble', 'logic', '--out', 'b.svg']) == 0; "
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"

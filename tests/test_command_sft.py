@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from run_worlds import Nursery, later_wins, run_words, said, weights, write_world
-from sortedrl.arguments import settings_over
+from sortedrl.cli.arguments import settings_over
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import read_metrics
 from sortedrl.models.loading import load_tokenizer
-from sortedrl.run_log import read_metrics
-from sortedrl.toml_file import read_toml
-from sortedrl.training.supervision import SupervisedSettings
 
 MODEL = "tiny:hidden=32,layers=1,heads=2,context=256"
 PUZZLES = "knights_knaves:people=2-3,count=64,style=compact"

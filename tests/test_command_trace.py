@@ -3,11 +3,11 @@ import json
 
 import pytest
 
-from sortedrl.commands import trace
-from sortedrl.compare import simulate
+from sortedrl.cli import trace
+from sortedrl.core.events import EventFile
 from sortedrl.errors import DataError
-from sortedrl.events import EventFile
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights, write_world
 from sortedrl.models.loading import load_model
 from sortedrl.runs import opening
+from sortedrl.training.batch import TokenSequence
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.packing import TokenSequence
 
 HELD_OUT = "knights_knaves:people=2-3,count=8,style=compact,split=test"
 SEQUENCES = [TokenSequence([65, 58, 49], [70, 71, 72, 90]), TokenSequence([80], [81, 82])]

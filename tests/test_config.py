@@ -1,6 +1,6 @@
 import pytest
 
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer, Feed
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
-from sortedrl.strategies import Plan
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer, Feed
+from sortedrl.core.controller import Controller
+from sortedrl.core.strategies import Plan
 from worlds import done, fresh, schedules
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.data.files import read_records
-from sortedrl.data.hub import read_hub
+from sortedrl.data.rows import read_hub, read_records
 from sortedrl.errors import DataError
 
 VALUES = st.recursive(

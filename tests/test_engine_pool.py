@@ -17,18 +17,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer
-from sortedrl.clock import VirtualClock
-from sortedrl.controller import Controller
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import measure
+from sortedrl.core.randomness import mix
+from sortedrl.core.recorder import Journal
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.simulated import SimulatedPrompts, SimulatedTrainer
 from sortedrl.errors import ConfigError, EngineError, EngineLost, RequestError
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import measure
-from sortedrl.randomness import mix
 from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
 from sortedrl.types import Prompt, Segment, Step, Trajectory, Weights
 from worlds import CountingScorer, schedules
 

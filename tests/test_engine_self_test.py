@@ -12,13 +12,23 @@ import pytest
 import torch
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.self_test.checks import MAX_TOKENS, check, check_as_it_is
-from sortedrl.engines.self_test.models import made_pair, write_model
-from sortedrl.engines.self_test.opening import opened
-from sortedrl.engines.self_test.process import STAGE, server_self_test, watched
-from sortedrl.engines.self_test.rollout import SelfTestFailed
-from sortedrl.engines.self_test.served import served_vocabulary
-from sortedrl.engines.self_test.verdict import Verdict, from_line, to_line
+from sortedrl.engines.self_test.checks import (
+    MAX_TOKENS,
+    SelfTestFailed,
+    check,
+    check_as_it_is,
+    made_pair,
+    write_model,
+)
+from sortedrl.engines.self_test.opening import opened, served_vocabulary
+from sortedrl.engines.self_test.process import (
+    STAGE,
+    Verdict,
+    from_line,
+    server_self_test,
+    to_line,
+    watched,
+)
 from sortedrl.errors import EngineError
 from sortedrl.types import Segment, Weights
 

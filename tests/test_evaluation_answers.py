@@ -2,7 +2,7 @@ import pytest
 
 from evaluation_worlds import answer, verdicts
 from sortedrl.errors import DataError
-from sortedrl.evaluation.answers import Asked, Evaluation, by_prompt, in_order
+from sortedrl.evaluation.statistics import Asked, Evaluation, by_prompt, in_order
 
 
 def test_answers_are_grouped_in_the_order_of_prompts_and_samples_whatever_their_own():

@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 
 from evaluation_worlds import answer, chances, sampled, shifted, verdicts
 from sortedrl.errors import DataError
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.answers import Evaluation
+from sortedrl.evaluation import statistics as intervals
 from sortedrl.evaluation.comparison import compare
+from sortedrl.evaluation.statistics import Evaluation
 
 
 @pytest.fixture(autouse=True)

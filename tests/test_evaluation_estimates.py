@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from evaluation_worlds import answer, verdicts
 from sortedrl.errors import DataError
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.answers import Asked, Evaluation
-from sortedrl.evaluation.estimates import pass_at, pass_sizes, summarise
+from sortedrl.evaluation import statistics as intervals
+from sortedrl.evaluation.statistics import Asked, Evaluation, pass_at, pass_sizes, summarise
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation_worlds import chances, sampled
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.intervals import (
+from sortedrl.evaluation import statistics as intervals
+from sortedrl.evaluation.statistics import (
     difference_draws,
     estimate,
     mean_draws,

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from evaluation_worlds import answer
 from sortedrl.errors import DataError
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.answers import Answer, Asked
-from sortedrl.evaluation.estimates import summarise
+from sortedrl.evaluation import statistics as intervals
 from sortedrl.evaluation.results import SAMPLES, SUMMARY, ResultsWriter, read_results
+from sortedrl.evaluation.statistics import Answer, Asked, summarise
 
 ASKED = {"sums": Asked(prompts=3, samples=2)}
 SETTINGS = {"temperature": 0.6, "seed": 0}

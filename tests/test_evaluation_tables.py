@@ -3,10 +3,9 @@ import json
 import pytest
 
 from evaluation_worlds import verdicts
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.answers import Evaluation
+from sortedrl.evaluation import statistics as intervals
 from sortedrl.evaluation.comparison import compare
-from sortedrl.evaluation.estimates import summarise
+from sortedrl.evaluation.statistics import Evaluation, summarise
 from sortedrl.evaluation.tables import (
     comparison_rows,
     comparison_table,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.errors import DataError
-from sortedrl.events import (
+from sortedrl.core.events import (
     Begin,
     End,
     EventFile,
@@ -23,10 +22,11 @@ from sortedrl.events import (
     read_events,
     to_json,
 )
-from sortedrl.meter import measure
+from sortedrl.core.meter import measure
+from sortedrl.errors import DataError
 from sortedrl.report.lanes import lanes
 from sortedrl.report.ticks import story
-from sortedrl.simulate.presets import six
+from sortedrl.simulate.settings import six
 from worlds import run, simulations
 
 BEGIN = Begin(seconds=0.0, schedule="sorted/partial", slots=2, seed=0)

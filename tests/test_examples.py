@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
-from sortedrl.arguments import settings_over
-from sortedrl.cli import main
-from sortedrl.run_log import read_metrics
-from sortedrl.toml_file import read_toml
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.cli.arguments import settings_over
+from sortedrl.cli.main import main
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import read_metrics
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

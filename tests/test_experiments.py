@@ -14,8 +14,8 @@ from experiments.page import page
 from experiments.pieces import Deadline, Piece, Trial, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
+from sortedrl.core.files import read_toml
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.toml_file import read_toml
 
 ROOT = Path(__file__).parent.parent
 SMALLEST = (

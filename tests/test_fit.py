@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.compare import simulate
 from sortedrl.errors import DataError
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.settings import PRESETS
 
 small = replace(PRESETS["paper"](), groups=1)
 

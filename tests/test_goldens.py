@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.compare import simulate
-from sortedrl.events import read_events, to_json
-from sortedrl.meter import measure
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.core.events import read_events, to_json
+from sortedrl.core.meter import measure
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 GOLDENS = Path(__file__).parent / "goldens"
 SIX = PRESETS["six"]()

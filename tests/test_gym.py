@@ -29,7 +29,7 @@ from sortedrl.rewards.gym_formulas import (
     is_product,
 )
 from sortedrl.rewards.gym_rules import RULES
-from sortedrl.rewards.score import NoScoreError, checked_score
+from sortedrl.rewards.pool.score import NoScoreError, checked_score
 from sortedrl.tasks.gym import INSTRUCTION, GymSettings, gym_rows
 from sortedrl.types import Prompt
 

@@ -18,14 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_over_worlds import KeepingRecipe, Source, digest
-from sortedrl.cluster.bridge import MeetingPlace, Receiver, Sender
-from sortedrl.cluster.buckets import parts
+from sortedrl.cluster.broadcast import Buffer, MeetingPlace, Receiver, Sender, parts
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.flat import Buffer
 from sortedrl.cluster.fleet import Fleet
-from sortedrl.cluster.hand_over import HandOvers, Loading
 from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.weight_source import (
+from sortedrl.cluster.weight_sync import HandOvers, Loading
+from sortedrl.cluster.weight_transport import (
     LocalSource,
     Meeting,
     WayFailed,
@@ -33,8 +31,8 @@ from sortedrl.cluster.weight_source import (
     read_weights,
     write_weights,
 )
+from sortedrl.config.cluster import Cluster
 from sortedrl.errors import ConfigError, EngineError, ModelError, TrainingError
-from sortedrl.training.cluster import Cluster
 from sortedrl.types import Weights
 
 TWO = Cluster(

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.canonical import canonical_key, split_of
-from sortedrl.tasks.knights.puzzle import Claim, Compound, Puzzle, parse_puzzle
+from sortedrl.tasks.knights.puzzle import (
+    Claim,
+    Compound,
+    Puzzle,
+    canonical_key,
+    parse_puzzle,
+    split_of,
+)
 from test_knights_puzzle import puzzles
 
 

@@ -6,10 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.canonical import canonical_key, split_of
 from sortedrl.tasks.knights.generator import FORMS, Shape, generate
-from sortedrl.tasks.knights.puzzle import Claim, Compound, Puzzle, depth, holds
-from sortedrl.tasks.knights.solver import solutions
+from sortedrl.tasks.knights.puzzle import (
+    Claim,
+    Compound,
+    Puzzle,
+    canonical_key,
+    depth,
+    holds,
+    solutions,
+    split_of,
+)
 from test_knights_canonical import brute_force_key
 from test_knights_solver import brute_force
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.canonical import canonical_key
 from sortedrl.tasks.knights.compact import read_answer, read_prompt
-from sortedrl.tasks.knights.puzzle import parse_puzzle
+from sortedrl.tasks.knights.puzzle import canonical_key, parse_puzzle
 from sortedrl.tasks.knights.reading import read_puzzle
 from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
 from test_knights_compact import check as check_compact

@@ -5,13 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.tasks.knights.puzzle import Claim, Puzzle, holds, parse_puzzle
-from sortedrl.tasks.knights.solver import (
+from sortedrl.tasks.knights.puzzle import (
+    Claim,
+    Puzzle,
     assignment,
     everything,
+    holds,
     knight_sets,
     members,
     number_of,
+    parse_puzzle,
     solutions,
     truth_set,
 )

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sortedrl.tasks.knights.cast import Roles, draw_names
 from sortedrl.tasks.knights.generator import Shape, generate
 from sortedrl.tasks.knights.puzzle import parse_puzzle
 from sortedrl.tasks.knights.reading import read_statement
-from sortedrl.tasks.knights.traces import trace
-from sortedrl.tasks.knights.wording import answer_text
+from sortedrl.tasks.knights.wording import Roles, answer_text, draw_names, trace
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
 

@@ -15,16 +15,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from sortedrl.buffer import Buffer, Feed
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
-from sortedrl.engines.simulated import SimulatedPrompts
-from sortedrl.events import from_json, to_json
-from sortedrl.meter import measure
-from sortedrl.prompts import open_group
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.buffer import Buffer, Feed, open_group
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import from_json, to_json
+from sortedrl.core.meter import measure
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.engine import SimulatedPrompts
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.simulate.presets import six
+from sortedrl.simulate.settings import six
 from worlds import (
     MODES,
     STRATEGIES,

@@ -7,19 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from run_worlds import run_words, said
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.cluster import Layout
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.errors import ConfigError
-from sortedrl.models.known_shapes import KNOWN_SHAPES
-from sortedrl.plan.advice import advice
-from sortedrl.plan.cards import CARDS, card_named
-from sortedrl.plan.demand import Demand
-from sortedrl.plan.memory import Parts, planned
-from sortedrl.plan.page import RunPlan, lines
-from sortedrl.plan.prediction import predict
+from sortedrl.models.shape import KNOWN_SHAPES
+from sortedrl.runs.plan.advice import advice
+from sortedrl.runs.plan.cards import CARDS, Demand, card_named
+from sortedrl.runs.plan.memory import Parts, planned
+from sortedrl.runs.plan.page import RunPlan, lines
+from sortedrl.runs.plan.prediction import predict
 from sortedrl.simulate.costs import h100x8_qwen_2_5_32b
-from sortedrl.training.layout import Layout
-from sortedrl.training.rollout import Rollout
-from sortedrl.training.settings import TrainSettings
 
 GIB = 1 << 30
 LLAMA = KNOWN_SHAPES["meta-llama/Llama-3.1-8B"]

@@ -40,8 +40,8 @@ from experiments.learning_rows import (
 )
 from experiments.pieces import ROOT, Trial
 from experiments.record import Record, Results
+from sortedrl.core.files import read_toml, toml_text
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.toml_file import read_toml, toml_text
 from sortedrl.types import Prompt
 
 TABLES = ("learning_logic", "learning_maths")

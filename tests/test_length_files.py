@@ -2,13 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from sortedrl.compare import simulate
+from sortedrl.core.buffer import open_group
+from sortedrl.core.events import EventFile
 from sortedrl.errors import DataError
-from sortedrl.events import EventFile
-from sortedrl.prompts import open_group
-from sortedrl.simulate.length_files import read_lengths
-from sortedrl.simulate.lengths import Lengths, LengthSettings
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.lengths import Lengths, LengthSettings, read_lengths
+from sortedrl.simulate.settings import PRESETS
 from sortedrl.types import Prompt
 
 

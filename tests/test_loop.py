@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer, BufferState
-from sortedrl.build.simulation import simulated_lengths
-from sortedrl.clock import VirtualClock
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.buffer import Buffer, BufferState
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import EventFile, Record, to_json
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import measure
+from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.errors import BufferStateError
-from sortedrl.events import EventFile, Record, to_json
-from sortedrl.journal import Journal, JournalState
-from sortedrl.loop import Loop
-from sortedrl.meter import measure
 from sortedrl.report.lanes import lanes
+from sortedrl.simulate.compare import simulated_lengths
 from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.engine import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.simulate.presets import six
+from sortedrl.simulate.settings import six
 from worlds import (
     MODES,
     STRATEGIES,

@@ -12,8 +12,7 @@ import pytest
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.rewards.maths import math_reward
 from sortedrl.rewards.maths.reading import boxed_answer
-from sortedrl.tasks.maths import INSTRUCTION, MathsSettings, maths_examples, maths_rows
-from sortedrl.tasks.maths_sets import MATHS_SETS
+from sortedrl.tasks.maths import INSTRUCTION, MATHS_SETS, MathsSettings, maths_examples, maths_rows
 from sortedrl.types import Prompt
 
 # For each set: records as its file has them, as the hub has them, and what must come of the first.
@@ -297,7 +296,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(MATHS_SETS))
 def test_without_a_folder_a_set_is_read_by_its_hub_name(name, monkeypatch):
-    from sortedrl.data.files import Record
+    from sortedrl.data.rows import Record
 
     asked = []
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.events import (
+from sortedrl.core.events import (
     Begin,
     Finish,
     HandOver,
@@ -19,10 +19,10 @@ from sortedrl.events import (
     Trained,
     Update,
 )
-from sortedrl.meter import Meter, measure
-from sortedrl.metrics import Figures, Ledger, ks_distance, length_bias
+from sortedrl.core.meter import Meter, measure
+from sortedrl.core.metrics import Figures, Ledger, ks_distance, length_bias
 from sortedrl.simulate.fit import fit
-from sortedrl.simulate.presets import PRESETS, six
+from sortedrl.simulate.settings import PRESETS, six
 from worlds import rescheduled, run
 
 

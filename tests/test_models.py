@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from sortedrl.data.chat import rendered
-from sortedrl.data.row import Row
+from sortedrl.data.rows import Row
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.models.loading import load_model, load_tokenizer

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.config import Schedule
-from sortedrl.modes import Coupled, OnPolicy, Partial, mode_for
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.modes import Coupled, OnPolicy, Partial, mode_for
 from worlds import done, fresh, written
 
 # Two tokens of version 3, three of version 5.

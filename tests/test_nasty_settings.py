@@ -14,16 +14,15 @@ from typing import get_type_hints
 
 import pytest
 
-from sortedrl.arguments import parse, settings_from, settings_over, source_and_flags
-from sortedrl.cli import COMMANDS, main
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.cli.arguments import parse, settings_from, settings_over, source_and_flags
+from sortedrl.cli.main import COMMANDS, main
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.spec import options_from
+from sortedrl.config.train import EvaluationSettings, TrainSettings
+from sortedrl.core.files import toml_text
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.evaluation.settings import EvaluationSettings
 from sortedrl.simulate.settings import Simulation
-from sortedrl.tasks.spec import options_from
-from sortedrl.toml_file import toml_text
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
 
 DOTTED = ("train", "sft")
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**18, 10**400, 0.5, -0.0, 1e308, -1e308, math.nan, math.inf)
@@ -79,7 +78,7 @@ def test_a_file_with_a_nasty_value_is_read_or_refused_in_one_sentence(default):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_flag_with_a_nasty_value_is_taken_or_refused_in_one_sentence(name):
-    kind = import_module(f"sortedrl.commands.{name}").Arguments
+    kind = import_module(f"sortedrl.cli.{name}").Arguments
     positional = {"plot": ["slots", "x"], "data": ["show"], "cluster": ["check"]}.get(name, [])
     positional = positional or {"fit": ["x"], "trace": ["x"], "eval": ["x"]}.get(name, [])
     needed = ["--out", "x.svg"] if name == "plot" else []
@@ -265,7 +264,7 @@ def test_flags_and_words_mean_the_same_in_any_order(capsys, tmp_path):
 
 
 def test_a_source_may_stand_anywhere_and_a_flag_beats_it(tmp_path):
-    kind = import_module("sortedrl.commands.train").Arguments
+    kind = import_module("sortedrl.cli.train").Arguments
     words = ["--schedule.mode", "coupled", "mine.toml", "--resume"]
     assert source_and_flags(kind, words, is_dotted=True) == (
         "mine.toml",
@@ -277,7 +276,7 @@ def test_a_source_may_stand_anywhere_and_a_flag_beats_it(tmp_path):
 
 
 def test_every_setting_of_a_file_can_be_a_flag_too():
-    kind = import_module("sortedrl.commands.train").Arguments
+    kind = import_module("sortedrl.cli.train").Arguments
     words = ["--schedule.mode", "coupled", "--layout.no-offload", "--evaluation.tasks", "a", "b"]
     words += ["--schedule.tolerance", "inf", "--max-updates", "None", "--passes.compiled", "True"]
     given = parse(kind, words, prog="x", description="", default=kind(), is_dotted=True)
@@ -314,7 +313,7 @@ sys.meta_path.insert(0, Blocked())
 from importlib import util
 whole = util.find_spec
 util.find_spec = lambda name, *more: None if name in {blocked} else whole(name, *more)
-from sortedrl.cli import main
+from sortedrl.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

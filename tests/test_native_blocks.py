@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sortedrl.engines.native.blocks import PADDING_BLOCK, ROOT, BlockPool
+from sortedrl.engines.native.cache import PADDING_BLOCK, ROOT, BlockPool
 
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 

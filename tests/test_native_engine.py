@@ -50,17 +50,17 @@ from native_worlds import (
     tiny_model,
     trained_a_little,
 )
-from sortedrl.buffer import Buffer
-from sortedrl.clock import VirtualClock
-from sortedrl.config import Schedule
-from sortedrl.controller import Controller
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import measure
+from sortedrl.core.randomness import mix
+from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.engines.native.noise import gumbel, row_keys, stream
 from sortedrl.errors import ConfigError, ModelError, RequestError
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import measure
-from sortedrl.randomness import mix
 from sortedrl.types import Prompt, Step, Weights
 from worlds import CountingScorer, schedules
 

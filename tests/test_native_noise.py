@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from native_worlds import chi_square_p
+from sortedrl.core.randomness import mix
 from sortedrl.engines.native.noise import exponential, gumbel, row_keys, stream, words
-from sortedrl.randomness import mix
 
 MANY = 1 << 17
 NEVER = 1e-4

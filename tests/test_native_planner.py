@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from native_worlds import fresh
-from sortedrl.engines.native.blocks import BlockPool
+from sortedrl.engines.native.cache import BlockPool
 from sortedrl.engines.native.planner import Planner
 from sortedrl.engines.native.request import Request
 from sortedrl.engines.sampling import Sampling

@@ -16,17 +16,18 @@ from native_worlds import tiny_model
 from run_worlds import TASK, weights, write_world
 from run_worlds import events as happened
 from run_worlds import metrics as trained_rows
-from sortedrl.buffer import Buffer
-from sortedrl.build.simulation import simulated_lengths
-from sortedrl.clock import VirtualClock
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Landed, Update, from_json, to_json
+from sortedrl.core.logs import read_metrics
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import Meter, measure
+from sortedrl.core.recorder import Journal, JournalState, Landing
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.simulated import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
-from sortedrl.events import Landed, Update, from_json, to_json
-from sortedrl.journal import Journal, JournalState, Landing
-from sortedrl.loop import Loop
-from sortedrl.meter import Meter, measure
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
 from sortedrl.report.live.state import LiveState
@@ -35,16 +36,15 @@ from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.ticks import story
 from sortedrl.report.trace import spans, trace_events
-from sortedrl.run_log import read_metrics
+from sortedrl.runs.evaluation import training_tasks
 from sortedrl.runs.opening import opened_run
-from sortedrl.runs.stopping import Stopping
-from sortedrl.runs.tasks import training_tasks
+from sortedrl.runs.training import Stopping
+from sortedrl.simulate.compare import simulated_lengths
+from sortedrl.simulate.engine import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.fit import fit
-from sortedrl.simulate.presets import PRESETS, six
-from sortedrl.training.optimisation import Optimisation
+from sortedrl.simulate.settings import PRESETS, six
 from sortedrl.training.overlap import OverlappedTrainer
 from sortedrl.training.run_trainer import LocalTrainer
-from sortedrl.training.settings import PeriodicEvaluation, Saving, TrainSettings
 from sortedrl.types import TrainBatch, Weights
 from training_worlds import train_settings, world
 from worlds import CountingScorer, rescheduled, run, schedules, simulations

@@ -12,12 +12,11 @@ from experiments import paper
 from experiments.pieces import Trial
 from experiments.record import Results
 from run_worlds import said
-from sortedrl.config import EngineSettings
-from sortedrl.models.known_shapes import KNOWN_SHAPES
-from sortedrl.models.shape import shape_of_config
+from sortedrl.config.schedule import EngineSettings
+from sortedrl.config.spec import parsed
+from sortedrl.core.files import read_toml
+from sortedrl.models.shape import KNOWN_SHAPES, shape_of_config
 from sortedrl.tasks.catalogue import TASKS
-from sortedrl.tasks.spec import parsed
-from sortedrl.toml_file import read_toml
 
 CONFIGS = sorted(paper.FOLDER.glob("*.toml"))
 TABLE = read_toml(paper.ROOT / "experiments" / "paper.toml")

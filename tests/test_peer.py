@@ -22,23 +22,22 @@ from experiments.peer_section import DIFFERENCES
 from experiments.peer_trl import Watch, arguments, save_weights
 from experiments.pieces import ROOT, Trial
 from experiments.record import Record, Results
-from sortedrl.config import EngineSettings
+from sortedrl.config.schedule import EngineSettings
+from sortedrl.config.train import PeriodicEvaluation, RewardSettings
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import read_metrics
 from sortedrl.data.stream import PromptStream, tokenized
 from sortedrl.errors import ConfigError
 from sortedrl.models.loading import load_model, load_tokenizer
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import RewardSource
-from sortedrl.run_log import read_metrics
-from sortedrl.runs.tasks import training_tasks
-from sortedrl.toml_file import read_toml
-from sortedrl.training.settings import PeriodicEvaluation
+from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.pool.pool import RewardPool
+from sortedrl.runs.evaluation import training_tasks
 from sortedrl.types import Prompt
 
 TINY = "tiny:hidden=16,layers=1,heads=2,context=128"
 PUZZLES = "knights_knaves:people=3,forms=claim+and+or,style=compact"
 REWARD = RewardSource(
-    "sortedrl.rewards.knights_knaves:logic_reward",
+    "sortedrl.rewards.knights:logic_reward",
     {
         "is_compact": True,
         "right": 1.0,

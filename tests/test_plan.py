@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
-from sortedrl.plan.advice import advice, refuse_too_big
-from sortedrl.plan.cards import CARDS, card_named
-from sortedrl.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
-from sortedrl.plan.page import RunPlan, lines, to_json
-from sortedrl.plan.prediction import guessed_lengths, predict
+from sortedrl.runs.plan.advice import advice, refuse_too_big
+from sortedrl.runs.plan.cards import CARDS, card_named
+from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
+from sortedrl.runs.plan.page import RunPlan, lines, to_json
+from sortedrl.runs.plan.prediction import guessed_lengths, predict
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
@@ -504,7 +504,7 @@ def test_the_shapes_used_here_are_those_of_their_models():
 
 def test_planning_needs_no_torch_until_a_model_is_looked_at():
     code = (
-        "import sys, sortedrl.plan.page, sortedrl.models.shape, sortedrl.models.tiny;"
+        "import sys, sortedrl.runs.plan.page, sortedrl.models.shape, sortedrl.models.tiny;"
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,18 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import Begin, Load, Update
-from sortedrl.meter import measure
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.events import Begin, Load, Update
+from sortedrl.core.meter import measure
 from sortedrl.report.advice import simulation as simulation_module
 from sortedrl.report.advice.diagnosis import changed, diagnose
 from sortedrl.report.advice.observed import Idle, idle, observed_schedule
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.simulate.presets import PRESETS
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.settings import PRESETS, Simulation
 
 picture = PRESETS["picture"]()
 paper = replace(PRESETS["paper"](), groups=3)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SHOWN
-from sortedrl.compare import row, simulate, variants
 from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.comparison import Point, bar_chart, pareto
 from sortedrl.report.charts.curves import MAX_POINTS, Series, curves, curves_svg
 from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import row, simulate, variants
+from sortedrl.simulate.settings import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

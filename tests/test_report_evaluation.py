@@ -8,9 +8,9 @@ import pytest
 from browser import open_text
 from evaluation_worlds import answer, verdicts
 from report_worlds import NASTY, SHOWN, Reader
-from sortedrl.evaluation import intervals
-from sortedrl.evaluation.answers import Asked, Evaluation
+from sortedrl.evaluation import statistics as intervals
 from sortedrl.evaluation.comparison import compare
+from sortedrl.evaluation.statistics import Asked, Evaluation
 from sortedrl.report import evaluation as evaluation_module
 from sortedrl.report import html
 from sortedrl.report.evaluation import evaluation_page

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from browser import NARROW, is_too_wide, keep_screenshot, open_text, set_scheme, set_width
 from report_worlds import NASTY, SHOWN
-from sortedrl.answer_log import LoggedAnswer
-from sortedrl.compare import simulate
-from sortedrl.events import Begin, End
+from sortedrl.core.events import Begin, End
+from sortedrl.core.logs import LoggedAnswer
 from sortedrl.report import html
 from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import asset, data_script, page
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections import learning
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 SYSTEM = "You solve logic puzzles. Reason first, then give the result.\n"
 

@@ -8,9 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, run_of, size, whole_runs, words
-from sortedrl.compare import simulate
-from sortedrl.events import Score, Scored
-from sortedrl.metrics import ks_distance
+from sortedrl.core.events import Score, Scored
+from sortedrl.core.metrics import ks_distance
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
     Lengths,
@@ -22,7 +21,8 @@ from sortedrl.report.sections.lengths import (
     lengths_section,
     reward_text,
 )
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 from sortedrl.simulate.survival import Survival
 
 samples = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)

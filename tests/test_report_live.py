@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 
-from sortedrl.compare import simulate
-from sortedrl.config import Schedule
-from sortedrl.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
-from sortedrl.meter import Meter
-from sortedrl.metrics import Figures
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import Figures
 from sortedrl.report.lanes import lanes
 from sortedrl.report.live import state as state_module
 from sortedrl.report.live.panel import (
@@ -43,8 +42,8 @@ from sortedrl.report.live.state import (
     used_memory,
 )
 from sortedrl.report.live.view import LiveView, PlainView, Source, activity, opened_view
-from sortedrl.simulate.presets import PRESETS
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS, Simulation
 from worlds import simulations
 
 GLYPHS = st.sampled_from((BLOCKS, ASCII))

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SHOWN, Reader, any_runs, log, run_of
-from sortedrl.compare import simulate
+from sortedrl.core.events import Begin, End, HandOver, Update, to_json
+from sortedrl.core.meter import measure
 from sortedrl.errors import DataError
-from sortedrl.events import Begin, End, HandOver, Update, to_json
-from sortedrl.meter import measure
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.advice.observed import seconds_spent
 from sortedrl.report.charts.timeline import MAX_BARS
 from sortedrl.report.html import asset
 from sortedrl.report.page import SCRIPTS, numbers_section, runs_page, settings_section
 from sortedrl.report.record import RunRecord, measured, read_run
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 
 @cache

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.events import Begin
+from sortedrl.core.events import Begin
 from sortedrl.report.record import RunRecord
 from sortedrl.report.series import SeedGroup, seed_groups, seed_series, spread
 

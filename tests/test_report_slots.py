@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from report_worlds import any_runs, drawn, run_of, size, whole_runs, words
-from sortedrl.compare import simulate
-from sortedrl.events import Load, Update
-from sortedrl.metrics import Figures
+from sortedrl.core.events import Load, Update
+from sortedrl.core.metrics import Figures
 from sortedrl.report.html import data_script
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.sections import slots
@@ -35,7 +34,8 @@ from sortedrl.report.sections.slots import (
     strips,
     tick_seconds,
 )
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 from worlds import run as simulated
 from worlds import simulations
 

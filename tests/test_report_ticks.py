@@ -3,10 +3,10 @@ from textwrap import dedent
 
 import pytest
 
-from sortedrl.compare import simulate
 from sortedrl.errors import ConfigError
 from sortedrl.report.ticks import ticks
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 
 def told(preset: str = "six", **schedule) -> str:

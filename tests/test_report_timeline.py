@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sortedrl.compare import simulate, variants
-from sortedrl.config import Schedule
-from sortedrl.events import (
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
@@ -21,11 +20,11 @@ from sortedrl.events import (
     Start,
     Update,
 )
-from sortedrl.meter import measure
+from sortedrl.core.meter import measure
 from sortedrl.report.charts.timeline import density, timelines, timelines_inline
 from sortedrl.report.lanes import Lanes, lanes
-from sortedrl.simulate.presets import PRESETS
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.compare import simulate, variants
+from sortedrl.simulate.settings import PRESETS, Simulation
 
 
 def run_of(preset: str, **schedule) -> Lanes:

@@ -18,8 +18,8 @@ from report_worlds import (
     whole_runs,
     words,
 )
-from sortedrl.events import Update
-from sortedrl.metrics import Ledger
+from sortedrl.core.events import Update
+from sortedrl.core.metrics import Ledger
 from sortedrl.report.sections import tokens as tokens_module
 from sortedrl.report.sections.tokens import (
     MAX_COLUMNS,

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.compare import simulate, variants
-from sortedrl.config import Schedule
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.events import Begin, Event, Resume, Score, Scored, Update
+from sortedrl.core.meter import measure
 from sortedrl.errors import DataError
-from sortedrl.events import Begin, Event, Resume, Score, Scored, Update
-from sortedrl.meter import measure
 from sortedrl.report.record import RunRecord
 from sortedrl.report.trace import PROCESSES, write_trace
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate, variants
+from sortedrl.simulate.settings import PRESETS
 
 NAMING = {
     "process_name": ("name", str),

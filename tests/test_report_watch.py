@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sortedrl.report.watch.pages as pages_module
-from sortedrl.commands.watch import Arguments
+from sortedrl.cli.watch import Arguments
+from sortedrl.core.events import read_events
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import read_events
 from sortedrl.report.html import head_value, page
 from sortedrl.report.record import read_run
 from sortedrl.report.watch.pages import FollowedRun, Pages, Tail, followed
@@ -604,7 +604,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
     # Where the tests run in the background, Ctrl-C is ignored by all their children.
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from sortedrl.commands.watch import run; run(sys.argv[1:])"
+        "from sortedrl.cli.watch import run; run(sys.argv[1:])"
     )
     words = [sys.executable, "-c", code, str(folder), "--port", "0", "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -6,7 +6,7 @@ import torch
 from native_worlds import fresh_all, roll_out, tiny_model
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import EngineError
-from sortedrl.models.resting import Resting
+from sortedrl.models.offload import Resting
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.errors import DataError
-from sortedrl.rewards.claims import Claims, Unclear, read_claims, vocabulary_fault
-from sortedrl.rewards.knights_knaves import logic_reward
-from sortedrl.rewards.score import checked_score
+from sortedrl.rewards.knights import logic_reward
+from sortedrl.rewards.knights_claims import Claims, Unclear, read_claims, vocabulary_fault
+from sortedrl.rewards.pool.score import checked_score
 from sortedrl.types import Prompt
 
 # Some are the beginning of another, some are words of the grammar or of doubt.

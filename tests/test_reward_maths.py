@@ -23,7 +23,7 @@ from sortedrl.rewards.maths.reading import (
     spelled,
     tidied,
 )
-from sortedrl.rewards.score import NoScoreError, checked_score
+from sortedrl.rewards.pool.score import NoScoreError, checked_score
 from sortedrl.types import Prompt
 
 pytest.importorskip("math_verify", reason="needs math-verify: pip install 'sortedrl[maths]'")

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.config.train import RewardSettings
 from sortedrl.errors import ConfigError, RewardError
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import RewardSource
+from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt
 
 LIMIT = 1.5
@@ -339,8 +339,8 @@ def test_a_worker_imports_neither_numpy_nor_torch_by_itself():
 @pytest.mark.parametrize(
     ("address", "options", "expected"),
     [
-        ("sortedrl.rewards.knights_knaves:logic_reward", {}, -3.0),
-        ("sortedrl.rewards.knights_knaves:logic_reward", {"unparsable": -9.0}, -10.0),
+        ("sortedrl.rewards.knights:logic_reward", {}, -3.0),
+        ("sortedrl.rewards.knights:logic_reward", {"unparsable": -9.0}, -10.0),
         ("sortedrl.rewards.maths:math_reward", {}, 0.0),
         ("sortedrl.rewards.maths:math_reward", {"wrong": -1.0}, -1.0),
         ("sortedrl.rewards.maths:math_reward", {"wrong": 0.1, "no_answer": 0.2}, 0.0),
@@ -436,9 +436,9 @@ def test_closing_ends_hanging_workers_at_once():
 def test_nothing_outlives_a_killed_parent(word, tmp_path):
     script = (
         "import os, sys, time\n"
-        "from sortedrl.rewards.pool import RewardPool\n"
-        "from sortedrl.rewards.settings import RewardSettings\n"
-        "from sortedrl.rewards.source import RewardSource\n"
+        "from sortedrl.rewards.pool.pool import RewardPool\n"
+        "from sortedrl.config.train import RewardSettings\n"
+        "from sortedrl.rewards.functions import RewardSource\n"
         "from sortedrl.types import Prompt\n"
         f"pool = RewardPool(RewardSource({FUNCTIONS + ':by_word'!r}), RewardSettings(workers=1))\n"
         f"pool.submit(Prompt(id=0), '{word}:{tmp_path / 'pid'}')\n"

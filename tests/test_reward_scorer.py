@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import Finish, Score, Update
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.rewards.score import LARGEST_REWARD, NoScoreError, checked_score, values_of_batch
-from sortedrl.rewards.scorer import PoolScorer
-from sortedrl.rewards.settings import RewardSettings
-from sortedrl.rewards.source import RewardSource, source_of
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import RewardSettings
+from sortedrl.core.events import Finish, Score, Update
+from sortedrl.rewards.functions import RewardSource, source_of
+from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
+from sortedrl.rewards.pool.score import LARGEST_REWARD, NoScoreError, checked_score, values_of_batch
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
 from worlds import done, fresh, make_loop, simulations

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.config import Schedule
+from sortedrl.config.schedule import Schedule
+from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.errors import ConfigError
-from sortedrl.training.rollout import Rollout
-from sortedrl.training.settings import TrainSettings
 
 SERVER = "http://localhost:8000"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.core.logs import MetricsFile, read_metrics
 from sortedrl.errors import DataError
-from sortedrl.run_log import MetricsFile, read_metrics
 
 finite = st.none() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
 tables = st.lists(st.dictionaries(st.text(), finite, max_size=4), max_size=5)

@@ -22,7 +22,7 @@ from run_worlds import (
     said,
     weights,
 )
-from sortedrl.answer_log import read_answers
+from sortedrl.core.logs import read_answers
 from sortedrl.errors import ConfigError
 from sortedrl.runs import opening
 from sortedrl.runs.folder import RunFolder
@@ -609,7 +609,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_heavy_is_loaded(t
         paths[-1].write_text(content)
     script = """
 import sys
-from sortedrl.cli import main
+from sortedrl.cli.main import main
 for words in [[path] for path in sys.argv[1:]] + [["nowhere"], ["nowhere.toml"]]:
     try:
         code = main(["train", *words, "--out", "refused"])

@@ -5,19 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.arguments import all_to_toml, settings_over
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.cli.arguments import all_to_toml, settings_over
+from sortedrl.config.algorithm import Algorithm, Optimisation
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import (
+    Lora,
+    PassSettings,
+    PeriodicEvaluation,
+    RewardSettings,
+    Rollout,
+    Saving,
+    TrainSettings,
+)
+from sortedrl.core.files import read_toml
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.rewards.settings import RewardSettings
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
-from sortedrl.toml_file import read_toml
-from sortedrl.trackers import Tracking
-from sortedrl.training.algorithm import Algorithm
-from sortedrl.training.cluster import Cluster
-from sortedrl.training.optimisation import Optimisation
-from sortedrl.training.rollout import Rollout
-from sortedrl.training.saving import Saving
-from sortedrl.training.settings import Lora, PassSettings, PeriodicEvaluation, TrainSettings
+from sortedrl.runs.trackers import Tracking
 
 SIBLINGS = Schedule(samples_per_prompt=4, harvest_unit="prompt")
 SETTINGS = [

@@ -22,7 +22,7 @@ from run_worlds import (
     weights,
     write_world,
 )
-from sortedrl.buffer_store import load_buffer
+from sortedrl.core.buffer_file import load_buffer
 from sortedrl.errors import BufferFileError
 
 EPOCHS, ROWS = 5, 24

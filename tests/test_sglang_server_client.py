@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.sglang.answer import HIGH_FIRST, NO_ORDER, Answer
+from sortedrl.engines.sglang.request import HIGH_FIRST, NO_ORDER, Answer
 from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streamed.backend import Ask
-from sortedrl.engines.versions import SGLANG
+from sortedrl.engines.streaming.backend import Ask
 from sortedrl.errors import EngineError, EngineLost
 
 VOCABULARY = 16

@@ -11,21 +11,15 @@ from hypothesis import strategies as st
 import sharded_worlds
 from native_worlds import tiny_model
 from sharded_worlds import Case, Pair, outcome, outcome_alone, updated_alone
-from sortedrl.config import Schedule
+from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
+from sortedrl.config.schedule import Schedule
 from sortedrl.errors import CheckpointError, ConfigError
-from sortedrl.training.algorithm import Algorithm
-from sortedrl.training.answers import Answers
+from sortedrl.training.batch import Answers, TokenSequence, passes_over
 from sortedrl.training.checkpoint import save, verify
-from sortedrl.training.correction import Correction
-from sortedrl.training.optimisation import Optimisation
-from sortedrl.training.packing import TokenSequence
-from sortedrl.training.passes import passes_over
-from sortedrl.training.sharded.checkpoint import read_joined
-from sortedrl.training.sharded.ranks import open_ranks
-from sortedrl.training.sharded.shards import Shards
-from sortedrl.training.sharded.shares import balanced
-from sortedrl.training.sharded.weights import rows_of
-from sortedrl.training.trainer_files import read_trainer, write_trainer
+from sortedrl.training.fsdp.checkpoint import Shards, read_joined
+from sortedrl.training.fsdp.model import rows_of
+from sortedrl.training.fsdp.ranks import balanced, open_ranks
+from sortedrl.training.run_trainer import read_trainer, write_trainer
 from sortedrl.types import Prompt, Segment, Trajectory
 from training_worlds import train_settings
 

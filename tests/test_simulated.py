@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.clock import VirtualClock
-from sortedrl.engines.simulated import (
+from sortedrl.core.buffer import open_group
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.metrics import ks_distance
+from sortedrl.simulate.costs import Costs, ticks
+from sortedrl.simulate.engine import (
     BRANCH,
     SimulatedEngine,
     SimulatedPrompts,
     SimulatedTrainer,
     Zeros,
 )
-from sortedrl.metrics import ks_distance
-from sortedrl.prompts import open_group
-from sortedrl.simulate.costs import Costs, ticks
 from sortedrl.simulate.lengths import Lengths, LengthSettings, Parting
 from sortedrl.types import Prompt, Segment, TrainBatch, Weights
 from worlds import done, fresh

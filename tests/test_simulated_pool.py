@@ -8,31 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.buffer import Buffer
-from sortedrl.cli import main
-from sortedrl.clock import VirtualClock
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
-from sortedrl.engines.pool.member import Terms, Work
-from sortedrl.engines.pool.placement import Placement
-from sortedrl.engines.simulated import (
+from sortedrl.cli.main import main
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
+from sortedrl.core.meter import measure
+from sortedrl.core.recorder import Journal
+from sortedrl.engines.pool.members import Terms, Work
+from sortedrl.engines.pool.pool import Placement
+from sortedrl.errors import ConfigError
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.costs import Costs, CostSettings, ticks
+from sortedrl.simulate.engine import (
     SimulatedEngine,
     SimulatedPrompts,
     SimulatedScorer,
     SimulatedTrainer,
 )
-from sortedrl.engines.simulated_pool import SimulatedPool, _Placement
-from sortedrl.errors import ConfigError
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
-from sortedrl.meter import measure
-from sortedrl.prompts import open_group
-from sortedrl.simulate.costs import Costs, CostSettings, ticks
 from sortedrl.simulate.lengths import Lengths, LengthSettings
-from sortedrl.simulate.pool_settings import PoolSettings
-from sortedrl.simulate.presets import six
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.pool import SimulatedPool, _Placement
+from sortedrl.simulate.settings import PoolSettings, Simulation, six
 from sortedrl.types import Prompt, Weights
 from worlds import fresh, run, schedules, simulations, written
 

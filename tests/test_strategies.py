@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from sortedrl.buffer import Buffer, Feed
-from sortedrl.config import Schedule
-from sortedrl.strategies import (
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer, Feed
+from sortedrl.core.strategies import (
     April,
     Plan,
     Sorted,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streamed import engine as streamed
-from sortedrl.engines.streamed import streams
-from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.streaming import backend as streams
+from sortedrl.engines.streaming import engine as streamed
+from sortedrl.engines.streaming.engine import StreamedEngine
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Prompt, Segment, Trajectory, Weights
 from streamed_worlds import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sortedrl.engines.streamed.hand_over import remove_weights, write_weights
+from sortedrl.engines.streaming.weights import remove_weights, write_weights
 from sortedrl.errors import EngineError
 from sortedrl.types import Weights
 

@@ -1,8 +1,8 @@
 import pytest
 
-from sortedrl import terminal
 from sortedrl.errors import DataError
-from sortedrl.terminal import percent, progress, table, thousands, write_text
+from sortedrl.report import terminal
+from sortedrl.report.terminal import percent, progress, table, thousands, write_text
 
 
 def test_progress_away_from_a_terminal_is_an_occasional_plain_line(capsys, monkeypatch):

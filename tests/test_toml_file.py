@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.arguments import all_to_toml, settings_over
+from sortedrl.cli.arguments import all_to_toml, settings_over
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import read_toml, toml_text
 from sortedrl.errors import DataError
-from sortedrl.toml_file import read_toml, toml_text
-from sortedrl.training.settings import TrainSettings
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | TEXTS

@@ -4,20 +4,20 @@ import pytest
 import torch
 
 from native_worlds import tiny_model
+from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
-from sortedrl.training.adapters import (
+from sortedrl.training.batch import TokenSequence
+from sortedrl.training.checkpoint import save
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.lora import (
     add_adapters,
     folded,
     load_adapters,
     trained_parameters,
     write_adapters,
 )
-from sortedrl.training.checkpoint import save
-from sortedrl.training.export import export_model
-from sortedrl.training.forward import PackedModel
-from sortedrl.training.packing import TokenSequence
-from sortedrl.training.reference import AdapterReference, CopiedReference
-from sortedrl.training.settings import Lora
+from sortedrl.training.run_trainer import export_model
+from sortedrl.training.trainer import AdapterReference, CopiedReference
 
 SEQUENCES = [TokenSequence([4, 9, 30], [7, 8, 50, 2]), TokenSequence([3], [5])]
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
+from sortedrl.config.algorithm import Algorithm
 from sortedrl.errors import ConfigError
-from sortedrl.training.advantages import estimate, informative, overlong_shaped
-from sortedrl.training.algorithm import Algorithm
-from sortedrl.training.answers import Answers
-from sortedrl.training.moments import RunningMoments
+from sortedrl.training.advantages import RunningMoments, estimate, informative, overlong_shaped
+from sortedrl.training.batch import Answers
 
 NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
 GROUP_NAMES = ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo")

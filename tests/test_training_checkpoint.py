@@ -19,8 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.config.train import Saving
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.checkpoint import (
+    Checkpoints,
     inspect,
     read_state,
     read_tensors,
@@ -29,8 +31,6 @@ from sortedrl.training.checkpoint import (
     write_state,
     write_tensors,
 )
-from sortedrl.training.checkpoints import Checkpoints
-from sortedrl.training.saving import Saving
 
 TENSORS = {"first": torch.arange(6.0).view(2, 3), "second": torch.ones(3, dtype=torch.bfloat16)}
 FILES = ("buffer.bin", "model/config.json", "optimiser.safetensors", "state.json")

@@ -26,9 +26,10 @@ from transformers import (
 from native_worlds import CONTEXT, VOCABULARY, fresh_all, roll_out, shared_model, tiny_model
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.errors import ModelError, RequestError
-from sortedrl.training import layers, packed_attention
+from sortedrl.training import attention as layers
+from sortedrl.training import attention as packed_attention
+from sortedrl.training.batch import TokenSequence, packs
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.packing import TokenSequence, packs
 
 SIZES = {
     "vocab_size": VOCABULARY,

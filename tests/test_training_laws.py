@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from native_worlds import tiny_model
-from sortedrl.config import Schedule
-from sortedrl.training.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm, Optimisation
+from sortedrl.config.schedule import Schedule
 from sortedrl.training.losses import LossInputs, aggregation_weights, loss
-from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.optimiser import StepOutcome
 from sortedrl.types import TrainBatch
 from training_worlds import train_settings, trainer_of, world, written

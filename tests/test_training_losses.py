@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
-from sortedrl.training.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm
 from sortedrl.training.losses import (
     LossInputs,
     TokenLosses,

@@ -10,19 +10,15 @@ import pytest
 import torch
 
 from native_worlds import VOCABULARY, tiny_model
-from sortedrl.config import Schedule
+from sortedrl.config.algorithm import Algorithm, Correction, CorrectionName, Optimisation
+from sortedrl.config.schedule import Schedule
 from sortedrl.errors import CheckpointError, ModelError, TrainingError
-from sortedrl.training.algorithm import Algorithm
-from sortedrl.training.answers import LARGEST_REWARD
+from sortedrl.training.advantages import RunningMoments
+from sortedrl.training.batch import LARGEST_REWARD
 from sortedrl.training.checkpoint import save
-from sortedrl.training.correction import Correction, CorrectionName
-from sortedrl.training.export import export_model
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.moments import RunningMoments
-from sortedrl.training.optimisation import Optimisation
-from sortedrl.training.ratios import bounded_ratios, correction_weights
-from sortedrl.training.run_trainer import LocalTrainer
-from sortedrl.training.trainer_files import read_trainer
+from sortedrl.training.losses import bounded_ratios, correction_weights
+from sortedrl.training.run_trainer import LocalTrainer, export_model, read_trainer
 from sortedrl.types import Segment, TrainBatch, impossible_logprob
 from training_worlds import train_settings, trainer_of, written
 

@@ -10,11 +10,11 @@ from safetensors.torch import load, save
 from torch import nn
 
 from native_worlds import tiny_model
+from sortedrl.config.algorithm import Optimisation, learning_rate_at
 from sortedrl.errors import CheckpointError, ConfigError, ModelError
+from sortedrl.training.batch import TokenSequence
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.optimisation import Optimisation, learning_rate_at
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.packing import TokenSequence
 
 # Products this small are slower on two threads, many times so if others want the cores too.
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.errors import ConfigError
-from sortedrl.training.packing import Pack, TokenSequence, fill, packs
+from sortedrl.training.batch import Pack, TokenSequence, fill, packs
 
 lengths = st.lists(st.integers(1, 40), max_size=60)
 budgets = st.integers(1, 50)

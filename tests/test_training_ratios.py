@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
-from sortedrl.training.correction import Correction
-from sortedrl.training.ratios import bounded_ratios, correction_weights, is_held_back
+from sortedrl.config.algorithm import Correction
+from sortedrl.training.losses import bounded_ratios, correction_weights, is_held_back
 
 KINDS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis")
 few = settings(max_examples=60)

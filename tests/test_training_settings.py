@@ -5,9 +5,8 @@ from typing import get_args
 
 import pytest
 
+from sortedrl.config.algorithm import Algorithm, AlgorithmName, Correction
 from sortedrl.errors import ConfigError
-from sortedrl.training.algorithm import Algorithm, AlgorithmName
-from sortedrl.training.correction import Correction
 
 
 @pytest.mark.parametrize(

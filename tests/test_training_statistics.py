@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
-from sortedrl.training.answers import Answers
-from sortedrl.training.correction import Correction
+from sortedrl.config.algorithm import Correction
+from sortedrl.training.batch import Answers
 from sortedrl.training.losses import TokenLosses
 from sortedrl.training.statistics import UpdateRecord, update_statistics
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from sortedrl.errors import ConfigError
-from sortedrl.simulate.presets import PRESETS
-from sortedrl.tune import Search, tune
+from sortedrl.simulate.settings import PRESETS
+from sortedrl.simulate.tune import Search, tune
 
 PICTURE = PRESETS["picture"]()
 

@@ -10,9 +10,9 @@ from threading import Thread
 
 import pytest
 
+from sortedrl.engines.installed import VLLM
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streamed.backend import Ask
-from sortedrl.engines.versions import VLLM
+from sortedrl.engines.streaming.backend import Ask
 from sortedrl.engines.vllm.server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 

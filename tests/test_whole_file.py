@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cli import main
-from sortedrl.whole_file import write_whole
+from sortedrl.cli.main import main
+from sortedrl.core.files import write_whole
 
 
 def test_a_file_is_written_and_replaced(tmp_path):

@@ -6,22 +6,21 @@ from random import Random
 import torch
 
 from native_worlds import VOCABULARY, tiny_model
-from sortedrl.buffer import Buffer
-from sortedrl.clock import VirtualClock
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PassSettings, Rollout, TrainSettings
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Event
+from sortedrl.core.loop import Loop
+from sortedrl.core.recorder import Journal
 from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.events import Event
-from sortedrl.journal import Journal
-from sortedrl.loop import Loop
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.reference import CopiedReference
-from sortedrl.training.settings import PassSettings, Rollout, TrainSettings
-from sortedrl.training.trainer import PolicyTrainer
+from sortedrl.training.trainer import CopiedReference, PolicyTrainer
 from sortedrl.types import Prompt, Segment, Trajectory
 
 END = 1

@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 
-from sortedrl.compare import simulate
-from sortedrl.events import to_json
+from sortedrl.core.events import to_json
 from sortedrl.report.watch.pages import Pages, followed
 from sortedrl.report.watch.server import Server
-from sortedrl.simulate.presets import PRESETS
+from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.settings import PRESETS
 
 PATIENCE_SECONDS = 20
 

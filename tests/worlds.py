@@ -10,10 +10,10 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from sortedrl.build.simulation import simulated_lengths, simulated_loop
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import Event
-from sortedrl.loop import Loop
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.events import Event
+from sortedrl.core.loop import Loop
+from sortedrl.simulate.compare import simulated_lengths, simulated_loop
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation

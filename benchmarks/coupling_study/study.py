@@ -21,8 +21,8 @@ from coupling_study.questions import prompts
 from coupling_study.settings import Arithmetic, Settings
 from coupling_study.survival import Survival, Survivors, mean_distance
 from coupling_study.writer import Recheck, Writer
+from sortedrl.core.randomness import mix
 from sortedrl.models.loading import load_model
-from sortedrl.randomness import mix
 from sortedrl.types import Trajectory
 
 CONFIRMED_TOLERANCE = 0.01

@@ -17,10 +17,10 @@
 `sortedrl.runs.start` has a whole run in one call; the names below are those of the loop.
 """
 
-from sortedrl.buffer import Buffer
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.controller import Controller
-from sortedrl.loop import Loop
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.controller import Controller
+from sortedrl.core.loop import Loop
 from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 __version__ = "0.1.0"

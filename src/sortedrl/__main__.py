@@ -2,6 +2,6 @@
 
 import sys
 
-from sortedrl.cli import main
+from sortedrl.cli.main import main
 
 sys.exit(main())

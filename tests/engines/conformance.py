@@ -18,7 +18,7 @@ import torch
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineLost, RequestError
-from sortedrl.models.plain import plain_logprobs
+from sortedrl.models.attention import plain_logprobs
 from sortedrl.types import Prompt, Trajectory, Weights
 
 SLOTS, CONTEXT, VOCABULARY = 4, 256, 128

@@ -19,14 +19,14 @@ from conformance import (
     nothing_is_lost_or_doubled_whatever_happens,
 )
 
-from sortedrl.clock import VirtualClock
+from sortedrl.core.clock import VirtualClock
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.simulated import SimulatedEngine
-from sortedrl.engines.streamed.backend import Limits, Piece
-from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.streaming.backend import Limits, Piece
+from sortedrl.engines.streaming.engine import StreamedEngine
 from sortedrl.simulate.costs import ticks
+from sortedrl.simulate.engine import SimulatedEngine
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 
 

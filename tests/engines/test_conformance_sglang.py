@@ -21,7 +21,7 @@ from served import SGL_KERNEL_STUB, sglang_servers
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.process import SglangProcess
 from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.streaming.engine import StreamedEngine
 
 pytestmark = [
     pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang, in a venv of its own"),

@@ -19,7 +19,7 @@ from served import vllm_servers
 
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streamed.engine import StreamedEngine
+from sortedrl.engines.streaming.engine import StreamedEngine
 from sortedrl.engines.vllm.process import VllmProcess
 from sortedrl.engines.vllm.server import VllmServer
 

@@ -24,9 +24,8 @@ from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.process import SglangProcess
 from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streamed.backend import Ask
-from sortedrl.engines.streamed.event_loop import EventLoop
-from sortedrl.engines.streamed.http import Server
+from sortedrl.engines.streaming.backend import Ask, EventLoop
+from sortedrl.engines.streaming.http import Server
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 

@@ -8,19 +8,18 @@ import pytest
 import torch
 
 from run_worlds import TASK, write_world
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PeriodicEvaluation, Rollout, TrainSettings
+from sortedrl.core.logs import read_metrics
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
 from sortedrl.models.loading import load_model
 from sortedrl.report.live.view import PlainView
-from sortedrl.run_log import read_metrics
+from sortedrl.runs.evaluation import training_tasks
 from sortedrl.runs.opening import opened_run
-from sortedrl.runs.stopping import Stopping
-from sortedrl.runs.tasks import training_tasks
-from sortedrl.training.cluster import Cluster
-from sortedrl.training.optimisation import Optimisation
-from sortedrl.training.rollout import Rollout
-from sortedrl.training.settings import PeriodicEvaluation, TrainSettings
+from sortedrl.runs.training import Stopping
 
 pytestmark = pytest.mark.filterwarnings("default")
 OPTIONS = {"vllm": ("enforce_eager=true",), "sglang": ()}

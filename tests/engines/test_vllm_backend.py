@@ -18,9 +18,8 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streamed.backend import Ask
-from sortedrl.engines.streamed.event_loop import EventLoop
-from sortedrl.engines.streamed.http import Server
+from sortedrl.engines.streaming.backend import Ask, EventLoop
+from sortedrl.engines.streaming.http import Server
 from sortedrl.engines.vllm.process import VllmProcess
 from sortedrl.engines.vllm.server import VllmServer
 from sortedrl.errors import EngineError, EngineLost

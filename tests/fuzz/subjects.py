@@ -5,22 +5,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
 
-from sortedrl.arguments import all_to_toml, parse, settings_from, settings_over, to_toml
-from sortedrl.cli import COMMANDS, main
-from sortedrl.compare import row, simulate
-from sortedrl.data.settings import DataSettings
+from sortedrl.cli.arguments import all_to_toml, parse, settings_from, settings_over, to_toml
+from sortedrl.cli.main import COMMANDS, main
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import DataSettings, TrainSettings
+from sortedrl.core.files import read_toml
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import SortedRLError
 from sortedrl.models.tiny import tiny_tokenizer
-from sortedrl.rewards.score import NoScoreError, checked_score
-from sortedrl.rewards.source import load
-from sortedrl.simulate.length_files import read_lengths
-from sortedrl.simulate.presets import PRESETS
-from sortedrl.simulate.settings import Simulation
+from sortedrl.rewards.functions import load
+from sortedrl.rewards.pool.score import NoScoreError, checked_score
+from sortedrl.simulate.compare import row, simulate
+from sortedrl.simulate.lengths import read_lengths
+from sortedrl.simulate.settings import PRESETS, Simulation
 from sortedrl.tasks.catalogue import open_task, reward_from
-from sortedrl.toml_file import read_toml
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
 from sortedrl.types import Prompt
 
 __all__ = [
@@ -60,7 +58,7 @@ sortedrl_source = Path(import_module("sortedrl").__file__).parent
 
 def command_arguments(name):
     """The dataclass of a command's arguments."""
-    return import_module(f"sortedrl.commands.{name}").Arguments
+    return import_module(f"sortedrl.cli.{name}").Arguments
 
 
 def fields_of(kind, *path):

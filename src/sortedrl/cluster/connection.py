@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from sortedrl.cluster.nodes import living_nodes
-from sortedrl.cluster.placement import blueprint
+from sortedrl.cluster.placement import blueprint, living_nodes
+from sortedrl.config.cluster import Cluster
 from sortedrl.errors import EngineError
-from sortedrl.training.cluster import Cluster
 
 _GIB = 1 << 30
 _NAMESPACE = "sortedrl"

@@ -20,11 +20,10 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from sortedrl.cluster.hand_over import HandOvers, Loading
-from sortedrl.cluster.offer import Offer
-from sortedrl.cluster.worker import Facts
-from sortedrl.cluster.worker_log import LogFolder
-from sortedrl.engines.pool.member import Terms
+from sortedrl.cluster.weight_sync import HandOvers, Loading
+from sortedrl.cluster.weight_transport import Offer
+from sortedrl.cluster.worker import Facts, LogFolder
+from sortedrl.engines.pool.members import Terms
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Step, Trajectory, Weights

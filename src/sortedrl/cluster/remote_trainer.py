@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from sortedrl.cluster.buckets import unpacked
+from sortedrl.cluster.broadcast import unpacked
 from sortedrl.cluster.placement import Claim, Placement
 from sortedrl.cluster.trainer_rank import Outcome, RankFacts, RankRecipe, TrainerRank
-from sortedrl.cluster.worker_log import LogFolder
+from sortedrl.cluster.worker import LogFolder
+from sortedrl.config.cluster import Cluster
 from sortedrl.errors import CheckpointError, EngineError, SortedRLError, TrainerLost
-from sortedrl.training.cluster import Cluster
 from sortedrl.types import TrainBatch, Weights
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from sortedrl.cluster.buckets import Bucket
-    from sortedrl.cluster.weight_source import Meeting
+    from sortedrl.cluster.broadcast import Bucket
+    from sortedrl.cluster.weight_transport import Meeting
 
 Actor = Any
 """A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""

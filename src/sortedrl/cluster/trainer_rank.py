@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sortedrl.cluster.bridge import Sender
-from sortedrl.cluster.nodes import own_place
-from sortedrl.cluster.weight_source import SENT_BYTES, Meeting, shipped, write_weights
-from sortedrl.cluster.worker_log import LogFolder, WorkerLog
-from sortedrl.training.cluster import CheckpointKind
-from sortedrl.training.sharded.checkpoint import (
+from sortedrl.cluster.broadcast import Sender
+from sortedrl.cluster.placement import own_place
+from sortedrl.cluster.weight_transport import SENT_BYTES, Meeting, shipped, write_weights
+from sortedrl.cluster.worker import LogFolder, WorkerLog
+from sortedrl.config.cluster import CheckpointKind
+from sortedrl.training.fsdp.checkpoint import (
     refuse_broken_model,
     write_full,
     write_sharded,
 )
-from sortedrl.training.sharded.ranks import Ranks, open_ranks
-from sortedrl.training.sharded.trainer import ShardedTrainer
+from sortedrl.training.fsdp.ranks import Ranks, open_ranks
+from sortedrl.training.fsdp.trainer import ShardedTrainer
 from sortedrl.types import TrainBatch
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from torch import Tensor
 
-    from sortedrl.cluster.buckets import Bucket
+    from sortedrl.cluster.broadcast import Bucket
 
 _SHIPPED_BYTES = 256 << 20
 

@@ -1,4 +1,14 @@
-"""The actor of a rollout worker: one engine, driven by a thread of its own.
+"""How an engine is made inside a worker: a small frozen value that can be sent there.
+
+Two workers with the same recipe have the same engine with the same weights, so what one of them
+can write, the other can too.
+
+Where the words of a worker go: a file in the folder of the run.
+
+A worker on another machine may not see that folder. It then writes to a file of its own, and the
+controller brings the text over when it closes the worker.
+
+The actor of a rollout worker: one engine, driven by a thread of its own.
 
 The engine goes on from token to token while the controller is busy elsewhere; a call to `step`
 takes what was done since the last one. So the controller is never asked between two tokens, and
@@ -9,20 +19,186 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic, perf_counter
+from typing import Protocol
 
-from sortedrl.cluster.hand_over import Loading
-from sortedrl.cluster.offer import Fetcher, Offer
-from sortedrl.cluster.recipe import Recipe
-from sortedrl.cluster.worker_log import LogFolder, WorkerLog
-from sortedrl.engines.guest import Releasable
-from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.pool.member import Terms, submit_to
+from sortedrl.cluster.weight_sync import Loading
+from sortedrl.cluster.weight_transport import Fetcher, Offer
+from sortedrl.core.clock import VirtualClock
+from sortedrl.engines.generation import Releasable
+from sortedrl.engines.pool import EnginePool, Member
+from sortedrl.engines.pool.members import Terms, submit_to
+from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineLost
+from sortedrl.simulate.costs import Costs, ticks
+from sortedrl.simulate.engine import SimulatedEngine
+from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.types import Step, Trajectory, Weights
+
+
+class Recipe(Protocol):
+    """Makes an engine in the process where it is called."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its engine must be given tensors; a simulated one has none."""
+
+    def engine(self) -> Member:
+        """A new engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRecipe:
+    """The simulated engine, for trying out a cluster; it takes no time unless it is told to."""
+
+    slots: int
+    max_tokens: int
+    lengths: LengthSettings = field(default_factory=LengthSettings)
+    samples_per_prompt: int = 1
+    costs: Costs = field(default_factory=ticks)
+    seed: int = 0
+    pause_seconds: float = 0.0
+    """Real seconds of every step."""
+
+    @property
+    def has_weights(self) -> bool:
+        """It writes with a number."""
+        return False
+
+    def engine(self) -> Member:
+        """A new engine with a clock of its own."""
+        lengths = Lengths(
+            self.lengths,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            samples_per_prompt=self.samples_per_prompt,
+        )
+        engine = SimulatedEngine(
+            slots=self.slots, lengths=lengths, costs=self.costs, clock=VirtualClock()
+        )
+        return PacedEngine(engine, pause_seconds=self.pause_seconds)
+
+
+class PacedEngine:
+    """A simulated engine whose steps take time, for a worker to hold."""
+
+    name = "simulated engine"
+
+    def __init__(self, engine: SimulatedEngine, *, pause_seconds: float) -> None:
+        """Each step takes so long."""
+        self._engine = engine
+        self._pause = pause_seconds
+
+    @property
+    def slots(self) -> int:
+        """Answers written at the same time."""
+        return self._engine.slots
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it would write with."""
+        return self._engine.version
+
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        max_tokens: int | None,
+    ) -> None:
+        """It can write everything."""
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work, in order of priority."""
+        self._engine.submit(trajectories, tolerance=tolerance)
+
+    def submit_with(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling,
+        max_tokens: int,
+    ) -> None:
+        """The same: lengths are drawn whatever the sampling is."""
+        self._engine.submit(trajectories, tolerance=tolerance)
+
+    def step(self) -> Step:
+        """Work until the next answer is complete."""
+        if self._pause:
+            time.sleep(self._pause)
+        return self._engine.step()
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back everything that is not complete."""
+        return self._engine.interrupt()
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take over the version."""
+        self._engine.load_weights(weights)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFolder:
+    """The folder of the logs, and the name of a file in it that proves it is the same one."""
+
+    folder: Path
+    mark: str
+
+    @classmethod
+    def opened(cls, folder: Path) -> LogFolder:
+        """Make the folder, with its mark."""
+        folder.mkdir(parents=True, exist_ok=True)
+        marks = sorted(folder.glob(".controller-*"))
+        mark = marks[0].name if marks else f".controller-{uuid.uuid4().hex}"
+        (folder / mark).touch()
+        return cls(folder=folder.absolute(), mark=mark)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine sees the folder."""
+        return (self.folder / self.mark).exists()
+
+
+class WorkerLog:
+    """All that a process says from now on, in a file."""
+
+    def __init__(self, name: str, folder: LogFolder | None) -> None:
+        """Begin; without a folder the words stay with Ray."""
+        self.path: Path | None = None
+        self.is_away = False
+        """Whether the file is not in the folder of the run."""
+        if folder is None:
+            return
+        self.is_away = not folder.is_here
+        place = Path(tempfile.mkdtemp(prefix="sortedrl-")) if self.is_away else folder.folder
+        self.path = place / f"{name}.log"
+        file = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+    def text_away(self) -> str | None:
+        """The text of a file that the controller cannot see; `None` if it can, or there is none."""
+        if self.path is None or not self.is_away:
+            return None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return self.path.read_text(errors="replace")
+
 
 # The engine has a queue of its own, and the controller's pool decides who gets how much.
 _ALL_THAT_COMES = 1 << 40

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sortedrl.data.row import Message, Row
-from sortedrl.data.settings import ChatUse
+from sortedrl.config.train import ChatUse
+from sortedrl.data.rows import Message, Row
 from sortedrl.errors import ConfigError, DataError
 
 _CHAT_TAG = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\uff5c[^>]+\uff5c>")

@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
+from sortedrl.config.train import ChatUse
+from sortedrl.core.randomness import mix
 from sortedrl.data.chat import Rendered, Tokenizer, rendered
-from sortedrl.data.row import Row
-from sortedrl.data.settings import ChatUse
+from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError
-from sortedrl.randomness import mix
 from sortedrl.types import Prompt
 
 _END_CHARACTERS = 32

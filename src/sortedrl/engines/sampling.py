@@ -1,10 +1,18 @@
-"""The rules by which an engine chooses tokens, the same for every engine."""
+"""The rules by which an engine chooses tokens, the same for every engine.
+
+What an engine can be asked to write, whichever engine it is.
+
+The segments of an answer that grows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
-from sortedrl.config import require, require_temperature
+from sortedrl.config.schedule import require, require_temperature
+from sortedrl.errors import RequestError
+from sortedrl.types import Segment, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +47,43 @@ class Sampling:
     def is_filtered(self) -> bool:
         """Whether some tokens are left out of the choice."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+def checked_limit(trajectory: Trajectory, max_tokens: int, *, vocabulary: int, context: int) -> int:
+    """The tokens its answer may have within the model's context.
+
+    A trajectory that can never be written is refused.
+    """
+    name = f"trajectory {trajectory.key}"
+    prompt_tokens = len(trajectory.prompt.tokens)
+    if not prompt_tokens:
+        raise RequestError(f"{name} has an empty prompt; give it at least one token")
+    written = chain.from_iterable(segment.tokens for segment in trajectory.segments)
+    for token in chain(trajectory.prompt.tokens, written):
+        if not 0 <= token < vocabulary:
+            raise RequestError(
+                f"{name}: token ids must lie in 0..{vocabulary - 1}, got {token}; "
+                "was it made with the tokenizer of this model?"
+            )
+    if max_tokens < 1:
+        raise RequestError(f"{name}: an answer must be allowed at least 1 token, got {max_tokens}")
+    if prompt_tokens >= context:
+        raise RequestError(
+            f"{name}: its prompt has {prompt_tokens} tokens, the model's context has "
+            f"{context}, and one must be left for the answer; shorten or drop it"
+        )
+    return min(max_tokens, context - prompt_tokens)
+
+
+def joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
+    """One segment per run of tokens of the same version.
+
+    >>> one = Segment((7,), (-0.5,), 3)
+    >>> joined((one,), Segment((8,), (-0.25,), 3))
+    (Segment(tokens=(7, 8), logprobs=(-0.5, -0.25), version=3),)
+    """
+    if not segments or segments[-1].version != last.version:
+        return (*segments, last)
+    tokens = (*segments[-1].tokens, *last.tokens)
+    logprobs = (*segments[-1].logprobs, *last.logprobs)
+    return (*segments[:-1], Segment(tokens, logprobs, last.version))

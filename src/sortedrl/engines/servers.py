@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streamed.backend import Backend
-from sortedrl.engines.streamed.http import Refused, Server
+from sortedrl.engines.streaming.backend import Backend
+from sortedrl.engines.streaming.http import Refused, Server
 from sortedrl.engines.vllm.server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 

@@ -13,15 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.errors import DataError
-from sortedrl.evaluation.answers import Answer, Evaluation, by_prompt, in_order
-from sortedrl.evaluation.estimates import column_mean, pass_sizes, prompt_passes
-from sortedrl.evaluation.intervals import (
+from sortedrl.evaluation.statistics import (
+    Answer,
     Draws,
     Estimate,
+    Evaluation,
+    by_prompt,
+    column_mean,
     difference_draws,
     estimate,
+    in_order,
     mean_draws,
     p_value,
+    pass_sizes,
+    prompt_passes,
 )
 
 Pair = tuple[list[Answer], list[Answer]]

@@ -21,13 +21,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, NoReturn, Self, get_args
 
+from sortedrl.core.files import write_whole
 from sortedrl.errors import DataError, unknown_name
-from sortedrl.evaluation.answers import Answer, AnswerKey, Asked, Evaluation
-from sortedrl.evaluation.estimates import Summary, summarise
+from sortedrl.evaluation.statistics import Answer, AnswerKey, Asked, Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import summary_rows
-from sortedrl.rewards.calls import Failure
+from sortedrl.rewards.pool.score import Failure
 from sortedrl.types import FinishReason
-from sortedrl.whole_file import write_whole
 
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"

@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from sortedrl.core.protocols import Engine
+from sortedrl.core.randomness import mix
 from sortedrl.data.stream import TokenizedRow
-from sortedrl.evaluation.answers import Answer, AnswerKey
-from sortedrl.protocols import Engine
-from sortedrl.randomness import mix
-from sortedrl.rewards.calls import Outcome
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.tasks.task import Task
+from sortedrl.evaluation.statistics import Answer, AnswerKey
+from sortedrl.rewards.pool.pool import RewardPool
+from sortedrl.rewards.pool.score import Outcome
+from sortedrl.tasks.catalogue import Task
 from sortedrl.types import Prompt, Trajectory
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sortedrl.evaluation.comparison import Comparison, Difference
-from sortedrl.evaluation.estimates import Estimates, Summary
-from sortedrl.evaluation.intervals import Estimate
+from sortedrl.evaluation.statistics import Estimate, Estimates, Summary
 
 MACRO = "macro average"
 """The name of the row in which every task counts the same."""

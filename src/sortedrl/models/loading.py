@@ -1,4 +1,6 @@
-"""A model and its tokenizer: from the hub, a folder, a GGUF file, or made from the spec `tiny`.
+"""transformers without its progress bars: a run has its own.
+
+A model and its tokenizer: from the hub, a folder, a GGUF file, or made from the spec `tiny`.
 
 Nothing here pads, and a tokenizer without a pad token or a chat template is as good as any.
 """
@@ -6,19 +8,40 @@ Nothing here pads, and a tokenizer without a pad token or a chat template is as 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from sortedrl.errors import ModelError
 from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No bars inside the block; as it was, afterwards."""
+    had_bars = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            enable_progress_bar()
+
+
 try:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-    from sortedrl.models.quiet import without_bars
+    from sortedrl.models.loading import without_bars
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name

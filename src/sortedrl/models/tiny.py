@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
+from sortedrl.config.spec import parsed, settings_of
 from sortedrl.tasks.knights.compact import TAGS
-from sortedrl.tasks.spec import parsed, settings_of
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -11,10 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from sortedrl.evaluation.answers import Answer, Evaluation, by_prompt, in_order
 from sortedrl.evaluation.comparison import Comparison, Contrast, Difference, Flip
-from sortedrl.evaluation.estimates import Estimates, Summary, summarise
-from sortedrl.evaluation.intervals import Estimate
+from sortedrl.evaluation.statistics import (
+    Answer,
+    Estimate,
+    Estimates,
+    Evaluation,
+    Summary,
+    by_prompt,
+    in_order,
+    summarise,
+)
 from sortedrl.evaluation.tables import (
     MACRO,
     Table,

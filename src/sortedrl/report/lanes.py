@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from sortedrl.events import (
+from sortedrl.core.events import (
     Begin,
     Event,
     Finish,

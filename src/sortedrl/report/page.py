@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, TypeVar
 
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.events import Landed
+from sortedrl.core.files import toml_value
 from sortedrl.evaluation.tables import percent, points
-from sortedrl.events import Landed
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose
 from sortedrl.report.advice.observed import seconds_spent
 from sortedrl.report.advice.simulation import Forecast
@@ -39,7 +40,6 @@ from sortedrl.report.sections.lengths import lengths_section
 from sortedrl.report.sections.slots import bubbles_section, slots_data, slots_section
 from sortedrl.report.sections.tokens import ledger_section, staleness_section
 from sortedrl.report.series import flat
-from sortedrl.toml_file import toml_value
 
 _NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal
 
+from sortedrl.core.events import Update
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Update
 from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.charts.curves import curves_svg
 from sortedrl.report.charts.svg import Scheme

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sortedrl.answer_log import LoggedAnswer, read_answers
+from sortedrl.core.events import Begin, End, Event, Score, read_events
+from sortedrl.core.files import read_toml
+from sortedrl.core.logs import LoggedAnswer, Value, read_answers, read_metrics
+from sortedrl.core.meter import measure
+from sortedrl.core.metrics import Metrics
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.events import Begin, End, Event, Score, read_events
-from sortedrl.meter import measure
-from sortedrl.metrics import Metrics
 from sortedrl.report.lanes import Lanes, lanes
-from sortedrl.run_log import Value, read_metrics
-from sortedrl.toml_file import read_toml
 from sortedrl.types import Key
 
 BESIDE = ("metrics.jsonl", "config.toml", "answers.jsonl")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from sortedrl.events import Begin, Score, Update
+from sortedrl.core.events import Begin, Score, Update
 from sortedrl.report.charts.curves import Series, curves
 from sortedrl.report.html import figure
 from sortedrl.report.record import HeldOut, Run, RunRecord, number

@@ -12,8 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from textwrap import wrap
 
-from sortedrl.errors import ConfigError
-from sortedrl.events import (
+from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
@@ -25,6 +24,7 @@ from sortedrl.events import (
     Start,
     Update,
 )
+from sortedrl.errors import ConfigError
 from sortedrl.report.lanes import Bar, Lanes, lanes
 from sortedrl.types import Key
 

@@ -18,8 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Literal, get_args
 
-from sortedrl.errors import DataError
-from sortedrl.events import (
+from sortedrl.core.events import (
     Event,
     Finish,
     HandOver,
@@ -33,11 +32,12 @@ from sortedrl.events import (
     Start,
     Update,
 )
-from sortedrl.meter import Meter
+from sortedrl.core.files import refuse_foreign, writing_whole
+from sortedrl.core.meter import Meter
+from sortedrl.errors import DataError
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.types import Key
-from sortedrl.whole_file import refuse_foreign, writing_whole
 
 TraceEvent = Mapping[str, object]
 

@@ -18,11 +18,11 @@ from functools import cache, lru_cache
 from threading import local
 from typing import Any
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
 from sortedrl.errors import ConfigError
 from sortedrl.rewards.gym_formulas import Entry, RefusedError
 from sortedrl.rewards.gym_rules import RULES, Rule
-from sortedrl.rewards.score import NoScoreError
+from sortedrl.rewards.pool.score import NoScoreError
 from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
 

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError
-from sortedrl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -16,33 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sortedrl.answer_log import AnswerFile
-from sortedrl.arguments import all_to_toml
-from sortedrl.build.evaluation import tokenizer_of
-from sortedrl.build.rollout import check_engine
-from sortedrl.build.training import Saved, TrainingParts, training_parts
+from sortedrl.cli.arguments import all_to_toml
+from sortedrl.config.train import EvaluationSettings, TrainSettings
+from sortedrl.core.events import Event, EventFile, Finish, read_events
+from sortedrl.core.logs import AnswerFile, MetricsFile, read_metrics
+from sortedrl.core.meter import Meter
 from sortedrl.data.chat import Tokenizer
-from sortedrl.data.row import Row
+from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
-from sortedrl.evaluation.settings import EvaluationSettings
-from sortedrl.events import Event, EventFile, Finish, read_events
-from sortedrl.meter import Meter
 from sortedrl.models.shape import shape_of
 from sortedrl.report.live.view import Source, View
-from sortedrl.rewards.pool import RewardPool
-from sortedrl.run_log import MetricsFile, read_metrics
-from sortedrl.runs.evaluating import Evaluator
+from sortedrl.rewards.pool.pool import RewardPool
+from sortedrl.runs.build_engine import check_engine, tokenizer_of
+from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
+from sortedrl.runs.evaluation import Evaluator
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
+from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Logs, TrainingRun
-from sortedrl.tasks.task import Task
-from sortedrl.trackers import TrackedRun, open_trackers
-from sortedrl.training.checkpoints import Checkpoints
-from sortedrl.training.settings import TrainSettings
+from sortedrl.tasks.catalogue import Task
+from sortedrl.training.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
-    from sortedrl.build.cluster import RunningCluster
+    from sortedrl.runs.build_cluster import RunningCluster
 
 Tell = Callable[[str], None]
 
@@ -244,7 +241,7 @@ def _questions(
 def _cluster(settings: TrainSettings, stack: ExitStack, *, tell: Tell) -> RunningCluster | None:
     if not settings.cluster.is_used:
         return None
-    from sortedrl.build.cluster import opened_cluster
+    from sortedrl.runs.build_cluster import opened_cluster
 
     return stack.enter_context(opened_cluster(settings, tell=tell))
 

@@ -1,31 +1,110 @@
-"""Whole runs in one call each, with progress and a clean stop: what the commands and Python use.
+"""Words for the person whose run ends without any: its process was killed, or Ray has ended it.
+
+Ray ends every process that uses it when its own processes on this machine are gone, and no code of
+ours runs then. So another process, which has the words, waits for this one to end.
+
+How a run ended, for a person and for a script.
+
+Whole runs in one call each, with progress and a clean stop: what the commands and Python use.
 
 ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("runs/gsm8k")))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sortedrl.config import require_native
+from sortedrl.config.schedule import require_native
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.metrics import numbers
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live.view import opened_view
-from sortedrl.rewards.source import RewardSource
-from sortedrl.runs.last_words import last_words
-from sortedrl.runs.stopping import Stopping
-from sortedrl.runs.tasks import opened, training_tasks
-from sortedrl.tasks.task import Task
-from sortedrl.terminal import progress, refuse_unwritable_folder, tell
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.supervision import SupervisedSettings
+from sortedrl.report.terminal import percent, progress, refuse_unwritable_folder, tell, thousands
+from sortedrl.rewards.functions import RewardSource
+from sortedrl.runs.evaluation import opened, training_tasks
+from sortedrl.runs.training import Ending, Stopping, duration
+from sortedrl.tasks.catalogue import Task
 
 if TYPE_CHECKING:
-    from sortedrl.runs.supervised import SupervisedEnding
+    from sortedrl.runs.sft import SupervisedEnding
     from sortedrl.runs.training import Ending
+
+
+# Who leaves the block writes something; the end of a process only ends its pipe.
+_WATCH = "import sys; sys.stdin.read() or sys.stderr.write(sys.argv[1] + chr(10))"
+
+
+@contextmanager
+def last_words(words: str) -> Iterator[None]:
+    """Have these words said on standard error if this process ends within the block."""
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCH, words],
+        stdin=subprocess.PIPE,
+        # Ctrl-C is meant for the run alone.
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.communicate(b"it lives")
+
+
+_REASONS = {
+    "data": "the data is used up",
+    "updates": "max_updates is reached",
+    "target": "the target score is reached",
+    "asked": "a stop was asked for",
+}
+
+
+def rows(ending: Ending) -> list[tuple[str, str]]:
+    """The closing table."""
+    figures, ledger = ending.figures, ending.figures.ledger
+    table = [
+        ("updates", f"{ending.updates:,}"),
+        ("answers trained on", f"{figures.trajectories:,}"),
+        ("tokens decoded / trained", f"{ledger.decoded:,} / {ledger.trained:,}"),
+        ("bubble", percent(figures.bubble)),
+        ("goodput", f"{thousands(figures.goodput)} tokens/s"),
+        ("staleness, mean / most", f"{figures.mean_staleness:.2f} / {figures.staleness_max}"),
+        ("time", duration(figures.seconds)),
+    ]
+    if ending.first_scores is not None and ending.last_scores is not None:
+        for task, score in ending.last_scores.by_task.items():
+            before = ending.first_scores.by_task.get(task)
+            began = "" if before is None else f"{percent(before)} -> "
+            table.append((f"right answers, {task}", began + percent(score)))
+    return table
+
+
+def words(ending: Ending, folder: Path) -> list[str]:
+    """Why it ended, and what to do next."""
+    lines = [f"Ended because {_REASONS[ending.reason]}."]
+    if ending.reason == "asked":
+        lines.append(f"Saved; go on with: sortedrl train {folder} --resume")
+    else:
+        lines.append(f"The model is in {folder / 'model'}; the run can be gone on with (--resume).")
+    return lines
+
+
+def as_row(ending: Ending, folder: Path) -> dict[str, object]:
+    """One JSON object."""
+    return {
+        "folder": str(folder),
+        "reason": ending.reason,
+        "updates": ending.updates,
+        **numbers(ending.figures),
+        "first_scores": None if ending.first_scores is None else ending.first_scores.by_task,
+        "last_scores": None if ending.last_scores is None else ending.last_scores.by_task,
+    }
+
 
 _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 """Rows of the user's own need some reward to be opened; none is called in supervised training."""
@@ -94,7 +173,7 @@ def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
         reward=_NO_REWARD,
         data=settings.data,
     )
-    from sortedrl.runs.supervised import supervised_run
+    from sortedrl.runs.sft import supervised_run
 
     with Stopping(tell) as stopping, progress(1.0) as advance:
         return supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)

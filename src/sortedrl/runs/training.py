@@ -1,4 +1,12 @@
-"""A training run from its beginning, or a checkpoint, to its end.
+"""A clean stop: the first Ctrl-C or SIGTERM asks for one, the second Ctrl-C stops at once.
+
+What a checkpoint of a training run holds, written at an update boundary, when nothing runs.
+
+Which answers of an update are kept as text: some of every length.
+
+A training run in lines: one for each update, short enough for a terminal.
+
+A training run from its beginning, or a checkpoint, to its end.
 
 After every update, in this order: the numbers are written down, the model is evaluated and saved
 where that is due, and it is decided whether to go on. Killed at any instant, the run goes on from
@@ -7,31 +15,175 @@ its newest complete checkpoint, and its logs are cut to what they were then.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from sortedrl.answer_log import AnswerFile
-from sortedrl.build.training import TrainingParts
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.buffer_file import save_buffer
+from sortedrl.core.events import EventFile
+from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import Figures, numbers
 from sortedrl.data.chat import Tokenizer
-from sortedrl.engines.agreement import MOST_NATS
+from sortedrl.engines.streaming.weights import MOST_NATS
 from sortedrl.errors import EngineError
-from sortedrl.events import EventFile
-from sortedrl.meter import Meter
-from sortedrl.metrics import Figures, numbers
 from sortedrl.report.live.view import View
-from sortedrl.run_log import MetricsFile, Value
-from sortedrl.runs.answers import logged
-from sortedrl.runs.evaluating import Evaluator, Scores
+from sortedrl.report.terminal import percent, thousands
+from sortedrl.runs.build_training import TrainingParts
+from sortedrl.runs.evaluation import Evaluator, Scores
 from sortedrl.runs.folder import RunFolder, as_saved
-from sortedrl.runs.lines import evaluation_line, update_line
-from sortedrl.runs.snapshot import write_snapshot
-from sortedrl.runs.stopping import Stopping
-from sortedrl.trackers import Trackers
-from sortedrl.training.checkpoints import Checkpoints
-from sortedrl.training.settings import TrainSettings
-from sortedrl.types import TrainBatch
+from sortedrl.runs.trackers import Trackers
+from sortedrl.training.checkpoint import Checkpoints, write_state
+from sortedrl.types import TrainBatch, Trajectory
+
+
+class Stopping:
+    """Whether a stop was asked for, while it is entered."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` is given a line for the person who asked."""
+        self.is_asked = False
+        self._tell = tell
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Stopping:
+        """Listen to the signals; outside of the main thread there are none to listen to."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the signals to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        self._tell("stopping: this round is finished and saved first (Ctrl-C again: at once)")
+
+
+def write_snapshot(
+    folder: Path,
+    parts: TrainingParts,
+    *,
+    tokenizer: Tokenizer,
+    counters: Mapping[str, Any],
+) -> None:
+    """Fill the folder of a checkpoint; `counters` are those of the run itself."""
+    trainer = parts.trainer.save(folder, tokenizer=tokenizer)
+    save_buffer(parts.loop.buffer.state(), folder / "buffer.bin")
+    write_state(
+        folder,
+        {
+            **counters,
+            "trainer": trainer,
+            "journal": parts.loop.journal.state().to_json(),
+            "engine_version": parts.engine.version,
+            "position": parts.prompts.position,
+            "fingerprint": parts.prompts.fingerprint,
+        },
+    )
+
+
+def spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """At most `count` of them, from the shortest to the longest in even steps of rank."""
+    ranked = sorted(trajectories, key=lambda t: (t.num_tokens, t.key))
+    if len(ranked) <= count:
+        return ranked
+    if count == 1:
+        return [ranked[len(ranked) // 2]]
+    last = len(ranked) - 1
+    return [ranked[place * last // (count - 1)] for place in range(count)]
+
+
+def logged(
+    batch: TrainBatch,
+    *,
+    update: int,
+    count: int,
+    question: Callable[[Sequence[int]], str],
+    response: Callable[[Trajectory], str],
+) -> Iterator[LoggedAnswer]:
+    """The answers of an update to keep; `question` gives the text of a prompt's tokens."""
+    for trajectory in spread(batch.trajectories, count):
+        versions = [segment.version for segment in trajectory.segments] or [batch.version]
+        yield LoggedAnswer(
+            update=update,
+            prompt=trajectory.prompt.id,
+            sample=trajectory.sample_index,
+            group=trajectory.group,
+            versions=(min(versions), max(versions)),
+            tokens=trajectory.num_tokens,
+            is_truncated=trajectory.finish_reason == "length",
+            reward=trajectory.reward,
+            parts=dict(trajectory.reward_parts),
+            question=question(trajectory.prompt.tokens),
+            response=response(trajectory),
+        )
+
+
+def update_line(
+    update: int,
+    *,
+    numbers: Mapping[str, float],
+    figures: Figures,
+    done: float,
+    seconds: float,
+) -> str:
+    """What one update did, and when the run will be over; `done` is the share behind it."""
+    words = [f"update {update:4d}"]
+    if "reward/mean" in numbers:
+        words.append(f"reward {numbers['reward/mean']:6.3f}")
+        words.append(f"length {numbers['length/mean']:5.0f}")
+    elif "held" in numbers:
+        words.append(f"held {numbers['held']:.0f} answers")
+    words += [
+        f"bubble {percent(figures.bubble):>6}",
+        f"goodput {thousands(figures.goodput):>6}/s",
+        f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}",
+    ]
+    if numbers.get("skipped_steps"):
+        words.append("SKIPPED: not finite")
+    if numbers.get("unusable_answers"):
+        words.append(f"LEFT OUT: {numbers['unusable_answers']:.0f} answers, not finite")
+    if done > 0:
+        words.append(f"{percent(done):>6}, {duration(seconds * (1 - done) / done)} left")
+    return "  ".join(words)
+
+
+def evaluation_line(update: int, scores: Mapping[str, float]) -> str:
+    """What an evaluation found."""
+    found = ", ".join(f"{task} {percent(score)}" for task, score in scores.items())
+    return f"after update {update}: {found}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> [duration(s) for s in (8, 100, 7300)]
+    ['8 s', '1 min 40 s', '2 h 1 min']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
 
 Reason = Literal["data", "updates", "target", "asked"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
 from sortedrl.errors import unknown_name
 
 

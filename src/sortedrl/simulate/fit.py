@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from sortedrl.errors import DataError
-from sortedrl.events import (
+from sortedrl.core.events import (
     Event,
     Finish,
     HandOver,
@@ -25,6 +24,7 @@ from sortedrl.events import (
     Start,
     Update,
 )
+from sortedrl.errors import DataError
 from sortedrl.simulate.costs import Costs
 from sortedrl.types import Key
 

@@ -1,13 +1,144 @@
-"""The settings of a simulated run: the real schedule and engine settings, and a made-up world."""
+"""Many engines in place of one: how fast each is, how often one fails, how weights reach them.
+
+The default is one engine that never fails, with weights that need no network.
+
+The settings of a simulated run: the real schedule and engine settings, and a made-up world.
+
+Named simulations, each a starting point that flags and files change.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from sortedrl.config import EngineSettings, Schedule, check_values, require
+from sortedrl.config.schedule import EngineSettings, Schedule, check_values, require
+from sortedrl.core.randomness import normal, uniform
+from sortedrl.errors import unknown_name
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.simulate.pool_settings import PoolSettings
+
+Broadcast = Literal["tree", "at_once", "one_by_one"]
+
+_SPREAD_KEY = 0x737072656164
+_SLOW_KEY = 0x736C6F77
+_FAILURE_KEY = 0x6661696C
+_MOST_SIGMA = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """The engines that share the slots of a simulated run.
+
+    The hardware preset describes one of them: 64 engines are 64 such machines. Slots are those
+    of all engines together, and all machines share the tokens of an update evenly.
+    """
+
+    engines: int = 1
+    """Engines that share the slots, each a machine as the hardware preset describes it."""
+    straggler_sigma: float = 0.0
+    """Spread of the engines' speeds: each takes exp(straggler_sigma * |z|) times as long, z
+    standard normal, so none is faster than the preset."""
+    slow_share: float = 0.0
+    """Share of slow engines, 0 to 1, rounded to whole engines."""
+    slow_factor: float = 2.0
+    """How many times as long a slow engine takes."""
+    failures_per_hour: float = 0.0
+    """Failures of each engine in an hour that it is up, at random times."""
+    restart_seconds: float = 120.0
+    """Seconds until a failed engine is back with the present weights."""
+    failures_lose_tokens: bool = False
+    """Whether what a failed engine had written since it was given the work is lost; otherwise
+    the tokens were streamed, and other engines go on with them."""
+    broadcast: Broadcast = "tree"
+    """How new weights reach the engines.
+    tree: each engine that has all of them passes them on, log2 of the engines times.
+    at_once: all receive them side by side, in the time of one transfer.
+    one_by_one: the trainer sends them to one engine after another."""
+    weights_gigabytes: float = 0.0
+    """Size of the weights that go over the network; 0 for no network."""
+    network_gigabytes_per_second: float = 50.0
+    """Bandwidth of the network, for one sender and one receiver."""
+    network_latency_seconds: float = 0.0
+    """Seconds before the first byte of a transfer arrives."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        names = get_args(Broadcast)
+        require(self.broadcast in names, unknown_name("broadcast", self.broadcast, names))
+        require(self.engines >= 1, f"pool.engines must be at least 1, got {self.engines}")
+        require(
+            0 <= self.slow_share <= 1, f"pool.slow_share must lie in 0..1, got {self.slow_share}"
+        )
+        require(
+            self.slow_factor >= 1 and math.isfinite(self.slow_factor),
+            f"pool.slow_factor must be a number of at least 1, got {self.slow_factor}; "
+            "2 is half the speed",
+        )
+        require(
+            self.network_gigabytes_per_second > 0,
+            "pool.network_gigabytes_per_second must be positive, got "
+            f"{self.network_gigabytes_per_second}",
+        )
+        require(
+            self.straggler_sigma <= _MOST_SIGMA,
+            f"pool.straggler_sigma must be at most {_MOST_SIGMA}, got {self.straggler_sigma}",
+        )
+        for name, value in (
+            ("straggler_sigma", self.straggler_sigma),
+            ("failures_per_hour", self.failures_per_hour),
+            ("restart_seconds", self.restart_seconds),
+            ("weights_gigabytes", self.weights_gigabytes),
+            ("network_latency_seconds", self.network_latency_seconds),
+        ):
+            require(
+                value >= 0 and math.isfinite(value),
+                f"pool.{name} must be a number of 0 or more, got {value}",
+            )
+
+    def shares(self, slots: int) -> list[int]:
+        """The slots of each engine; the first ones have one more where they do not divide.
+
+        >>> PoolSettings(engines=3).shares(8)
+        [3, 3, 2]
+        """
+        each, more = divmod(slots, self.engines)
+        return [each + (number < more) for number in range(self.engines)]
+
+    def slownesses(self, seed: int) -> list[float]:
+        """How many times as long as the preset each engine takes.
+
+        >>> sorted(PoolSettings(engines=50, slow_share=0.04).slownesses(0))[-3:]
+        [1.0, 2.0, 2.0]
+        """
+        numbers = range(self.engines)
+        order = sorted(numbers, key=lambda number: uniform(seed, _SLOW_KEY, number))
+        slow = set(order[: round(self.slow_share * self.engines)])
+        return [
+            math.exp(self.straggler_sigma * abs(normal(seed, _SPREAD_KEY, number)))
+            * (self.slow_factor if number in slow else 1.0)
+            for number in numbers
+        ]
+
+    def seconds_to_failure(self, seed: int, *, engine: int, failures: int) -> float:
+        """Seconds an engine stays up after so many failures; only if engines fail at all."""
+        drawn = uniform(seed, _FAILURE_KEY, engine, failures)
+        return -math.log(drawn) * 3600 / self.failures_per_hour
+
+    @property
+    def network_seconds(self) -> float:
+        """Seconds that new weights are on their way to all engines.
+
+        >>> pool = PoolSettings(engines=1024, weights_gigabytes=16, network_latency_seconds=0.01)
+        >>> f"{pool.network_seconds:.2f} s for eleven transfers"
+        '3.63 s for eleven transfers'
+        """
+        transfer = self.weights_gigabytes / self.network_gigabytes_per_second
+        # Who has the weights doubles with every transfer; the trainer is the first that has them.
+        hops = {"tree": self.engines.bit_length(), "at_once": 1, "one_by_one": self.engines}
+        return hops[self.broadcast] * (self.network_latency_seconds + transfer)
+
 
 _MOST_ANSWERS = 10_000_000
 
@@ -55,3 +186,49 @@ class Simulation:
         if self.prompts is not None:
             return self.prompts
         return self.groups * self.schedule.group_prompts
+
+
+def paper() -> Simulation:
+    """The paper's efficiency study: 10 groups of 512 answers, at most 8,192 tokens, 128 slots."""
+    return Simulation()
+
+
+def long_thoughts() -> Simulation:
+    """Long chains of thought: answers up to 32,768 tokens of a 32B model on eight H100."""
+    return Simulation(
+        groups=4,
+        schedule=Schedule(group_prompts=64, samples_per_prompt=8, harvest_unit="prompt"),
+        engine=EngineSettings(slots=256, max_tokens=32768),
+        lengths=LengthSettings(median=4000, sigma=1.1, prompt_share=0.5),
+        costs=CostSettings(hardware="h100x8-qwen-2.5-32b"),
+    )
+
+
+def picture() -> Simulation:
+    """Small enough to draw: 4 groups of 32 answers on 8 slots, one second per step."""
+    return Simulation(
+        groups=4,
+        schedule=Schedule(group_prompts=32, update_batch=8),
+        engine=EngineSettings(slots=8, max_tokens=256),
+        lengths=LengthSettings(median=34, prompt_tokens=0),
+        costs=CostSettings(hardware="ticks", update_seconds=12.0),
+    )
+
+
+def six() -> Simulation:
+    """Six prompts on four slots, followed tick by tick in docs/how-it-works.md."""
+    return Simulation(
+        groups=1,
+        schedule=Schedule(group_prompts=6, update_batch=3),
+        engine=EngineSettings(slots=4, max_tokens=16),
+        lengths=LengthSettings(
+            values=(2, 7, 3, 5, 4, 9),
+            replay=True,
+            prompt_tokens=0,
+            mismatch_rate=0.25,
+        ),
+        costs=CostSettings(hardware="ticks", update_seconds=1.0),
+    )
+
+
+PRESETS = {"paper": paper, "long-thoughts": long_thoughts, "picture": picture, "six": six}

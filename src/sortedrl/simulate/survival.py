@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from sortedrl.events import Event, Finish, Interrupt, Start, Update
+from sortedrl.core.events import Event, Finish, Interrupt, Start, Update
 from sortedrl.types import Key
 
 _ENOUGH = 20

@@ -1,4 +1,10 @@
-"""All tasks by name: what a spec such as `gsm8k:split=train` stands for.
+"""A task: rows, the reward that scores their answers, and when an answer counts as right.
+
+A model that is evaluated on what it was trained on is measured for its memory. So rows can be
+compared by what they ask: the same question is the same in other white space, under another system
+message, with and without the instruction after it; and a puzzle is the same under other names.
+
+All tasks by name: what a spec such as `gsm8k:split=train` stands for.
 
 knights_knaves    generated puzzles                people=3-7,count=1000,seed=0,split=train
 logic_rl          the published puzzles            path=FOLDER,split=train
@@ -14,33 +20,89 @@ takes test. A set that has no such split is refused, so that nobody trains on te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from sortedrl.config import require
-from sortedrl.data.columns import rows_of, with_system
-from sortedrl.data.files import SUFFIXES, is_utf8, read_records
-from sortedrl.data.hub import read_hub
-from sortedrl.data.settings import DataSettings
+from sortedrl.config.schedule import require
+from sortedrl.config.spec import parsed, settings_from
+from sortedrl.config.train import DataSettings
+from sortedrl.data.rows import SUFFIXES, Row, is_utf8, read_hub, read_records, rows_of, with_system
 from sortedrl.errors import ConfigError, DataError, unknown_name
-from sortedrl.rewards.source import RewardSource
+from sortedrl.rewards.functions import RewardSource
 from sortedrl.tasks.gym import GymSettings, gym_rows
-from sortedrl.tasks.knights.canonical import Split
-from sortedrl.tasks.knights.published import published_rows
-from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
-from sortedrl.tasks.maths import MathsSettings, maths_rows
-from sortedrl.tasks.maths_sets import MATHS_SETS
-from sortedrl.tasks.spec import parsed, settings_from
-from sortedrl.tasks.task import Task
+from sortedrl.tasks.knights.generator import MAX_PEOPLE
+from sortedrl.tasks.knights.puzzle import Split, canonical_key, parse_puzzle
+from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows, published_rows
+from sortedrl.tasks.maths import MATHS_SETS, MathsSettings, maths_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Rows and their reward under one name."""
+
+    name: str
+    rows: Sequence[Row]
+    reward: RewardSource
+    correct_from: float = 1.0
+    """The reward from which an answer counts as right, where the reward has no part `correct`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Rows of two tasks that ask the same: their numbers in each, counted from 0."""
+
+    trained: frozenset[int]
+    asked: tuple[int, ...]
+
+
+def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
+    """The rows trained on that are asked in an evaluation too, and the other way round."""
+    places: dict[str, list[int]] = {}
+    for number, row in enumerate(trained):
+        for key in _keys(row):
+            places.setdefault(key, []).append(number)
+    found: set[int] = set()
+    again = []
+    for number, row in enumerate(asked):
+        twins = [place for key in _keys(row) for place in places.get(key, ())]
+        if twins:
+            again.append(number)
+            found.update(twins)
+    return Shared(frozenset(found), tuple(again))
+
+
+def _keys(row: Row) -> Iterator[str]:
+    """What a row asks, in the forms by which it can be found again."""
+    if isinstance(row.prompt, str):
+        yield _spaced(row.prompt)
+    else:
+        said = [message for message in row.prompt if message["role"] != "system"]
+        while said and said[-1]["role"] == "assistant":  # the beginning of an answer
+            said.pop()
+        yield _spaced("\n".join(message["content"] for message in said))
+    if row.question is not None:
+        yield _spaced(row.question)
+    statements = row.fields.get("statements")
+    if isinstance(statements, str):
+        try:
+            puzzle = parse_puzzle(statements)
+        except ValueError:
+            return  # a column of the user's own that is called so
+        if puzzle.people <= MAX_PEOPLE:
+            yield canonical_key(puzzle)
+
+
+def _spaced(text: str) -> str:
+    """The text with single spaces; capitals stay, as they tell compact puzzles apart."""
+    return " ".join(text.split())
+
 
 REWARDS: Mapping[str, RewardSource] = MappingProxyType(
     {
-        "logic": RewardSource("sortedrl.rewards.knights_knaves:logic_reward"),
-        "compact": RewardSource(
-            "sortedrl.rewards.knights_knaves:logic_reward", {"is_compact": True}
-        ),
+        "logic": RewardSource("sortedrl.rewards.knights:logic_reward"),
+        "compact": RewardSource("sortedrl.rewards.knights:logic_reward", {"is_compact": True}),
         "maths": RewardSource("sortedrl.rewards.maths:math_reward"),
         "reasoning_gym": RewardSource("sortedrl.rewards.gym:gym_reward"),
     }

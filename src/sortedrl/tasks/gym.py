@@ -14,12 +14,12 @@ from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from sortedrl.config import require
-from sortedrl.data.row import Row
+from sortedrl.config.schedule import require
+from sortedrl.config.spec import options_from
+from sortedrl.core.randomness import mix
+from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, unknown_name
-from sortedrl.randomness import mix
 from sortedrl.rewards.gym import packed, rule_of
-from sortedrl.tasks.spec import options_from
 
 INSTRUCTION = (
     "Think it through first. Then give the final answer, and nothing else, inside "

@@ -1,4 +1,10 @@
-r"""Rows of the maths sets: a question with an instruction, and a gold that `math_reward` knows.
+"""The maths sets: where each one lies, and how one of its records becomes a question and a gold.
+
+A set is a description, not a class. Its columns are named differently on the hub and in the files
+that go round, so a reader knows both names; a record that has neither is refused with its place.
+Golds come out normal: no `$`, no thousands separators, `27` instead of `27.0`.
+
+Rows of the maths sets: a question with an instruction, and a gold that `math_reward` knows.
 
 The rows of a set come in its order, so the same settings give the same rows. Only rows of `train`
 carry a `response` to imitate.
@@ -6,17 +12,309 @@ carry a `response` to imitate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
-from sortedrl.config import require
-from sortedrl.data.files import Record, read_records
-from sortedrl.data.hub import read_hub
-from sortedrl.data.row import Row
-from sortedrl.errors import unknown_name
-from sortedrl.tasks.maths_sets import MATHS_SETS, Example
+from sortedrl.config.schedule import require
+from sortedrl.data.rows import Record, Row, read_hub, read_records
+from sortedrl.errors import DataError, unknown_name
+from sortedrl.rewards.maths.reading import boxed_answer, parts, tidied
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_COUNTED = re.compile(r"(?P<answer>.*\S)\s+\((?P<unit>[^()]*)\)", re.DOTALL)
+_SOLVED_BEFORE = "Final answer: The final answer is"
+_MOST_DIGITS = 18
+_TEST_ONLY: Mapping[str, str] = MappingProxyType({"test": "test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A question with its gold: text, or a list of parts that must all be given."""
+
+    question: str
+    answer: str | list[str]
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """What else the row has; the reward knows `alternatives`, `error` and `is_measured`."""
+    solution: str | None = None
+    """A worked solution that ends in the boxed answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathsSet:
+    """Where a set lies, and how to read one of its records; `None` is a record without a gold."""
+
+    files: Mapping[str, str]
+    """For each split, its file in the folder of the sets."""
+    hub: str
+    """Its name on the hub."""
+    subset: str | None = None
+    """Its subset there."""
+    hub_splits: Mapping[str, str]
+    """For each of our splits, what the hub calls it."""
+    read: Callable[[Record], Example | None]
+
+
+def _gsm8k(record: Record) -> Example:
+    worked, mark, final = _text(record, "answer").rpartition("####")
+    if not mark:
+        raise DataError(record.place, "the answer must end in `#### number`; it has no ####")
+    answer = _THOUSANDS.sub("", final.strip())
+    steps = _CALCULATOR.sub("", worked).strip()
+    return Example(
+        question=_text(record, "question"),
+        answer=answer,
+        solution=f"{steps}\nThe answer is \\boxed{{{answer}}}.",
+    )
+
+
+def _math(record: Record) -> Example | None:
+    # A few rows of the training set that goes round have lost their answer.
+    if _column(record, "answer") in (None, ""):
+        return None
+    solution = record.values.get("solution")
+    level = _level(record, "level", "difficulty")
+    return Example(
+        question=_text(record, "problem", "question"),
+        answer=_text(record, "answer").strip(),
+        fields={
+            **({} if level is None else {"level": level}),
+            "subject": _text(record, "subject", "type"),
+        },
+        solution=solution if isinstance(solution, str) else None,
+    )
+
+
+def _aime(record: Record) -> Example:
+    answer = _text(record, "answer").strip()
+    if not answer.isdecimal() or len(answer) > _MOST_DIGITS:
+        raise DataError(record.place, f"the answer must be a whole number, got {answer!r:.80}")
+    return Example(
+        question=_text(record, "problem", "question"),
+        answer=str(int(answer)),
+        solution=_text(record, "solution"),
+    )
+
+
+def _amc(record: Record) -> Example:
+    return Example(question=_text(record, "question", "problem"), answer=_number(record, "answer"))
+
+
+def _minerva(record: Record) -> Example:
+    question = _text(record, "problem", "question")
+    golds = list(dict.fromkeys(answer.strip() for answer in _texts(record, "answer")))
+    subject, solution = record.values.get("type"), record.values.get("solution")
+    box = boxed_answer(solution) if isinstance(solution, str) else None
+    if box and _SOLVED_BEFORE in question:
+        # Where a question tells the answers to the parts before it, the file that goes round has
+        # one of those for a gold (34 rows); what is boxed in the solution is right.
+        golds = [box.replace("np.", "\\")]
+    return Example(
+        question=question,
+        answer=golds[0],
+        fields={
+            "is_measured": True,
+            **({"alternatives": golds[1:]} if golds[1:] else {}),
+            **({"subject": subject} if isinstance(subject, str) else {}),
+        },
+        solution=solution if isinstance(solution, str) else None,
+    )
+
+
+def _olympiadbench(record: Record) -> Example:
+    question, context = _text(record, "question"), record.values.get("context")
+    answers = [part for text in _texts(record, "final_answer", "answer") for part in _golds(text)]
+    found = {
+        "subject": record.values.get("subfield"),
+        "unit": record.values.get("unit"),
+        "error": _error(record),
+    }
+    return Example(
+        question=f"{context}\n\n{question}" if isinstance(context, str) else question,
+        answer=answers if len(answers) > 1 else answers[0],
+        fields={name: value for name, value in found.items() if value is not None},
+    )
+
+
+def _golds(text: str) -> list[str]:
+    """The answers in the text of one; the text itself where it is a sentence."""
+    tidy = tidied(text)
+    return [tidy] if " is " in tidy else parts(tidy)
+
+
+def _error(record: Record) -> float | None:
+    error = record.values.get("error")
+    if error is None:
+        return None
+    try:
+        tolerance = float(str(error))
+    except ValueError as reason:
+        raise DataError(record.place, f"error must be a number, got {error!r:.80}") from reason
+    if not math.isfinite(tolerance):
+        raise DataError(record.place, f"error must be a finite number, got {error!r:.80}")
+    return tolerance
+
+
+def _svamp(record: Record) -> Example:
+    return Example(
+        question=f"{_text(record, 'Body').strip()} {_text(record, 'Question').strip()}",
+        answer=_number(record, "Answer"),
+        fields={"subject": _text(record, "Type")},
+    )
+
+
+def _asdiv(record: Record) -> Example:
+    golds = [one.strip() for one in _text(record, "answer").split(";")]
+    counted = [_COUNTED.fullmatch(gold) for gold in golds]
+    units = [match["unit"] for match in counted if match is not None]
+    answers = [
+        gold if match is None else match["answer"]
+        for gold, match in zip(golds, counted, strict=True)
+    ]
+    return Example(
+        question=f"{_text(record, 'body').strip()} {_text(record, 'question').strip()}",
+        answer=answers if len(answers) > 1 else answers[0],
+        fields={
+            "subject": _text(record, "solution_type"),
+            **({"unit": ", ".join(units)} if units else {}),
+        },
+    )
+
+
+def _mawps(record: Record) -> Example:
+    subject = record.values.get("type")
+    return Example(
+        question=_text(record, "input", "question"),
+        answer=_number(record, "target", "result_float"),
+        fields={"subject": subject} if isinstance(subject, str) else {},
+    )
+
+
+MATHS_SETS: Mapping[str, MathsSet] = MappingProxyType(
+    {
+        "gsm8k": MathsSet(
+            files={"train": "gsm8k/train.jsonl", "test": "gsm8k/test.jsonl"},
+            hub="openai/gsm8k",
+            subset="main",
+            hub_splits={"train": "train", "test": "test"},
+            read=_gsm8k,
+        ),
+        "math": MathsSet(
+            files={"train": "math_train/math.json"},
+            hub="nlile/hendrycks-MATH-benchmark",
+            hub_splits={"train": "train"},
+            read=_math,
+        ),
+        "math500": MathsSet(
+            files={"test": "math500/test.jsonl"},
+            hub="HuggingFaceH4/MATH-500",
+            hub_splits=_TEST_ONLY,
+            read=_math,
+        ),
+        "aime24": MathsSet(
+            files={"test": "aime24/test.jsonl"},
+            hub="HuggingFaceH4/aime_2024",
+            hub_splits={"test": "train"},
+            read=_aime,
+        ),
+        "amc23": MathsSet(
+            files={"test": "amc23/test.jsonl"},
+            hub="math-ai/amc23",
+            hub_splits=_TEST_ONLY,
+            read=_amc,
+        ),
+        "minerva": MathsSet(
+            files={"test": "minerva/minerva.json"},
+            hub="math-ai/minervamath",
+            hub_splits=_TEST_ONLY,
+            read=_minerva,
+        ),
+        "olympiadbench": MathsSet(
+            files={"test": "olympiadbench/test.jsonl"},
+            hub="Hothan/OlympiadBench",
+            subset="OE_TO_maths_en_COMP",
+            hub_splits={"test": "train"},
+            read=_olympiadbench,
+        ),
+        "svamp": MathsSet(
+            files={"test": "svamp/test.jsonl"},
+            hub="ChilleD/SVAMP",
+            hub_splits={"train": "train", "test": "test"},
+            read=_svamp,
+        ),
+        "asdiv": MathsSet(
+            files={"test": "asdiv/test.jsonl"},
+            hub="EleutherAI/asdiv",
+            hub_splits={"test": "validation"},
+            read=_asdiv,
+        ),
+        "mawps": MathsSet(
+            files={"test": "mawps/test.jsonl"},
+            hub="MU-NLPC/Calc-mawps",
+            hub_splits={"train": "train", "test": "test"},
+            read=_mawps,
+        ),
+    }
+)
+
+
+def _column(record: Record, *names: str) -> object:
+    """The value of the first of these columns that the record has."""
+    for name in names:
+        if name in record.values:
+            return record.values[name]
+    wanted = " or ".join(f"`{name}`" for name in names)
+    raise DataError(
+        record.place, f"must have a column {wanted}, has {', '.join(record.values) or 'none'}"
+    )
+
+
+def _text(record: Record, *names: str) -> str:
+    value = _column(record, *names)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(record.place, f"`{names[0]}` must be text, got {value!r:.80}")
+    return value
+
+
+def _texts(record: Record, *names: str) -> list[str]:
+    """Text, or a list of at least one."""
+    value = _column(record, *names)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        raise DataError(record.place, f"`{names[0]}` must be text or a list, got {value!r:.80}")
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(record.place, f"`{names[0]}` must hold text, got {text!r:.80}")
+    return texts
+
+
+def _number(record: Record, *names: str) -> str:
+    """A number, however it is kept, as a person writes it."""
+    value = _column(record, *names)
+    try:
+        number = float(str(value).replace(",", ""))
+    except ValueError as error:
+        raise DataError(
+            record.place, f"`{names[0]}` must be a number, got {value!r:.80}"
+        ) from error
+    if not math.isfinite(number):
+        raise DataError(record.place, f"`{names[0]}` must be a finite number, got {value!r:.80}")
+    return str(int(number)) if number.is_integer() else f"{number:.12g}"
+
+
+def _level(record: Record, *names: str) -> int | None:
+    """The level as a whole number: 5, 5.0 or `Level 5`; `None` where it is not known."""
+    value = _column(record, *names)
+    digits = re.search(r"[0-9]+", str(value))
+    if digits is None or digits[0] == "0" or len(digits[0]) > _MOST_DIGITS:
+        return None
+    return int(digits[0])
+
 
 INSTRUCTION = r"Think it through step by step, then give the final answer inside \boxed{}."
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sortedrl.training.answers import Answers
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.training.batch import ALONE, Answers, Team, TokenSequence, mini_batches, passes_over
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import value_losses
-from sortedrl.training.optimisation import Optimisation
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.packing import TokenSequence
-from sortedrl.training.passes import ALONE, Team, mini_batches, passes_over
 
 
 class Critic(nn.Module):

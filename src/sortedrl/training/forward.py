@@ -19,12 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
-from sortedrl.models.attention import refuse_foreign_attention
-from sortedrl.models.plain import why_not_finite
-from sortedrl.training.layers import compiled_layers, replaced_forwards
+from sortedrl.models.attention import refuse_foreign_attention, why_not_finite
+from sortedrl.training.attention import (
+    INSTEAD,
+    Row,
+    compiled_layers,
+    packed_attention,
+    replaced_forwards,
+)
+from sortedrl.training.batch import TokenSequence
 from sortedrl.training.logprobs import token_logprobs
-from sortedrl.training.packed_attention import INSTEAD, Row, packed_attention
-from sortedrl.training.packing import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

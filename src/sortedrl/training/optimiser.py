@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from sortedrl.config import require
+from sortedrl.config.algorithm import Optimisation, learning_rate_at
+from sortedrl.config.schedule import require
 from sortedrl.errors import CheckpointError, ModelError
-from sortedrl.models.resting import Resting
-from sortedrl.training.optimisation import Optimisation, learning_rate_at
+from sortedrl.models.offload import Resting
 
 _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)

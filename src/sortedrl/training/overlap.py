@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.journal import Landing
+from sortedrl.core.recorder import Landing
 from sortedrl.training.run_trainer import RunTrainer
 from sortedrl.types import TrainBatch, Weights
 

@@ -1,4 +1,6 @@
-"""One policy update from one batch of answers, in packed passes without padding.
+"""The policy that the run began with, which the trained one is kept close to.
+
+One policy update from one batch of answers, in packed passes without padding.
 
     answers -> (log-probabilities before, reference, values) -> advantages
             -> for each mini-batch: passes forward and backward, then one optimiser step
@@ -13,30 +15,81 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.randomness import mix
 from sortedrl.errors import TrainingError
-from sortedrl.randomness import mix
-from sortedrl.training.advantages import estimate, informative
-from sortedrl.training.answers import Answers, sound, trainable
+from sortedrl.training.advantages import RunningMoments, estimate, informative
+from sortedrl.training.batch import (
+    ALONE,
+    Answers,
+    Pass,
+    Team,
+    TokenSequence,
+    mini_batches,
+    of_all,
+    passes_over,
+    sound,
+    trainable,
+)
 from sortedrl.training.critic import CriticTrainer
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.losses import LossInputs, aggregation_weights, kl_estimates, loss
-from sortedrl.training.moments import RunningMoments
+from sortedrl.training.losses import (
+    LossInputs,
+    aggregation_weights,
+    correction_weights,
+    kl_estimates,
+    loss,
+)
 from sortedrl.training.optimiser import Optimiser, StepOutcome
-from sortedrl.training.packing import TokenSequence
-from sortedrl.training.passes import ALONE, Pass, Team, mini_batches, of_all, passes_over
-from sortedrl.training.ratios import correction_weights
-from sortedrl.training.seen import Seen
-from sortedrl.training.settings import TrainSettings
-from sortedrl.training.statistics import UpdateRecord, update_statistics
+from sortedrl.training.statistics import Seen, UpdateRecord, update_statistics
 from sortedrl.types import TrainBatch, Trajectory, Weights
+
+
+class CopiedReference:
+    """A second model that never changes."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+        """Freeze the model, which must not be the one that is trained."""
+        model.requires_grad_(False)
+        self._packed = PackedModel(model, temperature=temperature)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        return self._packed.logprobs(sequences).logprobs_T
+
+
+class AdapterReference:
+    """The trained model without its adapters: a reference that takes no memory."""
+
+    def __init__(self, policy: PackedModel) -> None:
+        """The policy whose adapters are trained."""
+        self._policy = policy
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        with self._without_adapters():
+            return self._policy.logprobs(sequences).logprobs_T
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        self._policy.model.disable_adapters()
+        try:
+            yield
+        finally:
+            self._policy.model.enable_adapters()
+
 
 _LOG = logging.getLogger(__name__)
 

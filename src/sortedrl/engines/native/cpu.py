@@ -1,4 +1,10 @@
-"""Forward passes on the CPU: rows packed without padding, attention by SDPA over the cache.
+"""Linear layers for rollout on the CPU: weights packed once per version, same bits in any batch.
+
+oneDNN's packed products read the weights in the order they are used, which for a few dozen rows
+is up to twice as fast, and sum each row in an order that does not depend on the number of rows.
+The packed copy doubles the memory of the linear weights and must be made again when they change.
+
+Forward passes on the CPU: rows packed without padding, attention by SDPA over the cache.
 
 A request whose blocks lie side by side is read in place; others are gathered first.
 
@@ -13,21 +19,54 @@ key/value head, D head dimension, L keys of one request, N token places of the c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sortedrl.engines.native.cache import CacheSize
 from sortedrl.engines.native.driver import Driver, attention_shape
-from sortedrl.engines.native.linears import ROW_MULTIPLE, can_pack, packed_linears
-from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
 from sortedrl.engines.native.products import widened_logits
 from sortedrl.engines.native.sampling import Choice, Draw, Filter, Outcome, choose, floors
-from sortedrl.models.resting import Resting
+from sortedrl.models.offload import Resting
+
+ROW_MULTIPLE = 8
+"""Rows are padded to a multiple of this: products of fewer rows sum in another order."""
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this build and this model can use packed products."""
+    return bool(torch.backends.mkldnn.is_available()) and all(
+        parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        for parameter in model.parameters()
+    )
+
+
+def packed_linears(model: nn.Module, *, rows: int) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """For each linear layer, a forward with packed weights, best for about `rows` rows."""
+    return {
+        module: _packed(module, rows=rows)
+        for module in model.modules()
+        if type(module) is nn.Linear
+    }
+
+
+def _packed(linear: nn.Linear, *, rows: int) -> Callable[[Tensor], Tensor]:
+    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+    bias: Tensor | None = linear.bias
+    bias = bias.detach() if bias is not None else None
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = product(x, weight, bias, "none", [], "")
+        return result
+
+    return forward
+
 
 _QUERY_MULTIPLE = 4
 _KEY_MULTIPLE = 32

@@ -26,15 +26,14 @@ from sortedrl.engines.native.attention_kernels import (
     tokens_per_tile,
     write_cache,
 )
+from sortedrl.engines.native.cache import CacheSize
 from sortedrl.engines.native.driver import Driver, attention_shape
-from sortedrl.engines.native.memory import CacheSize
 from sortedrl.engines.native.planner import Piece, Plan
-from sortedrl.engines.native.products import fp32_logits, unsplit_sums
-from sortedrl.engines.native.row_floor import ProductTimer, fewest_rows
+from sortedrl.engines.native.products import ProductTimer, fewest_rows, fp32_logits, unsplit_sums
 from sortedrl.engines.native.sampling import Outcome, floors
 from sortedrl.engines.native.sampling_kernels import sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
-from sortedrl.models.resting import Resting
+from sortedrl.models.offload import Resting
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BIG_ROWS = 512

@@ -18,23 +18,20 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
-from sortedrl.engines.native.blocks import BlockPool
+from sortedrl.engines.native.cache import BlockPool, CacheSize, cache_size
 from sortedrl.engines.native.cpu import CpuRunner
-from sortedrl.engines.native.driver import Driver
-from sortedrl.engines.native.intake import Intake, Tokenizer
-from sortedrl.engines.native.memory import CacheSize, cache_size
+from sortedrl.engines.native.driver import Driver, probe, refuse_other_numbers
 from sortedrl.engines.native.planner import Piece, Plan, Planner
-from sortedrl.engines.native.probe import probe, refuse_other_numbers
-from sortedrl.engines.native.request import Request
+from sortedrl.engines.native.request import Intake, Request, Tokenizer
 from sortedrl.engines.native.sampling import Outcome
 from sortedrl.engines.native.weights import checked_weights, copy_weights
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError, ModelError, RequestError
+from sortedrl.models.attention import why_not_finite
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
-from sortedrl.models.plain import why_not_finite
 from sortedrl.types import Step, Trajectory, Weights, impossible_logprob
 
 _LOGITS_BYTES = 1 << 30

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sortedrl.randomness import mix
+from sortedrl.core.randomness import mix
 
 GOLDEN_64 = 0x9E3779B97F4A7C15
 ROUND_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

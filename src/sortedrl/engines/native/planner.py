@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sortedrl.engines.native.blocks import BlockPool
+from sortedrl.engines.native.cache import BlockPool
 from sortedrl.engines.native.request import Request
 
 

@@ -8,7 +8,7 @@ crew       all seats: reports, deaths, and what came back
 engine     submit, step, interrupt, load_weights
 """
 
-from sortedrl.engines.pool.engine import EnginePool
-from sortedrl.engines.pool.member import Member
+from sortedrl.engines.pool.members import Member
+from sortedrl.engines.pool.pool import EnginePool
 
 __all__ = ["EnginePool", "Member"]

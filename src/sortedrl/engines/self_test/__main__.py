@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from sortedrl.engines.installed import KINDS, Kind
-from sortedrl.engines.self_test.checks import Figures, check, check_as_it_is
-from sortedrl.engines.self_test.models import made_pair, write_model
-from sortedrl.engines.self_test.opening import opened, opened_at, usual_device, usual_dtype
-from sortedrl.engines.self_test.process import STAGE
-from sortedrl.engines.self_test.served import served_vocabulary
-from sortedrl.engines.self_test.verdict import Verdict, to_line
+from sortedrl.engines.self_test.checks import Figures, check, check_as_it_is, made_pair, write_model
+from sortedrl.engines.self_test.opening import (
+    opened,
+    opened_at,
+    served_vocabulary,
+    usual_device,
+    usual_dtype,
+)
+from sortedrl.engines.self_test.process import STAGE, Verdict, to_line
 from sortedrl.errors import SortedRLError
 
 if TYPE_CHECKING:
-    from sortedrl.engines.guest import RolloutEngine
+    from sortedrl.engines.generation import RolloutEngine
 
 
 def main(words: Sequence[str]) -> int:

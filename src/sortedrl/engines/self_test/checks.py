@@ -1,4 +1,11 @@
-"""What a run relies on, checked one after the other on a few answers.
+"""Answers on their way through an engine that is on trial: each must come back exactly once.
+
+The tiny model of the self-test, as it is before an update and after it.
+
+Both have opinions. At the usual first weights all tokens are alike, and an engine that writes with
+the wrong weights, or tells log-probabilities of the wrong temperature, would hardly show.
+
+What a run relies on, checked one after the other on a few answers.
 
     8 answers in 4 slots -> interruption -> new weights -> the same answers to their end -> greedy
 
@@ -9,20 +16,143 @@ and the log-probability that a plain forward pass of that version gives it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.engines.generation import fresh_trajectories
-from sortedrl.engines.guest import RolloutEngine
+from sortedrl.engines.generation import RolloutEngine, fresh_trajectories
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.self_test.models import Pair
-from sortedrl.engines.self_test.rollout import Rollout, SelfTestFailed, expect
-from sortedrl.models.plain import plain_logprobs
-from sortedrl.types import Trajectory, Weights
+from sortedrl.errors import EngineError
+from sortedrl.models.attention import plain_logprobs
+from sortedrl.models.loading import without_bars
+from sortedrl.models.tiny import tiny_model, tiny_settings, tiny_tokenizer
+from sortedrl.types import Key, Trajectory, Weights
+
+Submit = Callable[[Sequence[Trajectory]], None]
+
+
+class SelfTestFailed(EngineError):
+    """The engine does not do what a run relies on."""
+
+
+def expect(claim: bool, otherwise: str) -> None:
+    """Fail the self-test unless a claim holds."""
+    if not claim:
+        raise SelfTestFailed(otherwise)
+
+
+class Rollout:
+    """Keeps the books that the engine should keep too."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Nothing is asked for yet."""
+        self.seconds = 0.0
+        """Spent in the engine."""
+        self.told_tokens = 0
+        """Tokens it says it has written."""
+        self._engine = engine
+        self._open: set[Key] = set()
+
+    def submit(self, trajectories: Sequence[Trajectory], *, by: Submit) -> None:
+        """Ask for these answers, in a way of the caller's."""
+        self._open |= {trajectory.key for trajectory in trajectories}
+        by(trajectories)
+
+    def until(self, tokens: int) -> list[Trajectory]:
+        """Step until it has told of so many tokens; gives the answers completed on the way."""
+        goal = self.told_tokens + tokens
+        finished: list[Trajectory] = []
+        while self.told_tokens < goal and self._open:
+            finished += self._step()
+        return finished
+
+    def to_end(self) -> list[Trajectory]:
+        """Step until all answers are complete."""
+        finished: list[Trajectory] = []
+        while self._open:
+            finished += self._step()
+        left = self._engine.interrupt()
+        expect(not left, f"it gave back {len(left)} answers after all were complete")
+        return finished
+
+    def interrupt(self) -> list[Trajectory]:
+        """Stop; gives the unfinished answers."""
+        began = time.monotonic()
+        stopped = list(self._engine.interrupt())
+        self.seconds += time.monotonic() - began
+        self._came_back(stopped)
+        expect(not self._open, f"{len(self._open)} answers did not come back from an interruption")
+        return stopped
+
+    def _step(self) -> Sequence[Trajectory]:
+        began = time.monotonic()
+        step = self._engine.step()
+        self.seconds += time.monotonic() - began
+        expect(
+            bool(step.finished or step.decoded_tokens),
+            f"it lost {len(self._open)} answers: they are not complete, but it writes nothing more",
+        )
+        self.told_tokens += step.decoded_tokens
+        self._came_back(step.finished)
+        return step.finished
+
+    def _came_back(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            expect(
+                trajectory.key in self._open,
+                f"answer {trajectory.key} came back twice, or was never asked for",
+            )
+            self._open.remove(trajectory.key)
+
+
+# Heads of 32 numbers: vLLM's attention on a CPU has no smaller ones.
+SPEC = "tiny:hidden=64,heads=2,layers=2"
+_OPINION = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The model under two versions of its weights."""
+
+    before: PreTrainedModel
+    after: PreTrainedModel
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids lie below."""
+        vocabulary: int = self.before.config.vocab_size
+        return vocabulary
+
+
+def made_pair(*, device: torch.device, dtype: torch.dtype) -> Pair:
+    """The two models, where and in the precision that engines have by default."""
+    return Pair(
+        before=_made(0, device=device, dtype=dtype), after=_made(1, device=device, dtype=dtype)
+    )
+
+
+def write_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model and its tokenizer as a folder that every engine reads."""
+    with without_bars():
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+
+
+def _made(seed: int, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    model = tiny_model(tiny_settings(SPEC))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mean = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.normal_(mean, _OPINION, generator=generator)
+    torch.nn.Module.to(model, device, dtype)
+    return model
+
 
 SLOTS = 4
 MAX_TOKENS = 64

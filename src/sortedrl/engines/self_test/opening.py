@@ -1,17 +1,65 @@
-"""An engine opened for its self-test, as small as it gets."""
+"""The vocabulary of a server whose model is not known here.
+
+No server tells it when asked. But all name it when they refuse a token that no model has.
+
+An engine opened for its self-test, as small as it gets.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sortedrl.engines.guest import RolloutEngine
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.installed import Kind
 from sortedrl.engines.self_test.checks import CONTEXT, MAX_TOKENS, SAMPLING, SLOTS
-from sortedrl.engines.streamed.backend import Backend
+from sortedrl.engines.streaming.backend import Backend
+from sortedrl.engines.streaming.http import Refused, Server
+from sortedrl.errors import EngineError
+
+_NO_TOKEN = 2**31 - 1
+_SIZE = re.compile(r"Vocabulary size: (\d+)|valid range is \[0, (\d+)\)")
+
+
+async def served_vocabulary(url: str) -> int:
+    """How many tokens the model behind a URL has."""
+    server = Server(url)
+    try:
+        refusal = await _refusal(server)
+    finally:
+        await server.close()
+    size = _SIZE.search(refusal)
+    if size is None:
+        raise EngineError(
+            f"{server.url} must be a server of vLLM or SGLang, but it does not tell its "
+            f"vocabulary as they do: {refusal}"
+        )
+    return int(size[1] or size[2])
+
+
+async def _refusal(server: Server) -> str:
+    """What it says to a token that it cannot have; one of two ways to ask is that of its kind."""
+    vllm = {"prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
+    sglang = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [_NO_TOKEN],
+    }
+    said = "nothing was refused"
+    for path, body in (("/generate", sglang), ("/v1/completions", vllm)):
+        try:
+            await server.post(path, body)
+        except Refused as error:
+            said = str(error)
+            if _SIZE.search(said):
+                break
+    return said
+
 
 _CACHE_BYTES = 64 << 20
 
@@ -90,6 +138,6 @@ def _native(model: Path, *, device: torch.device, dtype: torch.dtype) -> Rollout
 
 
 def _streamed(opening: Callable[[], Coroutine[Any, Any, Backend]]) -> RolloutEngine:
-    from sortedrl.engines.streamed.engine import StreamedEngine
+    from sortedrl.engines.streaming.engine import StreamedEngine
 
     return StreamedEngine(opening, max_tokens=MAX_TOKENS, stop_tokens=(), sampling=SAMPLING)

@@ -13,11 +13,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sglang import containment
-from sortedrl.engines.sglang.answer import HIGH_FIRST, Answer, server_context
-from sortedrl.engines.streamed.backend import Ask, Limits, Piece
-from sortedrl.engines.streamed.hand_over import named_tensors
-from sortedrl.engines.versions import SGLANG
+from sortedrl.engines.sglang.request import HIGH_FIRST, Answer, server_context
+from sortedrl.engines.streaming.backend import Ask, Limits, Piece
+from sortedrl.engines.streaming.weights import named_tensors
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 

@@ -17,11 +17,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sortedrl.engines.streamed.backend import Ask, Limits, Piece
-from sortedrl.engines.streamed.hand_over import named_tensors, write_weights
-from sortedrl.engines.versions import VLLM
-from sortedrl.engines.vllm.receiver import RECEIVER
-from sortedrl.engines.vllm.worker import addresses
+from sortedrl.engines.installed import VLLM
+from sortedrl.engines.streaming.backend import Ask, Limits, Piece
+from sortedrl.engines.streaming.weights import named_tensors, write_weights
+from sortedrl.engines.vllm.worker import RECEIVER, addresses
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 

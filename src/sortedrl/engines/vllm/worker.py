@@ -2,6 +2,8 @@
 
 A tensor travels as its address: plain numbers, texts and bytes, so nothing is copied on the way
 and nothing is unpickled. The trainer keeps its tensors as they are until the worker has answered.
+
+The name by which vLLM finds our part of its workers; the part itself needs torch.
 """
 
 from __future__ import annotations
@@ -84,3 +86,6 @@ def _tensors(given: Sequence[Address], devices: Mapping[str, int]) -> Iterator[t
 def _gpu(index: int) -> str:
     """The GPU's own name, the same in every process."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+RECEIVER = "sortedrl.engines.vllm.worker.WeightReceiver"

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sortedrl.config import EngineSettings, Schedule
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.events import Event, Landed
+from sortedrl.core.meter import measure
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Event, Landed
-from sortedrl.meter import measure
 from sortedrl.report.advice.observed import (
     Idle,
     ObservedAnswers,

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
-from sortedrl.config import HarvestUnit, ModeName, Schedule, StrategyName
-from sortedrl.events import (
+from sortedrl.config.schedule import HarvestUnit, ModeName, Schedule, StrategyName
+from sortedrl.core.events import (
     Begin,
     End,
     Event,
@@ -32,7 +32,7 @@ from sortedrl.events import (
     Start,
     Update,
 )
-from sortedrl.metrics import Figures
+from sortedrl.core.metrics import Figures
 from sortedrl.types import Key
 
 _LEAST_RESUMES = 20

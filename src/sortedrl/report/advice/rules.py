@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sortedrl.config import EngineSettings, ModeName, Schedule
+from sortedrl.config.schedule import EngineSettings, ModeName, Schedule
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice.observed import Idle
 from sortedrl.report.advice.simulation import Forecast

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from sortedrl.compare import simulate
-from sortedrl.config import EngineSettings, Schedule
-from sortedrl.events import Event, Update
-from sortedrl.meter import Meter
-from sortedrl.metrics import Figures
-from sortedrl.randomness import uniform
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.core.events import Event, Update
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import Figures
+from sortedrl.core.randomness import uniform
 from sortedrl.report.advice.observed import ObservedAnswers
+from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation

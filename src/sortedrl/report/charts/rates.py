@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.evaluation.answers import Answer
-from sortedrl.evaluation.intervals import Estimate
+from sortedrl.evaluation.statistics import Answer, Estimate
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.svg import Canvas, clipped, series

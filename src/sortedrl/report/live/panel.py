@@ -19,7 +19,7 @@ from rich.style import Style
 
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.live.state import Memory, Snapshot, squeezed
-from sortedrl.terminal import thousands
+from sortedrl.report.terminal import thousands
 
 StyledText = tuple[str, str]
 """A text without control characters, and the name of its tint."""

@@ -14,9 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sortedrl.events import Event, Finish, HandOver, Harvest, Interrupt, Load, Renew, Start, Update
-from sortedrl.metrics import Figures
-from sortedrl.run_log import Value
+from sortedrl.core.events import (
+    Event,
+    Finish,
+    HandOver,
+    Harvest,
+    Interrupt,
+    Load,
+    Renew,
+    Start,
+    Update,
+)
+from sortedrl.core.logs import Value
+from sortedrl.core.metrics import Figures
 from sortedrl.types import Key
 
 TRENDS = {

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from sortedrl.events import Event, Harvest, Score, Update
-from sortedrl.metrics import Figures
+from sortedrl.core.events import Event, Harvest, Score, Update
+from sortedrl.core.logs import Value
+from sortedrl.core.metrics import Figures
 from sortedrl.report.live.panel import Frame, glyphs_for, panel, shown
 from sortedrl.report.live.state import LiveState, Memory, Snapshot, used_memory
-from sortedrl.run_log import Value
-from sortedrl.terminal import Advance, progress, tell
+from sortedrl.report.terminal import Advance, progress, tell
 
 _SECONDS_PER_FRAME = 0.5
 _SECONDS_PER_MEMORY = 2.0

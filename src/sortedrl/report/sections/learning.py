@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from sortedrl.answer_log import LoggedAnswer
+from sortedrl.core.logs import LoggedAnswer
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.axes import short
 from sortedrl.report.charts.svg import SERIES

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sortedrl.core.events import Finish, Start
+from sortedrl.core.metrics import LengthBias
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Finish, Start
-from sortedrl.metrics import LengthBias
 from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, round_width, short
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken

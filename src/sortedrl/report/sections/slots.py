@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from sortedrl.core.events import HandOver, Harvest, Load, Start, Update
+from sortedrl.core.metrics import Figures
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import HandOver, Harvest, Load, Start, Update
-from sortedrl.metrics import Figures
 from sortedrl.report.charts.axes import (
     FOOT,
     HEADING,

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sortedrl.core.events import Update
+from sortedrl.core.metrics import Ledger
 from sortedrl.evaluation.tables import percent
-from sortedrl.events import Update
-from sortedrl.metrics import Ledger
 from sortedrl.report.charts.axes import (
     FOOT,
     HEADING,

@@ -17,8 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO
 
+from sortedrl.core.events import End, Event, Order, from_json
 from sortedrl.errors import DataError
-from sortedrl.events import End, Event, Order, from_json
 from sortedrl.report.html import asset, escape, head_value, page
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files

@@ -20,7 +20,7 @@ from types import FrameType
 
 from sortedrl.rewards.maths.equality import Rules, Verdict, compare, compare_all, num_parts
 from sortedrl.rewards.maths.reading import Answer, read_answer, tidied
-from sortedrl.rewards.score import NoScoreError
+from sortedrl.rewards.pool.score import NoScoreError
 from sortedrl.rewards.tags import starts_in_thoughts
 from sortedrl.types import Prompt
 

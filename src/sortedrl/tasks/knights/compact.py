@@ -30,9 +30,9 @@ from sortedrl.tasks.knights.puzzle import (
     Connective,
     Puzzle,
     Statement,
+    assignment,
     holds,
 )
-from sortedrl.tasks.knights.solver import assignment
 
 PEOPLE = "ABCDEFGH"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

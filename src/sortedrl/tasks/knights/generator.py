@@ -14,16 +14,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from sortedrl.config import require
+from sortedrl.config.schedule import require
+from sortedrl.core.randomness import mix
 from sortedrl.errors import ConfigError, unknown_name
-from sortedrl.randomness import mix
-from sortedrl.tasks.knights.canonical import Split, canonical_key, require_share, split_of_key
-from sortedrl.tasks.knights.puzzle import Claim, Compound, Connective, Puzzle, Statement, mentioned
-from sortedrl.tasks.knights.solver import (
+from sortedrl.tasks.knights.puzzle import (
+    Claim,
+    Compound,
+    Connective,
+    Puzzle,
+    Split,
+    Statement,
+    canonical_key,
     consistent_set,
     everything,
     knight_sets,
+    mentioned,
     number_of,
+    require_share,
+    split_of_key,
     truth_set,
 )
 

@@ -13,9 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from sortedrl.tasks.knights.cast import Roles
 from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
-from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS
+from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, Roles
 
 _REPORTS = (
     re.compile(r'"(?P<statement>[^"]+?)[,.]?"(?P<frame>[^".]+)\.'),

@@ -3,27 +3,36 @@
 Rows go round the numbers of people, so every stretch of them is spread evenly over the levels.
 The same settings give the same rows, and rows of `train` and `test` never share a puzzle, not
 even under other names, whatever their seeds and counts.
+
+Rows from published Knights-and-Knaves sets in Parquet files.
+
+The prompt is made from the column `quiz`; ready-made prompts in the file are not looked at.
+Every row is checked: its solution must be the only one of its statements.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
-from sortedrl.config import require
-from sortedrl.data.row import Row
-from sortedrl.errors import unknown_name
-from sortedrl.randomness import mix, uniform
-from sortedrl.tasks.knights.canonical import Split, require_share
-from sortedrl.tasks.knights.cast import Roles, draw_names
+from sortedrl.config.schedule import require
+from sortedrl.core.randomness import mix, uniform
+from sortedrl.data.rows import Record, Row, read_records
+from sortedrl.errors import DataError, unknown_name
 from sortedrl.tasks.knights.compact import PEOPLE, compact_answer, compact_prompt, compact_trace
 from sortedrl.tasks.knights.generator import FORMS, MAX_PEOPLE, MIN_PEOPLE, Form, Shape, generate
-from sortedrl.tasks.knights.puzzle import Assignment, Puzzle
-from sortedrl.tasks.knights.solver import solutions
-from sortedrl.tasks.knights.traces import trace
-from sortedrl.tasks.knights.wording import answer_text, quiz
+from sortedrl.tasks.knights.puzzle import (
+    Assignment,
+    Puzzle,
+    Split,
+    parse_puzzle,
+    require_share,
+    solutions,
+)
+from sortedrl.tasks.knights.wording import Roles, answer_text, draw_names, quiz, trace
 
 Style = Literal["words", "compact"]
 
@@ -186,3 +195,80 @@ def _compact_row(puzzle: Puzzle, solution: Assignment, *, response: str, place: 
         },
         place=place,
     )
+
+
+_Value = TypeVar("_Value")
+
+
+def published_rows(path: Path, *, split: Split | None = None) -> list[Row]:
+    """The rows of a Parquet file, or of all such files in a folder and the folders inside it.
+
+    Of a folder the files whose names begin with another split than `split` are left out.
+    Their place is `file:row`, with rows counted from 1.
+    """
+    if not path.is_dir():
+        return _rows(path)
+    found = sorted(path.rglob("*.parquet"))
+    if not found:
+        raise DataError(path, "a folder of puzzles must hold Parquet files, found none")
+    others = [name for name in get_args(Split) if split is not None and name != split]
+    files = [file for file in found if not file.stem.startswith(tuple(others))]
+    if not files:
+        raise DataError(
+            path,
+            f"must hold files of the split {split!r}, found only {found[0].name} and the like; "
+            f"write split={others[0]} to take them all the same",
+        )
+    return [row for file in files for row in _rows(file)]
+
+
+def _rows(path: Path) -> list[Row]:
+    return [_row(record) for record in read_records(path)]
+
+
+def _row(record: Record) -> Row:
+    try:
+        return _checked_row(record.values, record.place)
+    except (ValueError, TypeError) as error:
+        raise DataError(record.place, str(error)) from error
+
+
+def _checked_row(record: Mapping[str, object], place: str) -> Row:
+    names = _list_of(record, "names", str)
+    solution = tuple(_list_of(record, "solution", bool))
+    puzzle = parse_puzzle(_value(record, "statements", str))
+    if not puzzle.people == len(names) == len(solution):
+        raise ValueError(
+            "names, solution and statements must be as many as there are people, got "
+            f"{len(names)}, {len(solution)} and {puzzle.people}"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"names must differ, got {', '.join(names)}")
+    right = solutions(puzzle)
+    if right != [solution]:
+        raise ValueError(
+            f"the solution must be the only one of the statements, got {list(solution)}, but "
+            f"the statements have {[list(each) for each in right]}"
+        )
+    words = _value(record, "knight_knave", dict)
+    roles = Roles(_value(words, "knight", str), _value(words, "knave", str))
+    text = _value(record, "quiz", str)
+    return row_in_words(puzzle, solution, names=names, roles=roles, text=text, place=place)
+
+
+def _value(record: Mapping[str, object], column: str, kind: type[_Value]) -> _Value:
+    """A value of the row; a `TypeError` where it is missing or of another type."""
+    if column not in record:
+        raise TypeError(unknown_name("column", column, record))
+    value = record[column]
+    if not isinstance(value, kind):
+        raise TypeError(f"{column} must be of type {kind.__name__}, got {value!r:.100}")
+    return value
+
+
+def _list_of(record: Mapping[str, object], column: str, kind: type[_Value]) -> list[_Value]:
+    values = _value(record, column, list)
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{column} must hold {kind.__name__} values, got {value!r:.100}")
+    return values

@@ -1,19 +1,98 @@
-"""A puzzle in plain English, and its solution as numbered lines.
+"""Who appears in a puzzle: first names, and the words for the two roles.
+
+No name is a part of another, so that a name found in a text is always the person meant.
+
+A puzzle in plain English, and its solution as numbered lines.
 
 The words determine the puzzle: `reading.read_puzzle` gives it back, part by part.
 Claims joined once are worded plainly (`Ada is a knight and Bruno is a knave`).
 Inside another statement a join says first what it joins and how many parts follow
 (`both ... and ...`, `at least one of these three holds: ...`), so that no reader has to guess
 where it ends.
+
+A way to the solution in words, to be imitated before reinforcement learning starts.
+
+People are given roles in turn, knight first. As soon as a speaker's role and words cannot both
+stand, whatever the others are, the last role is taken back. So each line follows from the roles
+it names and one statement, and hard puzzles take many more lines than easy ones.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
-from sortedrl.tasks.knights.cast import Roles
-from sortedrl.tasks.knights.puzzle import Assignment, Claim, Compound, Puzzle, Statement
+from sortedrl.config.schedule import require
+from sortedrl.tasks.knights.puzzle import (
+    Assignment,
+    Claim,
+    Compound,
+    Puzzle,
+    Statement,
+    everything,
+    fitting_set,
+    holds,
+    knight_sets,
+)
+
+NAMES = (
+    *("Ada", "Amir", "Anton", "Bella", "Bruno", "Carmen", "Clara", "Cyrus", "Dario", "Delia"),
+    *("Diego", "Edith", "Elsa", "Emeka", "Farid", "Felix", "Fiona", "Gavin", "Greta", "Hana"),
+    *("Helen", "Hugo", "Irene", "Isaac", "Jonas", "Julia", "Karim", "Kofi", "Lena", "Linus"),
+    *("Mabel", "Marco", "Maya", "Nadia", "Nils", "Nora", "Omar", "Oscar", "Paula", "Priya"),
+    *("Quinn", "Ravi", "Rosa", "Ruben", "Simon", "Stella", "Tariq", "Tessa", "Ulla", "Vera"),
+    *("Viktor", "Wanda", "Xenia", "Yara", "Yusuf", "Zane", "Zelda"),
+)
+"""Common first names from many places; none is a word of the puzzles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The words for those who tell the truth and for those who lie."""
+
+    truthful: str = "knight"
+    lying: str = "knave"
+
+    def __post_init__(self) -> None:
+        """Refuse words that a text could not tell apart."""
+        for word in (self.truthful, self.lying):
+            require(
+                re.fullmatch(r"[a-z]+", word) is not None,
+                f"knights.roles must be two nouns, each one word in small letters, got {word!r}",
+            )
+        require(
+            self.truthful not in self.lying and self.lying not in self.truthful,
+            "knights.roles must be two words of which none is a part of the other, got "
+            f"{self.truthful!r} and {self.lying!r}",
+        )
+
+    def word(self, is_knight: bool) -> str:
+        """The word for a role."""
+        return self.truthful if is_knight else self.lying
+
+    def a(self, is_knight: bool) -> str:
+        """The word with its article: `a knight`, `an angel`."""
+        word = self.word(is_knight)
+        return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+    def plural(self, is_knight: bool) -> str:
+        """The word for several: `knights`, `heroes`, `spies`."""
+        word = self.word(is_knight)
+        if re.search(r"([^aeiou]o|s|x|z|ch|sh)$", word):
+            return f"{word}es"
+        if re.search(r"[^aeiou]y$", word):
+            return f"{word[:-1]}ies"
+        return f"{word}s"
+
+
+def draw_names(count: int, seed: int) -> tuple[str, ...]:
+    """Different names, in the order in which the people are introduced."""
+    generator = random.Random(seed)
+    left = list(NAMES)
+    return tuple(left.pop(int(generator.random() * len(left))) for _ in range(count))
+
 
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
@@ -181,3 +260,73 @@ def _joined(parts: Sequence[str], word: str) -> str:
 
 def _pick(options: Sequence[str], generator: random.Random) -> str:
     return options[int(generator.random() * len(options))]
+
+
+_OPENING = "I give out roles one person at a time, and take the last one back if it cannot stand."
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The roles of the first people, and the speaker whose words rule them out, if one does."""
+
+    roles: Assignment
+    ruled_out_by: int | None
+
+
+def steps(puzzle: Puzzle) -> Iterator[Step]:
+    """Everything tried, in order, up to the first solution; a `ValueError` if there is none."""
+    fitting = [fitting_set(puzzle, speaker) for speaker in range(puzzle.people)]
+    if not (yield from _steps((), everything(puzzle.people), fitting)):
+        raise ValueError(f"a puzzle must have a solution to be explained, got {puzzle.text}")
+
+
+def trace(puzzle: Puzzle, names: Sequence[str], *, roles: Roles = KNIGHTS) -> str:
+    """The whole response: `<think>` the steps `</think><answer>` the solution `</answer>`."""
+    lines = [_OPENING]
+    solution: Assignment = ()
+    for step in steps(puzzle):
+        solution = step.roles
+        lines += _step_lines(step, puzzle, names=names, roles=roles)
+    lines.append("Now everyone has a role, and what they say fits it:")
+    for name, is_knight, statement in zip(names, solution, puzzle.statements, strict=True):
+        truth = "true" if holds(statement, solution) else "false"
+        said = phrase(statement, names, roles=roles)
+        lines.append(f"{name} is {roles.a(is_knight)}, and it is {truth} that {said}.")
+    thoughts = "\n".join(lines)
+    answer = answer_text(names, solution, roles=roles)
+    return f"<think>\n{thoughts}\n</think><answer>\n{answer}\n</answer>"
+
+
+def _steps(given: Assignment, possible: int, fitting: list[int]) -> Generator[Step, None, bool]:
+    """Tries both roles of the next person; its result says whether a solution was reached."""
+    people, person = len(fitting), len(given)
+    if person == people:
+        return True
+    knights = knight_sets(people)[person]
+    for is_knight in (True, False):
+        left = possible & (knights if is_knight else ~knights)
+        roles = (*given, is_knight)
+        blamed = next((s for s in range(person + 1) if not left & fitting[s]), None)
+        yield Step(roles, blamed)
+        if blamed is None and (yield from _steps(roles, left, fitting)):
+            return True
+    return False
+
+
+def _step_lines(step: Step, puzzle: Puzzle, *, names: Sequence[str], roles: Roles) -> Iterator[str]:
+    given = list(zip(names, step.roles, strict=False))
+    suppose = f"Suppose {listed([f'{name} is {roles.a(role)}' for name, role in given])}."
+    if step.ruled_out_by is None:
+        yield f"{suppose} Nothing speaks against it so far."
+        return
+    name, is_knight = given[step.ruled_out_by]
+    said = phrase(puzzle.statements[step.ruled_out_by], names, roles=roles)
+    truth = "false" if is_knight else "true"
+    yield (
+        f"{suppose} Then {name}, {roles.a(is_knight)}, would say something {truth}: "
+        f'"{capitalised(said)}."'
+    )
+    still_knights = [other for other, role in given if role]
+    if not step.roles[-1] and still_knights:
+        last, _ = given[-1]
+        yield f"Neither role is left for {last}, so back to {still_knights[-1]}."

@@ -1,1 +1,0 @@
-"""From settings to objects: the only package that names concrete classes."""

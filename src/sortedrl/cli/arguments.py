@@ -1,0 +1,461 @@
+"""From presets, TOML files and flags to settings.
+
+A TOML file has the keys of the settings, by section, and may name a preset to start from:
+
+    preset = "paper"
+    seed = 1
+    [schedule]
+    mode = "coupled"
+
+The fields of the settings are the only list of keys and flags: a file and a command line are both
+read against them, and what is wrong with either is said in one sentence. The help is tyro's.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import tyro
+
+from sortedrl.config.schedule import check_text, check_values
+from sortedrl.core.files import read_toml, toml_text
+from sortedrl.errors import ConfigError, DataError, unknown_name
+from sortedrl.simulate.settings import PRESETS, Simulation
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_SHORT = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+_DOTTED = (tyro.conf.FlagCreatePairsOff,)
+_Command = TypeVar("_Command", bound="DataclassInstance")
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
+_POSITIONAL = get_args(tyro.conf.Positional[str])[1]
+_NONE = "None"
+_MANY = -1
+_HELP = ("-h", "--help")
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text in quotes",
+    Path: "a path in quotes",
+}
+
+
+def parse(
+    command: type[_Command],
+    arguments: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    default: _Command | None = None,
+    is_dotted: bool = False,
+) -> _Command:
+    """The command that the flags describe; `ConfigError` says what is wrong with them.
+
+    Where many sections meet, flags are dotted: `--schedule.mode` is `mode` in `[schedule]`.
+    Flags and positional words may come in any order.
+    """
+    if _asks_for_help(arguments):
+        return tyro.cli(
+            command,
+            args=list(arguments),
+            default=tyro.MISSING if default is None else default,
+            prog=prog,
+            description=description,
+            config=_DOTTED if is_dotted else _SHORT,
+        )
+    line = _Line.read(arguments, _options(command, is_dotted=is_dotted))
+    values = line.values(has_default=default is not None, prog=prog)
+    given = _made(command, values) if default is None else _with(default, values)
+    check_values(given)
+    return given
+
+
+def parse_over_settings(
+    command: Callable[[Simulation], _Command],
+    arguments: Sequence[str],
+    *,
+    name: str,
+    description: str,
+) -> _Command:
+    """The command that the flags make of the settings the positional word stands for.
+
+    `command` makes its default from settings; without such a word these are the preset `paper`.
+    """
+    source, rest = source_and_flags(type(command(PRESETS["paper"]())), arguments)
+    default = command(settings_from("paper" if source is None else source))
+    return parse(
+        type(default),
+        rest,
+        prog=f"sortedrl {name} [PRESET|TOML]",
+        description=description,
+        default=default,
+    )
+
+
+def source_and_flags(
+    command: type[DataclassInstance], arguments: Sequence[str], *, is_dotted: bool = False
+) -> tuple[str | None, list[str]]:
+    """The one word beyond the command's own, wherever it stands, and the command line without it.
+
+    It names what the settings are taken from: a preset, a file or a run.
+    """
+    if _asks_for_help(arguments):
+        return None, [word for word in arguments if word.startswith("-")]
+    options = _options(command, is_dotted=is_dotted)
+    line = _Line.read(arguments, options)
+    own = sum(option.is_positional for option in options.values())
+    words, more = line.words[:own], line.words[own:]
+    if len(more) > 1:
+        raise ConfigError(
+            f"the settings come from one place, got {', '.join(map(repr, more))}; give one of them"
+        )
+    if more and not more[0].strip():
+        raise ConfigError("the name of a preset, a file or a run must not be empty")
+    return more[0] if more else None, [*words, *line.flags]
+
+
+def settings_from(source: str) -> Simulation:
+    """The settings a preset's name or the path of a TOML file stands for."""
+    if source in PRESETS:
+        return PRESETS[source]()
+    path = Path(source)
+    if path.suffix != ".toml":
+        raise ConfigError(
+            unknown_name("preset", source, PRESETS) + "; or give the path of a .toml file"
+        )
+    table = read_toml(path)
+    preset = table.pop("preset", "paper")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise DataError(path, unknown_name("preset", str(preset), PRESETS))
+    return settings_over(PRESETS[preset](), table, path=path)
+
+
+def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
+    """The settings that the tables of a file make of others; `path` is what errors name."""
+    try:
+        settings = _with(default, _values(type(default), table, section=""))
+        check_values(settings)
+    except ConfigError as error:
+        raise DataError(path, str(error)) from error
+    return settings
+
+
+def to_toml(simulation: Simulation) -> str:
+    """The settings as a TOML file that `settings_from` reads back as the same settings."""
+    default = asdict(PRESETS["paper"]())
+    return toml_text({"preset": "paper", **_changed(asdict(simulation), default)})
+
+
+def all_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
+    """Every setting as a TOML file, also those that are as by default."""
+    return toml_text(_changed(asdict(settings), asdict(default), everything=True))
+
+
+def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
+    """A command with these values, by field and, within sections, by field again."""
+    made: dict[str, Any] = {}
+    for field in fields(command):
+        value = values.get(field.name, MISSING)
+        if isinstance(value, dict):
+            assert field.default_factory is not MISSING, "a section has a default"
+            made[field.name] = _with(field.default_factory(), value)
+        elif value is not MISSING:
+            made[field.name] = value
+    return command(**made)
+
+
+def _with(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
+    """Settings with these values in place of their own."""
+    changes = {
+        name: _with(getattr(settings, name), value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return replace(settings, **changes)
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, Any]:
+    """The values of a file's tables, by field."""
+    hints = _hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(unknown_name("key", section + key, [section + n for n in hints]))
+        if not is_dataclass(hints[key]):
+            values[key] = _typed(value, hints[key], section + key)
+        elif isinstance(value, Mapping):
+            values[key] = _values(hints[key], value, section=f"{section}{key}.")
+        else:
+            raise ConfigError(f"[{section}{key}] must be a section, got {value!r}")
+    return values
+
+
+def _typed(value: Any, hint: Any, called: str) -> object:  # noqa: ANN401  as TOML and typing give them
+    """A value of a TOML file as the field wants it."""
+    kind, is_optional = _kind(hint)
+    if is_optional and value == _NONE:
+        return None
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(unknown_name(called, str(value), get_args(kind)))
+        return value
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        if isinstance(value, list) and (parts[-1] is Ellipsis or len(value) == len(parts)):
+            kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+            return tuple(_typed(v, k, called) for v, k in zip(value, kinds, strict=True))
+        count = "a list" if parts[-1] is Ellipsis else f"a list of {len(parts)} values"
+        raise ConfigError(f"{called} must be {count}, got {value!r}")
+    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{called} must be {_KINDS[kind]}, got {value!r}")
+    if kind is Path:
+        check_text(value, called)
+        _refuse_empty_path(value, called)
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise ConfigError(f"{called} is too large a number") from error
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
+    """What a field holds, and whether it may hold nothing."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    assert len(kinds) == 1, f"a setting has one type, got {hint}"
+    return kinds[0], True
+
+
+def _changed(
+    settings: Mapping[str, Any], default: Mapping[str, Any], *, everything: bool = False
+) -> dict[str, Any]:
+    """What differs from the default, or everything that has a value or differs."""
+    changed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            if everything or value != default[name]:
+                changed[name] = _changed(value, default[name], everything=everything)
+        elif value != default[name] or (everything and value is not None):
+            # the word None is read as no value
+            changed[name] = _NONE if value is None else value
+    return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """A field of a command or of one of its sections, as a command line names it."""
+
+    flag: str
+    path: tuple[str, ...]
+    """The field's name, after those of the sections it is in."""
+    hint: Any
+    is_positional: bool = False
+    is_needed: bool = False
+
+    @property
+    def takes(self) -> int:
+        """How many words follow the flag; `_MANY` for any number."""
+        kind, _ = _kind(self.hint)
+        if self.hint is bool:
+            return 0
+        if get_origin(kind) is not tuple:
+            return 1
+        return _MANY if get_args(kind)[-1] is Ellipsis else len(get_args(kind))
+
+    @property
+    def called(self) -> str:
+        """The flag, or what a positional word is."""
+        return self.flag.removeprefix("--").upper() if self.is_positional else self.flag
+
+    def value(self, words: Sequence[str]) -> object:
+        """The value that the words after the flag stand for."""
+        kind, is_optional = _kind(self.hint)
+        if is_optional and list(words) == [_NONE]:
+            return None
+        if self.takes not in (_MANY, len(words)):
+            raise ConfigError(f"{self.called} needs {_count(self.takes)}, got {_count(len(words))}")
+        if get_origin(kind) is not tuple:
+            return _from_word(words[0], kind, self.called)
+        first, *more = get_args(kind)
+        if more != [Ellipsis]:
+            pairs = zip(words, (first, *more), strict=True)
+            return tuple(_from_word(word, kind, self.called) for word, kind in pairs)
+        if get_origin(first) is not tuple:
+            return tuple(_from_word(word, first, self.called) for word in words)
+        inner = get_args(first)
+        if len(words) % len(inner):
+            raise ConfigError(f"{self.called} needs {len(inner)} values each, got {len(words)}")
+        flat = [_from_word(w, inner[n % len(inner)], self.called) for n, w in enumerate(words)]
+        return tuple(tuple(flat[n : n + len(inner)]) for n in range(0, len(flat), len(inner)))
+
+
+def _from_word(word: str, kind: Any, called: str) -> object:  # noqa: ANN401
+    """A word of a command line as the field wants it."""
+    check_text(word, called)
+    if get_origin(kind) is Literal:
+        if word not in get_args(kind):
+            raise ConfigError(unknown_name(called.strip("-"), word, get_args(kind)))
+        return word
+    if kind is bool:
+        if word not in ("True", "False"):
+            raise ConfigError(f"{called} must be True or False, got {word!r}")
+        return word == "True"
+    if kind is Path:
+        _refuse_empty_path(word, called)
+    try:
+        return kind(word)
+    except ValueError as error:
+        raise ConfigError(f"{called} must be {_KINDS[kind]}, got {word!r}") from error
+
+
+@cache
+def _options(
+    command: type, *, is_dotted: bool, path: tuple[str, ...] = (), section: str = ""
+) -> Mapping[str, _Option]:
+    """Every option of a command, by its flag."""
+    options: dict[str, _Option] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for field in fields(command):
+        hint = hints[field.name]
+        is_marked = get_origin(hint) is Annotated
+        hint, *marks = get_args(hint) if is_marked else (hint,)
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            # A command's settings stand at its top: their fields have no name before them.
+            inner = section if field.name == "settings" else f"{section}{field.name}."
+            options |= _options(hint, is_dotted=is_dotted, path=(*path, field.name), section=inner)
+            continue
+        flag = "--" + ((section if is_dotted else "") + field.name).replace("_", "-")
+        options[flag] = _Option(
+            flag=flag,
+            path=(*path, field.name),
+            hint=hint,
+            is_positional=_POSITIONAL in marks,
+            is_needed=field.default is MISSING and field.default_factory is MISSING,
+        )
+    return options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A command line, taken apart: positional words, and options with their values."""
+
+    options: Mapping[str, _Option]
+    words: Sequence[str]
+    given: Mapping[str, object]
+    """The values, by flag."""
+    flags: Sequence[str]
+    """The command line without its positional words."""
+
+    @classmethod
+    def read(cls, arguments: Sequence[str], options: Mapping[str, _Option]) -> _Line:
+        """Take it apart, and refuse what no option can take."""
+        words: list[str] = []
+        flags: list[str] = []
+        given: dict[str, object] = {}
+        rest = list(arguments)
+        while rest:
+            word = rest.pop(0)
+            if not word.startswith("--"):
+                words.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            option, is_on = _option_of(name.replace("_", "-"), options)
+            if option.flag in given:
+                raise ConfigError(f"{option.flag} is given twice; give it once")
+            if option.takes == 0:
+                if equals:
+                    raise ConfigError(f"{name} takes no value, got {value!r}; leave it out")
+                given[option.flag] = is_on
+                flags.append(word)
+                continue
+            values = [value] if equals else _taken(rest, option.takes)
+            given[option.flag] = option.value(values)
+            flags += [word] if equals else [word, *values]
+        return cls(options=options, words=words, given=given, flags=flags)
+
+    def values(self, *, has_default: bool, prog: str) -> dict[str, Any]:
+        """All values by field; `ConfigError` if a word is missing or one too many."""
+        found = dict(self.given)
+        rest = list(self.words)
+        for option in self.options.values():
+            if option.is_positional:
+                taken = rest if option.takes == _MANY else rest[: option.takes]
+                rest = rest[len(taken) :]
+                if taken or (option.takes == _MANY and not has_default):
+                    found[option.flag] = option.value(taken)
+            if option.is_needed and option.flag not in found and not has_default:
+                raise ConfigError(f"{option.called} is missing; see {prog} --help")
+        if rest:
+            raise ConfigError(f"unexpected {', '.join(map(repr, rest))}; see {prog} --help")
+        values: dict[str, Any] = {}
+        for flag, value in found.items():
+            *sections, name = self.options[flag].path
+            place = values
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        return values
+
+
+def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
+    """The option that a flag names, and whether it turns it on; `no-` turns a switch off."""
+    section, dot, last = flag.removeprefix("--").rpartition(".")
+    switch = options.get(f"--{section}{dot}{last.removeprefix('no-')}")
+    option = options.get(flag)
+    if option is None and switch is not None and switch.takes == 0:
+        return switch, False
+    if option is None or option.is_positional:
+        known = {name: option for name, option in options.items() if not option.is_positional}
+        nearest = get_close_matches(flag, known, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ConfigError(f"unknown option {flag}; {hint}--help lists them all")
+    return option, True
+
+
+def _taken(rest: list[str], count: int) -> list[str]:
+    """The words that belong to a flag, taken from the front."""
+    taken: list[str] = []
+    while rest and not rest[0].startswith("--") and len(taken) != count:
+        taken.append(rest.pop(0))
+        if taken == [_NONE]:
+            break
+    return taken
+
+
+def _refuse_empty_path(text: str, called: str) -> None:
+    # An empty path would silently be the present folder.
+    if not text.strip():
+        raise ConfigError(f"{called} must be a path, got {text!r}; . is the present folder")
+
+
+def _count(values: int) -> str:
+    return {0: "no value", 1: "one value"}.get(values, f"{values} values")
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether the parser is to print its help, or the completions of a shell."""
+    return any(word in _HELP or word.startswith("--tyro-") for word in arguments)

@@ -1,0 +1,161 @@
+"""`sortedrl compare`: strategies and modes in one table, on the same prompts and seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+from sortedrl.cli.arguments import parse_over_settings
+from sortedrl.config.schedule import ModeName, Schedule, StrategyName
+from sortedrl.core.events import Event
+from sortedrl.report.charts.comparison import bar_chart
+from sortedrl.report.charts.timeline import timelines
+from sortedrl.report.lanes import lanes
+from sortedrl.report.terminal import (
+    percent,
+    progress,
+    refuse_other_picture,
+    refuse_unwritable,
+    table,
+    thousands,
+    write_text,
+)
+from sortedrl.simulate.compare import Outcome, row, simulate, variants
+from sortedrl.simulate.settings import Simulation
+
+HELP = """Compare strategies and modes on the same prompts and the same seed.
+
+  sortedrl compare paper                              everything, on the paper's workload
+  sortedrl compare paper --strategies sync sorted --modes partial coupled
+  sortedrl compare mine.toml --json                   for a script
+  sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
+                                                      chart beside it, timelines-bars.svg
+
+The first word is a preset (sortedrl presets) or a TOML file; flags change single settings.
+A strategy, mode or lookahead that file or flags ask for is always in the table.
+"""
+
+_HEADINGS = (
+    "strategy/mode",
+    "bubble",
+    "steady",
+    "goodput",
+    "vs sync",
+    "length",
+    "early",
+    "waste",
+    "stale",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to compare and what to show."""
+
+    strategies: tuple[StrategyName, ...] = get_args(StrategyName)
+    """Strategies to compare; sync is always there, the others are measured against it."""
+    modes: tuple[ModeName, ...] = get_args(ModeName)
+    """Modes to compare, for strategies that interrupt."""
+    lookaheads: tuple[int, ...] = (0, 2)
+    """Lookaheads to compare, for strategy sorted."""
+    json: bool = False
+    """Print one JSON object with `rows` instead of a table."""
+    plot: Path | None = None
+    """Write slot timelines to this SVG file, and a bar chart beside it."""
+    simulation: Simulation = field(default_factory=Simulation)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse_over_settings(
+        lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
+    )
+    beside = given.plot and given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
+    refuse_other_picture(given.plot)
+    refuse_other_picture(beside)
+    if given.plot is not None:
+        refuse_unwritable(given.plot)
+    outcomes = _outcomes(given)
+    rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
+    if given.plot is not None and beside is not None:
+        write_text(given.plot, _timelines(outcomes))
+        write_text(beside, bar_chart(rows))
+    if given.json:
+        print(json.dumps({"rows": rows}, indent=2))
+        return
+    _print_table(outcomes, rows)
+
+
+def _outcomes(given: Arguments) -> list[Outcome]:
+    simulation = given.simulation
+    schedules = list(
+        variants(
+            simulation.schedule,
+            strategies=("sync", *(name for name in given.strategies if name != "sync")),
+            modes=given.modes,
+            lookaheads=given.lookaheads,
+        )
+    )
+    if _is_chosen(simulation.schedule) and simulation.schedule not in schedules:
+        schedules.append(simulation.schedule)
+    outcomes = []
+    with progress(len(schedules)) as advance:
+        for number, schedule in enumerate(schedules):
+            advance(schedule.name, number)
+            outcomes.append(simulate(replace(simulation, schedule=schedule)))
+    return outcomes
+
+
+def _is_chosen(schedule: Schedule) -> bool:
+    """Whether file or flags ask for a strategy, mode or lookahead of their own."""
+    return not schedule.never_interrupts and schedule.name != Schedule().name
+
+
+def _best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
+    safe = [o for o in outcomes if o.simulation.schedule.strategy == "sorted"]
+    return max(safe or outcomes, key=lambda outcome: outcome.metrics.run.goodput)
+
+
+def _timelines(outcomes: Sequence[Outcome]) -> str:
+    panels = []
+    for outcome in (outcomes[0], _best(outcomes)):
+        events: list[Event] = []
+        simulate(outcome.simulation, record=events.append)
+        figures = outcome.metrics.run
+        subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
+        panels.append((outcome.name, subtitle, lanes(events)))
+    return timelines(panels)
+
+
+def _print_table(outcomes: Sequence[Outcome], rows: Sequence[dict[str, object]]) -> None:
+    lines = []
+    for outcome, values in zip(outcomes, rows, strict=True):
+        figures, steady = outcome.metrics.run, outcome.metrics.steady
+        ledger = figures.ledger
+        lines.append(
+            [
+                outcome.name,
+                percent(figures.bubble),
+                "" if steady is None else percent(steady.bubble),
+                thousands(figures.goodput),
+                f"{values['goodput_vs_sync']:.2f} x",
+                f"{outcome.bias.ratio:.2f}",
+                f"{outcome.early_bias.ratio:.2f}",
+                percent(ledger.discarded / ledger.decoded),
+                f"{figures.mean_staleness:.1f} / {figures.staleness_max}",
+            ]
+        )
+    table(_HEADINGS, lines)
+    best = _best(outcomes)
+    gain = best.metrics.run.goodput / outcomes[0].metrics.run.goodput
+    print(
+        f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"
+        "bubble: idle share of the slots; steady: without the first and the last group.\n"
+        "goodput: trained tokens per second of rollout. waste: decoded and thrown away.\n"
+        "length: mean length trained on over mean length written, 1 is no bias; early: of the\n"
+        "first half of the run. stale: versions a trained token is old, mean / most."
+    )

@@ -1,0 +1,250 @@
+"""`sortedrl demo`: the main job on a laptop, start to end: warm start, SortedRL, the baseline."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sortedrl.cli.arguments import parse
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import EngineSettings, Schedule, require, require_native
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.core.files import refuse_foreign
+from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.terminal import (
+    PAGE,
+    percent,
+    refuse_unwritable_folder,
+    table,
+    tell,
+    thousands,
+    write_text,
+)
+from sortedrl.runs.start import train, warm_start
+from sortedrl.runs.training import duration
+
+if TYPE_CHECKING:
+    from sortedrl.runs.evaluation import Scores
+    from sortedrl.runs.training import Ending
+
+HELP = """Train a tiny model on the CPU: warm start, SortedRL, and the synchronous baseline.
+
+A model of 0.6 million weights learns to solve Knights-and-Knaves puzzles by trying every
+assignment in turn. First it imitates a hasty teacher, who after a failed try gives up one time
+in four. Then it is trained with rewards, once with SortedRL (sorted, coupled) and once with the
+synchronous baseline, on the same puzzles from the same warm start.
+"""
+_PUZZLES = "knights_knaves:people=3,forms=claim+and+or,style=compact"
+_NUM_PUZZLES = 1280
+_HASTE = 0.25
+_RIGHT_OR_NOT = (
+    "right=1",
+    "partly_right=0",
+    "wrong=0",
+    "unparsable=0",
+    "format_right=0",
+    "format_wrong=0",
+)
+_FOLDERS = ("warm", "sorted", "sync")
+_MARK = "demo.json"
+_MARKED = {"format": "sortedrl-demo", "version": 1}
+_WRITTEN = (
+    *(_MARK, "run.json", "config.toml", "events.jsonl", "metrics.jsonl", "answers.jsonl"),
+    *("checkpoints", "model", "report.html", "trace.json", "reward-failures.jsonl"),
+    "reward-error.json",
+)
+"""What the commands write into the folder of a run."""
+_GROUP = 256
+_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """How much of everything."""
+
+    out: Path = Path("runs/demo")
+    """Where the runs and the report go; what an older demo left there is replaced, and anything
+    else is left alone."""
+    seed: int = 0
+    """Decides the weights, the puzzles and every answer."""
+    warm_steps: int = 800
+    """Optimiser steps of the warm start."""
+    answers: int = _NUM_PUZZLES
+    """Answers that each of the two runs is trained on."""
+    held_out: int = 160
+    """Puzzles that the score is measured on, none of which is trained on."""
+    threads: int = 1
+    """CPU threads; so small a model gains little from a second, and loses much if others want
+    the cores too."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("warm_steps", "answers", "held_out", "threads"):
+            value = asdict(self)[name]
+            require(value >= 1, f"{name} must be at least 1, got {value}")
+        require(
+            self.answers <= _NUM_PUZZLES,
+            f"answers must be at most {_NUM_PUZZLES:,}, as there are hardly more puzzles of the "
+            f"demo's kind, got {self.answers:,}",
+        )
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl demo", description=HELP)
+    require_native("sortedrl demo")
+    refuse_unwritable_folder(given.out)
+    began = time.monotonic()
+    _make_room(given.out)
+    _warm_start(given)
+    endings = {
+        name: _trained(given, name, schedule, number=number)
+        for number, (name, schedule) in enumerate(_schedules(given).items(), start=2)
+    }
+    page = _report(given)
+    _print(endings)
+    print(f"\nReport: {page}; everything took {duration(time.monotonic() - began)}.")
+
+
+def warm_settings(given: Arguments) -> SupervisedSettings:
+    """The warm start on a hasty teacher's traces."""
+    return SupervisedSettings(
+        model=f"tiny:seed={given.seed}",
+        task=f"{_PUZZLES},count={_NUM_PUZZLES},seed={given.seed},haste={_HASTE}",
+        out=given.out / "warm",
+        seed=given.seed,
+        epochs=max(1, given.warm_steps // 20),
+        max_steps=given.warm_steps,
+        batch_tokens=1024,
+        threads=given.threads,
+        optimiser=Optimisation(
+            learning_rate=2e-3, schedule="cosine", warmup_steps=20, weight_decay=0.01, beta2=0.98
+        ),
+    )
+
+
+def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
+    """Training with rewards, from the warm start."""
+    return TrainSettings(
+        model=str(given.out / "warm" / "model"),
+        task=f"{_PUZZLES},count={given.answers},seed={given.seed + 1}",
+        out=given.out / schedule.strategy,
+        seed=given.seed,
+        threads=given.threads,
+        reward_options=_RIGHT_OR_NOT,
+        schedule=schedule,
+        engine=EngineSettings(slots=_BATCH, max_tokens=256),
+        optimiser=Optimisation(learning_rate=1.5e-4),
+        evaluation=PeriodicEvaluation(
+            tasks=(f"{_PUZZLES},count={given.held_out},split=test,seed={given.seed}",),
+            every=8,
+            temperature=1.0,
+        ),
+        saving=Saving(every=1000, keep_last=1, keep_best=False),
+    )
+
+
+def _schedules(given: Arguments) -> dict[str, Schedule]:
+    group = min(_GROUP, given.answers)
+    sync = Schedule(
+        strategy="sync",
+        mode="on_policy",
+        group_prompts=group,
+        update_batch=min(_BATCH, group),
+    )
+    return {
+        "SortedRL": replace(sync, strategy="sorted", mode="coupled", lookahead=1),
+        "synchronous": sync,
+    }
+
+
+def _make_room(out: Path) -> None:
+    """Remove what an older demo left, and mark the folders of this one as a demo's.
+
+    Everything is looked at before anything is removed: a folder without the mark, and a file in a
+    marked one that no run writes, are not ours to remove.
+    """
+    folders = [out / name for name in _FOLDERS]
+    page = out / "report.html"
+    refuse_foreign(page, mark=PAGE)
+    for folder in folders:
+        _refuse_foreign_folder(folder)
+    for folder in folders:
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True)
+            (folder / _MARK).write_text(json.dumps(_MARKED) + "\n")
+        except OSError as error:
+            raise DataError(folder, f"cannot be replaced ({error.strerror})") from error
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    advice = "choose another --out, or move it away"
+    try:
+        is_ours = json.loads((folder / _MARK).read_bytes()) == _MARKED and not folder.is_symlink()
+    except (OSError, ValueError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"{folder} is there already and no demo has made it; {advice}")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
+    if others:
+        raise ConfigError(
+            f"{folder} would be replaced, but holds what no demo has written: "
+            f"{', '.join(others)}; {advice}"
+        )
+
+
+def _warm_start(given: Arguments) -> None:
+    tell("1 of 3: a warm start by imitation")
+    if not warm_start(warm_settings(given)).is_complete:
+        raise KeyboardInterrupt
+
+
+def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) -> Ending:
+    tell(f"{number} of 3: rewards, {name}")
+    ending = train(train_settings(given, schedule))
+    if ending.reason == "asked":
+        raise KeyboardInterrupt
+    return ending
+
+
+def _report(given: Arguments) -> Path:
+    from sortedrl.report.page import runs_page
+    from sortedrl.report.record import read_runs
+
+    runs = read_runs([given.out / strategy for strategy in ("sorted", "sync")])
+    page = given.out / "report.html"
+    write_text(page, runs_page(runs, title="SortedRL beside the synchronous baseline"))
+    return page
+
+
+def _print(endings: Mapping[str, Ending]) -> None:
+    rows: dict[str, Callable[[Ending], str]] = {
+        "right answers, before": lambda e: _score(e.first_scores),
+        "right answers, after": lambda e: _score(e.last_scores),
+        "bubble": lambda e: percent(e.figures.bubble),
+        "goodput, tokens/s": lambda e: thousands(e.figures.goodput),
+        "tokens decoded": lambda e: f"{e.figures.ledger.decoded:,}",
+        "tokens trained": lambda e: f"{e.figures.ledger.trained:,}",
+        "answers trained": lambda e: f"{e.figures.trajectories:,}",
+        "updates": lambda e: f"{e.updates:,}",
+        "time": lambda e: duration(e.figures.seconds),
+    }
+    table(
+        ("", *endings),
+        [[name, *(tell(ending) for ending in endings.values())] for name, tell in rows.items()],
+    )
+
+
+def _score(scores: Scores | None) -> str:
+    return "" if scores is None else percent(scores.mean)

@@ -1,0 +1,267 @@
+"""`sortedrl eval`: models on tasks, in numbers one can trust; two models, compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tyro
+
+from sortedrl.cli.arguments import parse
+from sortedrl.config.schedule import check_device, require, require_native
+from sortedrl.config.spec import options_from
+from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
+from sortedrl.data.stream import tokenized
+from sortedrl.errors import ConfigError
+from sortedrl.evaluation.comparison import Comparison, compare
+from sortedrl.evaluation.results import PAGE, SAMPLES, ResultsWriter, read_results
+from sortedrl.evaluation.runner import Question, Runner, gold_of
+from sortedrl.evaluation.statistics import Asked, Evaluation, Summary, summarise
+from sortedrl.evaluation.tables import (
+    Table,
+    comparison_rows,
+    comparison_table,
+    summary_rows,
+    summary_table,
+)
+from sortedrl.report.evaluation import evaluation_page, notes
+from sortedrl.report.terminal import one_line, progress, refuse_unwritable_folder, table, write_text
+from sortedrl.rewards.pool.pool import RewardPool
+from sortedrl.runs.build_engine import evaluation_engine, tokenizer_of
+from sortedrl.runs.evaluation import opened
+from sortedrl.tasks.catalogue import Task, reward_from
+
+HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
+
+  sortedrl eval MODEL --tasks gsm8k math500 --samples 4     a hub name, a folder or a GGUF file
+  sortedrl eval MODEL --tasks knights_knaves:people=3-7,count=500
+  sortedrl eval MODEL --tasks mine.jsonl --reward my_module:my_reward
+  sortedrl eval BEFORE AFTER --tasks gsm8k                  both, and a paired bootstrap
+  sortedrl eval evals/before evals/after                    compare what was evaluated before
+
+Of a task that has splits, test is taken unless it names another: gsm8k:split=train.
+Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume, which
+may ask for more samples, rows and tasks, but not for fewer.
+Tasks: sortedrl data --help.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to evaluate on what."""
+
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """Models (hub name, folder, GGUF file), or folders of earlier evaluations."""
+    tasks: tuple[str, ...] = ()
+    """Tasks: name, or name:option=value,option=value; or files and hub names with --reward."""
+    folder: Path | None = None
+    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    reward: str | None = None
+    """A reward for all tasks in place of their own: my_module:my_function or my_file.py:..."""
+    reward_options: tuple[str, ...] = ()
+    """Keyword arguments of the reward, written name=value, such as right=3 unparsable=-1."""
+    out: Path = Path("evals")
+    """Where results are kept: a folder for each model."""
+    resume: bool = False
+    """Go on with a run that was cut off."""
+    device: str | None = None
+    """cuda, cpu, ...; by default the GPU if there is one."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    settings: EvaluationSettings = field(default_factory=EvaluationSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl eval", description=HELP)
+    require(bool(given.models), "give at least one model; see sortedrl eval --help")
+    check_device(given.device)
+    labels = _labels(given.models)
+    is_saved = [_is_saved(model) for model in given.models]
+    if not all(is_saved):
+        require_native("sortedrl eval")
+    refuse_unwritable_folder(given.out)
+    tasks = [] if all(is_saved) else _tasks(given)
+    evaluations = [
+        replace(read_results(Path(model)), label=label)
+        if saved
+        else _evaluated(given, model, label, tasks)
+        for model, label, saved in zip(given.models, labels, is_saved, strict=True)
+    ]
+    summaries = [summarise(evaluation) for evaluation in evaluations]
+    comparisons = [compare(evaluations[0], other) for other in evaluations[1:]]
+    for other, comparison in zip(evaluations[1:], comparisons, strict=True):
+        path = given.out / f"{evaluations[0].label}-and-{other.label}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, evaluation_page([evaluations[0], other], comparison))
+    if given.json:
+        print(json.dumps(_as_json(evaluations, summaries, comparisons), indent=2))
+    else:
+        _print(evaluations, summaries, comparisons)
+
+
+def _tasks(given: Arguments) -> list[Task]:
+    require(bool(given.tasks), "give at least one task with --tasks; see sortedrl data --help")
+    reward = None if given.reward is None else reward_from(given.reward)
+    tasks = [
+        opened(spec, split="test", folder=given.folder, reward=reward, data=given.data)
+        for spec in given.tasks
+    ]
+    if len({task.name for task in tasks}) < len(tasks):
+        raise ConfigError(f"each task can be given once, got {', '.join(given.tasks)}")
+    options = options_from(given.reward_options)
+    return [
+        replace(
+            task,
+            rows=task.rows[: given.settings.limit],
+            reward=replace(task.reward, options={**task.reward.options, **options}),
+        )
+        for task in tasks
+    ]
+
+
+def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) -> Evaluation:
+    settings, folder = given.settings, given.out / label
+    with ExitStack() as stack:
+        writer = stack.enter_context(
+            ResultsWriter(
+                folder,
+                label=label,
+                settings=_told(given, model),
+                asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
+                questions={
+                    t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
+                },
+                resume=given.resume,
+            )
+        )
+        # What is wrong with rewards, rows or tokenizer shows before the weights are loaded.
+        pools = _pools(tasks, given.rewards, folder, stack)
+        tokenizer = tokenizer_of(model)
+        questions = [
+            Question(task, tokenized(task.rows, tokenizer, chat=given.data.chat).rows, pool)
+            for task, pool in zip(tasks, pools, strict=True)
+        ]
+        engine = evaluation_engine(model, tokenizer, settings, device=given.device)
+        runner = Runner(
+            questions,
+            engine=engine,
+            text=engine.text,
+            samples=settings.samples,
+            seed=settings.seed,
+            is_done=writer.is_done,
+        )
+        _write(runner, writer, label=label)
+        evaluation, _ = writer.finish()
+    write_text(folder / PAGE, evaluation_page([evaluation], None))
+    return evaluation
+
+
+def _told(given: Arguments, model: str) -> dict[str, object]:
+    """What an answer and its score depend on; more rows or samples may be asked for later."""
+    return {
+        "model": model,
+        "temperature": given.settings.sampling_temperature,
+        "top_p": given.settings.top_p,
+        "max_tokens": given.settings.max_tokens,
+        "seed": given.settings.seed,
+        "chat": given.data.chat,
+        "system": given.data.system,
+        "reward": given.reward,
+        "reward_options": list(given.reward_options),
+    }
+
+
+def _pools(
+    tasks: Sequence[Task], settings: RewardSettings, folder: Path, stack: ExitStack
+) -> list[RewardPool]:
+    """A pool for each task; tasks with the same reward share one."""
+    pools: list[RewardPool] = []
+    for number, task in enumerate(tasks):
+        same = [p for t, p in zip(tasks[:number], pools, strict=True) if t.reward == task.reward]
+        pools.append(
+            same[0]
+            if same
+            else stack.enter_context(RewardPool(task.reward, settings, folder=folder))
+        )
+    return pools
+
+
+def _write(runner: Runner, writer: ResultsWriter, *, label: str) -> None:
+    began = time.monotonic()
+    try:
+        with progress(max(runner.total, 1)) as advance:
+            for answer in runner.run():
+                if answer is not None:
+                    writer.append(answer)
+                    continue
+                done = runner.progress
+                rate = done.tokens / (time.monotonic() - began)
+                words = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
+                advance(words, done.written)
+    except KeyboardInterrupt:
+        print(f"{writer.num_done} answers are kept; go on with --resume", file=sys.stderr)
+        raise
+
+
+def _print(
+    evaluations: Sequence[Evaluation],
+    summaries: Sequence[Summary],
+    comparisons: Sequence[Comparison],
+) -> None:
+    for evaluation, summary in zip(evaluations, summaries, strict=True):
+        print(one_line(evaluation.label))
+        _table(summary_table(summary))
+        for note in notes(evaluation, summary):
+            print(one_line(f"note: {note}"))
+        print()
+    for comparison in comparisons:
+        print(one_line(f"{comparison.before} against {comparison.after}, paired by prompt"))
+        _table(comparison_table(comparison))
+        print()
+
+
+def _table(told: Table) -> None:
+    """Print a table with its levels under their tasks."""
+    (first, _, *columns), lines = told
+    rows = [[f"  {level}" if level else task, *numbers] for task, level, *numbers in lines]
+    table([first, *columns], rows)
+
+
+def _as_json(
+    evaluations: Sequence[Evaluation],
+    summaries: Sequence[Summary],
+    comparisons: Sequence[Comparison],
+) -> dict[str, object]:
+    return {
+        "evaluations": [
+            {"label": evaluation.label, "rows": summary_rows(summary)}
+            for evaluation, summary in zip(evaluations, summaries, strict=True)
+        ],
+        "comparisons": [
+            {"before": c.before, "after": c.after, "rows": comparison_rows(c)} for c in comparisons
+        ],
+    }
+
+
+def _is_saved(model: str) -> bool:
+    return (Path(model) / SAMPLES).exists()
+
+
+def _labels(models: Sequence[str]) -> list[str]:
+    """Short names that tell the models apart: as much of the end of their paths as it takes."""
+    parts = [
+        [part for part in Path(model).parts if part not in ("/", "..", ".")] for model in models
+    ]
+    for length in range(1, max(len(part) for part in parts) + 1):
+        labels = ["-".join(part[-length:]).removesuffix(".gguf") for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    raise ConfigError(f"each model can be given once, got {', '.join(models)}")

@@ -1,0 +1,80 @@
+"""`sortedrl report`: one page that shows a run, or several side by side."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from sortedrl.cli.arguments import parse
+from sortedrl.core.meter import measure
+from sortedrl.core.metrics import numbers
+from sortedrl.report.page import runs_page
+from sortedrl.report.record import RunRecord, read_runs
+from sortedrl.report.terminal import progress, refuse_unwritable, write_text
+
+HELP = """Show a run on one page: what it learned, where its slot-seconds went, what to change.
+
+  sortedrl report runs/logic                      writes runs/logic/report.html
+  sortedrl report runs/sorted runs/sync           side by side; writes report.html here
+  sortedrl report runs/logic-seed*                seeds of one setting: curves with their spread
+  sortedrl report events.jsonl --out page.html    the log of any loop, a simulated one too
+  sortedrl report runs/logic --json               the numbers, for a script
+
+The page is one file that needs no network. A run that goes on or was killed shows as far as it
+came; sortedrl watch keeps the page fresh while it goes on.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to show and where."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or their events.jsonl."""
+    out: Path | None = None
+    """The page; unless told, report.html in the folder of a single run, and here for several."""
+    title: str = ""
+    """The page's title; unless told, the names of the runs."""
+    open: bool = False
+    """Open the page in the browser."""
+    json: bool = False
+    """Print the numbers of the runs as one JSON object, too."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl report", description=HELP)
+    if given.out is not None:
+        refuse_unwritable(given.out)
+    with progress(2) as advance:
+        advance("reading", 0)
+        records = read_runs(given.runs)
+        advance("drawing", 1)
+        page = runs_page(records, title=given.title or title_of(records))
+    path = given.out or _beside(given.runs)
+    write_text(path, page)
+    if given.json:
+        rows = {record.name: numbers(measure(record.events).run) for record in records}
+        print(json.dumps({"page": str(path), "runs": rows}, indent=2))
+    if given.open:
+        webbrowser.open(path.resolve().as_uri())
+
+
+def title_of(records: Sequence[RunRecord]) -> str:
+    """The names of the runs, as far as a title goes."""
+    names = [record.name for record in records]
+    if len(names) > 3:
+        return f"{names[0]} and {len(names) - 1} more runs"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _beside(runs: Sequence[Path]) -> Path:
+    if len(runs) > 1:
+        return Path("report.html")
+    folder = runs[0].parent if runs[0].is_file() else runs[0]
+    return folder / "report.html"

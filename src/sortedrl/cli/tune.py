@@ -1,0 +1,142 @@
+"""`sortedrl tune`: the best settings for given lengths and hardware."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sortedrl.cli.arguments import parse_over_settings, to_toml
+from sortedrl.report.charts.comparison import Point, pareto
+from sortedrl.report.terminal import (
+    percent,
+    progress,
+    refuse_other_picture,
+    refuse_unwritable,
+    thousands,
+    write_text,
+)
+from sortedrl.simulate.compare import PREDICTION_ERROR, Outcome, row
+from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.tune import Search, Tuned, tune
+
+HELP = """Search update batch, group size, lookahead and mode by simulation.
+
+  sortedrl tune paper                                the paper's lengths and hardware
+  sortedrl tune mine.toml --on-policy-only           never train on stale tokens
+  sortedrl tune paper --max-staleness 2 --max-length-bias 0.02
+  sortedrl tune paper --length-file my.csv --hardware h200-qwen-2.5-1.5b --plot front.svg
+  sortedrl tune paper > best.toml                    ready for simulate, compare and tune
+
+Prints the best settings as a TOML file that opens with what they gain, as comments.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to search and what to show."""
+
+    search: Search = field(default_factory=Search)
+    workers: int = os.cpu_count() or 1
+    """Processes that simulate side by side."""
+    json: bool = False
+    """Print one JSON object instead of TOML."""
+    plot: Path | None = None
+    """Write speed against staleness of all candidates to this SVG file."""
+    simulation: Simulation = field(default_factory=Simulation)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse_over_settings(
+        lambda base: Arguments(simulation=base), arguments, name="tune", description=HELP
+    )
+    refuse_other_picture(given.plot)
+    if given.plot is not None:
+        refuse_unwritable(given.plot)
+    with progress(1.0) as advance:
+        tuned = tune(
+            given.simulation,
+            given.search,
+            workers=given.workers,
+            on_done=lambda done, total: advance(f"{done} of {total} settings", done / total),
+        )
+    if given.plot is not None:
+        write_text(given.plot, _picture(tuned))
+    if given.json:
+        print(json.dumps(_as_json(tuned), indent=2))
+    else:
+        print("\n".join(f"# {line}".rstrip() for line in _words(tuned)))
+        print(to_toml(tuned.best.simulation), end="")
+
+
+def _words(tuned: Tuned) -> list[str]:
+    words = [
+        f"{len(tuned.tried)} settings simulated, {len(tuned.allowed)} meet the constraints",
+        f"best:  {_describe(tuned.best)}",
+        f"yours: {_describe(tuned.current)}",
+        f"gain:  {tuned.gain:.2f} x trained tokens per second of the whole run"
+        + (
+            f", within the error of such predictions ({PREDICTION_ERROR:.0%})"
+            if tuned.gain < 1 + PREDICTION_ERROR
+            else ""
+        ),
+        "",
+        "fastest for its staleness (of tokens, mean), least stale first:",
+    ]
+    words += [f"  {_describe(outcome)}" for outcome in tuned.front]
+    return words
+
+
+def _describe(outcome: Outcome) -> str:
+    schedule, figures = outcome.simulation.schedule, outcome.metrics.run
+    return (
+        f"{outcome.name}, groups of {schedule.group_prompts}, update batch "
+        f"{schedule.update_batch}: {thousands(figures.trained_per_second)} tokens/s, "
+        f"bubble {percent(figures.bubble)}, staleness {figures.mean_staleness:.2f}, "
+        f"length bias {outcome.bias.ratio:.2f}"
+    )
+
+
+def _picture(tuned: Tuned) -> str:
+    points = [
+        Point(
+            x=outcome.metrics.run.mean_staleness,
+            y=outcome.metrics.run.trained_per_second,
+            label=_label(outcome),
+            is_best=outcome is tuned.best,
+            on_front=outcome in tuned.front,
+        )
+        for outcome in tuned.allowed
+    ]
+    return pareto(
+        points,
+        x_label="mean staleness, versions",
+        y_label="trained tokens per second",
+        title=f"{len(tuned.allowed)} settings, the best {tuned.gain:.2f} x the present one",
+    )
+
+
+def _label(outcome: Outcome) -> str:
+    schedule = outcome.simulation.schedule
+    return f"{outcome.name}, {schedule.group_prompts} in batches of {schedule.update_batch}"
+
+
+def _as_json(tuned: Tuned) -> dict[str, object]:
+    def described(outcome: Outcome) -> dict[str, object]:
+        schedule = outcome.simulation.schedule
+        return row(outcome) | {
+            "group_prompts": schedule.group_prompts,
+            "update_batch": schedule.update_batch,
+        }
+
+    return {
+        "gain": tuned.gain,
+        "best": described(tuned.best),
+        "current": described(tuned.current),
+        "front": [described(outcome) for outcome in tuned.front],
+        "tried": [described(outcome) for outcome in tuned.tried],
+        "toml": to_toml(tuned.best.simulation),
+    }

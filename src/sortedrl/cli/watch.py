@@ -1,0 +1,78 @@
+"""`sortedrl watch`: the page of runs, served on this machine and renewed while they go on."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from sortedrl.cli.arguments import parse
+from sortedrl.config.schedule import require
+from sortedrl.report.terminal import tell
+from sortedrl.report.watch.pages import Pages, followed
+from sortedrl.report.watch.server import Server, open_server
+
+HELP = """Watch runs in the browser: the page of sortedrl report, renewed while they go on.
+
+  sortedrl watch runs/mine                 then open the address it prints; Ctrl-C ends it
+  sortedrl watch runs/sorted runs/sync     side by side
+  sortedrl watch runs/next --open          opens the browser; the run may start later
+  sortedrl watch runs/mine --port 9000     at a port of your choice; 0 takes any free one
+
+Only this machine can reach it, unless --host says otherwise. A run's own files are there too, such
+as /files/mine/config.toml. A run that was killed or is being written shows as far as it came.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What to watch, and where to show it."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or their events.jsonl; they need not be there yet."""
+    port: int | None = None
+    """Where to listen; 0 takes any free one. By default 8642, or the next that is free."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Anyone who can reach it can read the runs: there is no password."""
+    open: bool = False
+    """Open the page in the browser."""
+    json: bool = False
+    """Print one line with a JSON object, {"url": ...}, once it listens."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    given = parse(Arguments, arguments, prog="sortedrl watch", description=HELP)
+    require(bool(given.runs), "give at least one run; see sortedrl watch --help")
+    runs = followed(given.runs)
+    for path in given.runs:
+        if not path.exists():
+            tell(f"{path} does not exist yet; waiting for the run to start")
+    folders = {run.name: run.path for run in runs}
+    with (
+        closing(Pages(runs, tell=tell)) as pages,
+        open_server(given.host, given.port, pages=pages, folders=folders, tell=tell) as server,
+    ):
+        _announce(given, server)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            tell("stopped")
+
+
+def _announce(given: Arguments, server: Server) -> None:
+    tell(f"watching {', '.join(map(str, given.runs))} at {server.url} (Ctrl-C ends it)")
+    if not server.is_loopback:
+        tell(
+            f"listening at {given.host}: anyone who can reach this machine can read these runs, "
+            "their answers and their files; there is no password"
+        )
+    if given.json:
+        print(json.dumps({"url": server.url}), flush=True)
+    if given.open and not webbrowser.open(server.url):
+        tell("no browser could be opened; open the address yourself")

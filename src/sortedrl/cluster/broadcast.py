@@ -1,0 +1,488 @@
+"""Tensors as plain bytes, in parts of a few hundred megabytes: what travels as weights.
+
+Bytes and not arrays, because numpy has no bfloat16. Only names, dtypes, shapes and bytes travel.
+
+A bucket of tensors as one row of bytes, with a small front that says how long it is.
+
+    front   bytes of the header, bytes of header and tensors; 0, 0 is the end
+    flat    header | tensor | tensor ...     each begins at a multiple of 16 bytes
+
+The header has names, dtypes and shapes, as JSON.
+
+A process group between the sender of weights and the workers, beside torch's default group.
+
+Trainer and engines may have a default group of their own, which stays as it is. Rank 0 sends:
+while one bucket travels, the next is gathered and packed. A group in which something failed is
+closed, and never used again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from sortedrl.cluster.weight_transport import Meeting, WayFailed, first_line
+from sortedrl.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+
+_BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """One tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: np.ndarray
+
+
+Bucket = tuple[Packed, ...]
+
+
+def parts(
+    tensors: Iterable[tuple[str, object]], *, bucket_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in order, in parts of about so many bytes; at least one tensor in each.
+
+    They are taken one after the other, so they may be gathered while they are asked for.
+    """
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, given in tensors:
+        tensor = as_tensor(name, given)
+        if part and size + tensor.nbytes > bucket_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def buckets(
+    tensors: Mapping[str, object], *, bucket_bytes: int = _BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """The same as bytes, on the CPU."""
+    for part in parts(tensors.items(), bucket_bytes=bucket_bytes):
+        yield bucket(part)
+
+
+def bucket(part: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """One part as bytes, on the CPU."""
+    return tuple(_packed(name, tensor) for name, tensor in part)
+
+
+def unpacked(parts: Iterable[Bucket]) -> dict[str, Tensor]:
+    """The tensors, over the very same bytes: they must be read only."""
+    return {packed.name: _tensor(packed) for part in parts for packed in part}
+
+
+def num_bytes(part: Bucket) -> int:
+    """Bytes of all tensors of a part."""
+    return sum(packed.buffer.nbytes for packed in part)
+
+
+def as_tensor(name: str, given: object) -> Tensor:
+    """What was given under this name, which must be a tensor."""
+    if not isinstance(given, Tensor):
+        raise ModelError(f"{name} must be a tensor to travel, got {type(given).__name__}")
+    return given
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in a row; where it lies in a row, they are its own."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a dtype is called on its way."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype: torch.dtype = torch.__dict__[name]
+    return dtype
+
+
+def _packed(name: str, tensor: Tensor) -> Packed:
+    return Packed(
+        name=name,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        buffer=as_bytes(tensor.detach().cpu()).numpy(),
+    )
+
+
+def _tensor(packed: Packed) -> Tensor:
+    dtype = dtype_named(packed.dtype)
+    if not packed.buffer.nbytes:
+        return torch.empty(packed.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # The bytes lie in shared memory and are not ours to write; nobody does.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        held = torch.from_numpy(packed.buffer)
+    return held.view(dtype).reshape(packed.shape)
+
+
+_ALIGNMENT = 16
+
+Part = Sequence[tuple[str, Tensor]]
+
+
+class Buffer:
+    """Bytes that one bucket after the other is packed into."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Bytes on this device; they are taken as they are needed."""
+        self._device = device
+        self._flat: Tensor | None = None
+
+    def packed(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The front of a part, and its bytes."""
+        rows = [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in part]
+        header = json.dumps(rows).encode()
+        places, size = _places([tensor.nbytes for _, tensor in part], start=len(header))
+        if self._flat is None or self._flat.numel() < size:
+            self._flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        flat = self._flat[:size]
+        flat[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        for (_, tensor), place in zip(part, places, strict=True):
+            flat[place : place + tensor.nbytes].copy_(as_bytes(tensor))
+        return front(self._device, header_bytes=len(header), size=size), flat
+
+
+def front(device: torch.device, *, header_bytes: int = 0, size: int = 0) -> Tensor:
+    """What is said before a bucket; by default, that there is none."""
+    return torch.tensor([header_bytes, size], dtype=torch.int64).to(device)
+
+
+def unflattened(flat: Tensor, *, header_bytes: int) -> dict[str, Tensor]:
+    """The tensors over these very bytes."""
+    rows = json.loads(flat[:header_bytes].cpu().numpy().tobytes())
+    dtypes = [dtype_named(dtype) for _, dtype, _ in rows]
+    sizes = [
+        dtype.itemsize * torch.Size(shape).numel()
+        for dtype, (_, _, shape) in zip(dtypes, rows, strict=True)
+    ]
+    places, _ = _places(sizes, start=header_bytes)
+    return {
+        name: flat[place : place + size].view(dtype).reshape(shape)
+        for (name, _, shape), dtype, size, place in zip(rows, dtypes, sizes, places, strict=True)
+    }
+
+
+def _places(sizes: Iterable[int], *, start: int) -> tuple[list[int], int]:
+    """Where tensors of these sizes begin behind `start`, and where the last one ends."""
+    places = []
+    end = start
+    for size in sizes:
+        place = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places.append(place)
+        end = place + size
+    return places, end
+
+
+# Torch documents them here, but does not say so in its types.
+
+
+__all__ = ["Meeting", "MeetingPlace", "Received", "Receiver", "Sender", "Sent"]
+
+
+_CONNECT_TRIES = 5
+_LEAST_CONNECT_SECONDS = 2.0
+_GONE = "gone"
+_NO_GPU = "cpu"
+# Below this much free memory on its GPU a worker keeps what it receives in main memory.
+_SPARE_GPU_BYTES = 2 << 30
+# Who has this set when a group of NCCL begins can wait with a limit, and has no watchdog, which
+# would end the whole process when another member dies.
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What was sent."""
+
+    bytes: int
+    buckets: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What was received."""
+
+    tensors: dict[str, Tensor]
+    bytes: int
+    buckets: int
+
+
+class MeetingPlace:
+    """The store over which members find each other; kept by the controller."""
+
+    def __init__(self, host: str, *, seconds: float) -> None:
+        """Listen at a free port of this machine; `host` is what others call it."""
+        with _as_way("no store could be opened"):
+            self._store = TCPStore(
+                host,
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            )
+        self.host = host
+        self.port = self._store.port
+
+    def miss(self, key: str, *, rank: int) -> None:
+        """A member will not come: the others need not wait for it."""
+        with _as_way("the store does not answer"):
+            PrefixStore(key, self._store).set(_name(rank), _GONE)
+
+
+class Sender:
+    """The first rank; keeps its group until a meeting has another key."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """NCCL is taken if this is a GPU, and all workers have others; else gloo."""
+        self._seat = _Seat(torch.device(device))
+
+    @classmethod
+    def beside(cls, tensors: Mapping[str, object]) -> Self:
+        """A sender on the device of these tensors."""
+        places = (tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor))
+        return cls(next(places, torch.device("cpu")))
+
+    def send(self, meeting: Meeting, buckets: Iterable[Part]) -> Sent:
+        """Broadcast all buckets to the members; raises `WayFailed` if one of them is gone.
+
+        The buckets are always taken to their end, so ranks that gather them together stay in step.
+        """
+        start = perf_counter()
+        coming = iter(buckets)
+        size = count = 0
+        try:
+            group = self._seat.group(meeting, rank=0)
+            buffers = [Buffer(group.device), Buffer(group.device)]
+            for part in coming:
+                # The other buffer may be on its way still: a front and a flat.
+                group.settle(leaving=2)
+                for tensor in buffers[count % len(buffers)].packed(part):
+                    group.start(tensor)
+                size += sum(tensor.nbytes for _, tensor in part)
+                count += 1
+            group.start(front(group.device))
+            group.settle()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            deque(coming, maxlen=0)
+        return Sent(bytes=size, buckets=count, seconds=perf_counter() - start)
+
+    def close(self) -> None:
+        """Leave the group; members that still wait for it see that."""
+        self._seat.leave()
+
+
+class Receiver:
+    """A worker; keeps its group until a meeting has another key."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """The device that the weights shall be on; without NCCL they come to the CPU."""
+        self._seat = _Seat(torch.device(device))
+
+    def receive(self, meeting: Meeting, rank: int) -> Received:
+        """All tensors that are sent; raises `WayFailed` if one of the members is gone."""
+        tensors: dict[str, Tensor] = {}
+        count = 0
+        try:
+            group = self._seat.group(meeting, rank=rank)
+            while True:
+                said = front(group.device)
+                group.start(said)
+                group.settle()
+                header_bytes, size = said.tolist()
+                if not size:
+                    break
+                flat = torch.empty(size, dtype=torch.uint8, device=group.device)
+                group.start(flat)
+                group.settle()
+                tensors |= unflattened(_kept(flat), header_bytes=header_bytes)
+                count += 1
+        except BaseException:
+            self.close()
+            raise
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        return Received(tensors=tensors, bytes=size, buckets=count)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._seat.leave()
+
+
+class _Seat:
+    """The place of one member, in one group at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: _Group | None = None
+
+    def group(self, meeting: Meeting, *, rank: int) -> _Group:
+        """The group of this meeting: the present one if it is that, or a new one."""
+        if self._group is None or self._group.key != meeting.key:
+            self.leave()
+            self._group = _Group(meeting, rank=rank, device=self._device)
+        return self._group
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+class _Group:
+    """A group of members that have met."""
+
+    def __init__(self, meeting: Meeting, *, rank: int, device: torch.device) -> None:
+        limit = timedelta(seconds=meeting.timeout)
+        self.key = meeting.key
+        self._limit = limit
+        # Connections stay open as long as somebody has such a thing, so nobody else gets one.
+        self._under_way: deque[Work] = deque()
+        with _as_way("the members did not meet"):
+            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            names = _met(PrefixStore(meeting.key, store), meeting, rank=rank, device=device)
+            is_nccl = _NO_GPU not in names and len(set(names)) == meeting.world
+            self.device = device if is_nccl else torch.device("cpu")
+            links = PrefixStore(f"{meeting.key}/links", store)
+            self._backend: Any = (
+                _nccl(links, rank=rank, meeting=meeting)
+                if is_nccl
+                else _gloo(links, rank=rank, meeting=meeting)
+            )
+
+    def start(self, tensor: Tensor) -> None:
+        """Begin to broadcast a tensor from the first rank to this place of all others."""
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.asyncOp = True
+        options.timeout = self._limit
+        with _as_way("the broadcast failed"):
+            self._under_way.append(self._backend.broadcast([tensor], options))
+
+    def settle(self, *, leaving: int = 0) -> None:
+        """Wait until all but the last so many are done; the limit holds for each of them."""
+        with _as_way("the broadcast failed"):
+            while len(self._under_way) > leaving:
+                self._under_way.popleft().wait()
+
+    def close(self) -> None:
+        """End what is under way, here and with the others."""
+        # It is over, whatever it says.
+        with suppress(RuntimeError):
+            self._backend.abort()
+        self._under_way.clear()
+        del self._backend
+
+
+def _met(store: PrefixStore, meeting: Meeting, *, rank: int, device: torch.device) -> Sequence[str]:
+    """The names of the devices of all members, after waiting for them."""
+    store.set(_name(rank), _device_name(device))
+    places = [_name(other) for other in range(meeting.world)]
+    store.wait(places, timedelta(seconds=meeting.timeout))
+    names = [store.get(place).decode() for place in places]
+    if _GONE in names:
+        raise WayFailed(f"member {names.index(_GONE)} of {meeting.world} is gone")
+    return names
+
+
+def _gloo(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: ANN401
+    # Its types do not have the options that it takes.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    # It waits five times as long for a member that was here and does not connect.
+    seconds = max(_LEAST_CONNECT_SECONDS, meeting.timeout / _CONNECT_TRIES)
+    options._timeout = timedelta(seconds=seconds)
+    # The name of a machine often means its loopback, which the others cannot reach.
+    address = _own_address(meeting)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, rank, meeting.world, options)
+
+
+def _nccl(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: ANN401
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=meeting.timeout)
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        return ProcessGroupNCCL(store, rank, meeting.world, options)
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
+
+
+def _own_address(meeting: Meeting) -> str:
+    """The address of this machine on the way to the meeting place; nothing is sent."""
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        meeting.host, meeting.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(place)
+        address: str = towards.getsockname()[0]
+        return address
+
+
+def _device_name(device: torch.device) -> str:
+    """A name that no other GPU has."""
+    if device.type != "cuda":
+        return _NO_GPU
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _name(rank: int) -> str:
+    return f"device/{rank}"
+
+
+def _kept(flat: Tensor) -> Tensor:
+    """A received bucket, in main memory if the GPU is nearly full."""
+    if flat.is_cuda and torch.cuda.mem_get_info(flat.device)[0] < _SPARE_GPU_BYTES:
+        return flat.cpu()
+    return flat
+
+
+@contextmanager
+def _as_way(what: str) -> Iterator[None]:
+    """Turn what torch and the network raise into `WayFailed`."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise WayFailed(f"{what}: {first_line(error)}") from error

@@ -1,0 +1,222 @@
+"""The settings of the layout: how many GPUs a run has, and how they share the work.
+
+They are shared by engines and trainer, which take turns. The trainer's weights, masters, moments
+and gradients are spread evenly over all of them; every `tensor_parallel` of them hold one engine
+with a copy of the weights, and `engine.slots` are the slots of all engines together.
+
+The settings of the cluster: where Ray runs, and what is placed on it.
+
+separated   every rollout worker and every rank of the trainer has resources of its own
+colocated   worker and rank share a bundle, one pair in each, and take turns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from sortedrl.config.schedule import require
+from sortedrl.errors import unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The GPUs of a run to be planned (--dry-run); a cluster runs on more than one."""
+
+    devices: int = 1
+    """GPUs, shared by engines and trainer in turns; the trainer is spread over all of them."""
+    tensor_parallel: int = 1
+    """GPUs that hold one engine between them; there are devices / tensor_parallel engines."""
+    offload: bool = False
+    """Keep what the trainer holds in the memory of the host, and bring a layer at a time to the
+    GPUs: room for models that do not fit, for slower updates."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name, value in (("devices", self.devices), ("tensor_parallel", self.tensor_parallel)):
+            require(value >= 1, f"layout.{name} must be at least 1, got {value}")
+        require(
+            self.devices % self.tensor_parallel == 0,
+            f"layout.tensor_parallel must divide layout.devices ({self.devices}), so that every "
+            f"engine has its own GPUs, got {self.tensor_parallel}",
+        )
+        require(
+            not self.offload or self.devices > 1,
+            "layout.offload needs layout.devices of at least 2, got 1; one GPU has no trainer that "
+            "is spread out",
+        )
+
+    @property
+    def engines(self) -> int:
+        """Engines, each with a copy of the weights."""
+        return self.devices // self.tensor_parallel
+
+    def refuse_several(self) -> None:
+        """Raise `ConfigError` for a layout that one process cannot run."""
+        require(
+            self.devices == 1,
+            f"one process trains on one GPU, got layout.devices {self.devices}; plan the "
+            "run with --dry-run, or place it with [cluster] in place of [layout]",
+        )
+
+
+Kind = Literal["colocated", "separated"]
+HandOverWay = Literal["group", "objects", "disk"]
+CheckpointKind = Literal["full", "sharded"]
+_CALLS_PER_SECOND = 1000
+_SHORTEST_BEAT_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Rollout workers and trainer ranks on a Ray cluster."""
+
+    address: str | None = None
+    """Where Ray runs. By default one is started on this machine and ends with the run.
+    auto: the one that runs on this machine, as `ray start` began it.
+    host:port or ray://host:port: that one."""
+    kind: Kind = "separated"
+    """How rollout workers and trainer share the cluster.
+    separated: each has CPUs and GPUs of its own.
+    colocated: worker and rank share theirs, one pair in each place, and take turns."""
+    rollout_workers: int | None = None
+    """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
+    By default, and with 0, there is no cluster, and everything is done in this process."""
+    most_rollout_workers: int | None = None
+    """Workers to grow to when the cluster gets room for them during the run; by default none."""
+    cpus_per_worker: int = 1
+    """CPUs of a rollout worker."""
+    gpus_per_worker: int = 0
+    """GPUs of a rollout worker; 0 writes on the CPU."""
+    trainer_ranks: int = 1
+    """Processes over which the trainer is spread, with a CPU and, where workers have GPUs, a GPU
+    each. 0: it stays in the process of the controller."""
+    hand_over: HandOverWay = "group"
+    """How new weights come to the rollout workers; if one way fails, the next is taken.
+    group: broadcast over a process group (NCCL, or gloo on the CPU), a bucket at a time.
+    objects: through Ray's object store, which every machine reads once.
+    disk: a file in the folder of the run, which every machine must see."""
+    overlap: bool = False
+    """Let the workers write on while the trainer updates: rollout and update take turns no more,
+    and what is trained on is up to one version older. Needs mode partial and kind separated."""
+    checkpoint: CheckpointKind = "full"
+    """How ranks save. full: one file, gathered by the first rank, as a run without a cluster
+    writes it. sharded: each rank writes its part, into a folder that all of them see."""
+    restarts: int = 3
+    """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
+    lost."""
+    patience_seconds: float = 300.0
+    """A worker that does not answer for so long counts as lost, and others take its answers."""
+    start_seconds: float = 600.0
+    """How long placing and starting the workers may take, loading the model included."""
+    dashboard: bool = True
+    """Whether a Ray of our own offers its dashboard, where that is installed: ray[default]."""
+    object_store_gib: float | None = None
+    """Shared memory of a Ray of our own, through which weights travel; they must fit. By default
+    what Ray takes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for what, chosen, names in (
+            ("cluster kind", self.kind, get_args(Kind)),
+            ("cluster hand_over", self.hand_over, get_args(HandOverWay)),
+            ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
+        ):
+            require(chosen in names, unknown_name(what, chosen, names))
+        for name, value, least in (
+            ("rollout_workers", self.num_workers, 0),
+            ("cpus_per_worker", self.cpus_per_worker, 0),
+            ("gpus_per_worker", self.gpus_per_worker, 0),
+            ("trainer_ranks", self.trainer_ranks, 0),
+            ("restarts", self.restarts, 0),
+        ):
+            require(value >= least, f"cluster.{name} must be at least {least}, got {value}")
+        for name, seconds in (
+            ("patience_seconds", self.patience_seconds),
+            ("start_seconds", self.start_seconds),
+        ):
+            require(seconds > 0, f"cluster.{name} must be above 0, got {seconds}")
+        require(
+            self.cpus_per_worker + self.gpus_per_worker > 0,
+            "a rollout worker must have a CPU or a GPU, got neither; raise cluster.cpus_per_worker",
+        )
+        require(
+            self.object_store_gib is None or self.object_store_gib > 0,
+            f"cluster.object_store_gib must be above 0, got {self.object_store_gib}",
+        )
+        require(self.address != "", "cluster.address must not be empty; leave it out, or give auto")
+        require(
+            self.address is None or self.object_store_gib is None,
+            f"cluster.object_store_gib is for a Ray of our own, got it with address "
+            f"{self.address!r}; leave it out",
+        )
+        most = self.most_rollout_workers
+        require(
+            most is None or most >= self.num_workers,
+            f"cluster.most_rollout_workers must be at least cluster.rollout_workers "
+            f"({self.num_workers}), got {most}",
+        )
+        self._check_used()
+        self._check_pairs()
+        require(
+            not self.overlap or self.kind == "separated",
+            "cluster.overlap needs cluster.kind separated, got colocated: what shares a GPU takes "
+            "turns on it",
+        )
+        require(
+            not self.overlap or self.trainer_ranks > 0,
+            "cluster.overlap needs cluster.trainer_ranks of at least 1, got 0: a trainer in the "
+            "process of the controller keeps it from the workers",
+        )
+
+    def _check_used(self) -> None:
+        known = {field.name: field.default for field in fields(self)}
+        given = [name for name, value in known.items() if getattr(self, name) != value]
+        require(
+            self.rollout_workers is not None or not given,
+            f"cluster.{', cluster.'.join(given)} need a cluster; set cluster.rollout_workers to 1 "
+            "or more (0 for a run without one), or leave them out",
+        )
+
+    def _check_pairs(self) -> None:
+        if self.kind == "separated" or not self.is_used:
+            return
+        require(
+            self.trainer_ranks == self.num_workers,
+            "cluster.kind colocated puts one rank of the trainer beside each rollout worker, got "
+            f"{self.trainer_ranks} trainer_ranks and {self.rollout_workers} rollout_workers; make "
+            "them equal, or take separated",
+        )
+        require(
+            self.gpus_per_worker <= 1,
+            "cluster.kind colocated shares one GPU between a worker and a rank, got "
+            f"gpus_per_worker {self.gpus_per_worker}; set it to 1 or 0, or take separated",
+        )
+
+    @property
+    def most_workers(self) -> int:
+        """Rollout workers that there may be at the same time."""
+        return max(self.num_workers, self.most_rollout_workers or 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Rollout workers that the run begins with."""
+        return self.rollout_workers or 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a cluster at all."""
+        return self.num_workers > 0
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs of a rank of the trainer."""
+        return 1 if self.gpus_per_worker else 0
+
+    @property
+    def beat_seconds(self) -> float:
+        """How long a worker writes before it says so, if no answer is complete before.
+
+        All workers together call the controller a thousand times a second at most.
+        """
+        return max(_SHORTEST_BEAT_SECONDS, self.num_workers / _CALLS_PER_SECOND)

@@ -1,0 +1,358 @@
+"""Every knob of the scheduler and the engine, checked before anything heavy is loaded.
+
+The string under a field is its only documentation, and the text of `--help`.
+Values that follow from others are read-only properties.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, get_args
+
+from sortedrl.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+StrategyName = Literal[
+    "sync", "minibatch", "posthoc", "sorted", "ungrouped", "tail_batching", "april"
+]
+ModeName = Literal["on_policy", "partial", "coupled"]
+HarvestUnit = Literal["trajectory", "prompt"]
+
+
+def require(holds: bool, message: str) -> None:
+    """Refuse a setting: `message` says what must hold, what was given and what to do."""
+    if not holds:
+        raise ConfigError(message)
+
+
+_COLDEST, _HOTTEST = 1e-4, 100.0
+
+
+def require_temperature(setting: str, value: float, *, is_greedy_allowed: bool) -> None:
+    """Refuse a temperature at which every draw is the same, or the model does not matter."""
+    zero = "be 0 (greedy) or " if is_greedy_allowed else ""
+    require(
+        _COLDEST <= value <= _HOTTEST or (is_greedy_allowed and value == 0),
+        f"{setting} must {zero}lie in {_COLDEST}..{_HOTTEST:g}, got {value}",
+    )
+
+
+MOST: Mapping[str, int] = MappingProxyType(
+    {
+        "slots": 65_536,
+        "max_tokens": 10_000_000,
+        "group_prompts": 1_000_000,
+        "group_sizes": 1_000_000,
+        "samples_per_prompt": 100_000,
+        "samples": 100_000,
+        "lookahead": 10_000,
+        "lookaheads": 10_000,
+        "threads": 1_024,
+        "workers": 256,
+        "count": 1_000_000,
+        "concurrency": 65_536,
+        "batch": 65_536,
+        "queue": 65_536,
+        "rollout_workers": 4_096,
+        "most_rollout_workers": 4_096,
+        "trainer_ranks": 4_096,
+        "restarts": 1_000,
+        "rank": 65_536,
+        "port": 65_535,
+        "learning_rate": 10**38,
+    }
+)
+"""The most that a setting of this name may be, in whichever section: what lies beyond is a slip,
+and would take the machine down before it failed."""
+_MOST_OTHER = 10**9
+_MOST_SECONDS = 1_000_000
+_MOST_SEED = 2**63 - 1
+_MAY_BE_INFINITE = ("tolerance",)
+_MAY_BE_EMPTY = ("instruction",)
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+_NATIVE = ("torch", "transformers", "safetensors", "numpy")
+
+
+def check_values(settings: DataclassInstance, section: str = "") -> None:
+    """Refuse values that no setting can mean, in all sections: NaN, a NUL, a billion slots.
+
+    What a single setting must hold beyond that is checked where it is defined.
+    """
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            # A command's own settings stand at its top.
+            inner = section if field.name == "settings" else f"{section}{field.name}."
+            check_values(value, inner)
+        else:
+            require(
+                field.default == "" or field.name in _MAY_BE_EMPTY or not _is_blank(value),
+                f"{section}{field.name} must not be empty; leave it out, or give a value",
+            )
+            _check_value(value, section + field.name, name=field.name)
+
+
+def _is_blank(value: object) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(part, str) and not part.strip() for part in parts)
+
+
+def _check_value(value: object, called: str, *, name: str) -> None:
+    if isinstance(value, tuple):
+        for part in value:
+            _check_value(part, called, name=name)
+    elif isinstance(value, str | Path):
+        check_text(str(value), called)
+    elif name == "seed" and isinstance(value, int):
+        require(0 <= value <= _MOST_SEED, f"{called} must lie in 0..{_MOST_SEED:,}, got {value:,}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        _check_size(value, called, name=name)
+
+
+def check_text(text: str, called: str) -> None:
+    """Refuse text that no file and no path can hold."""
+    require("\0" not in text, f"{called} must not hold a NUL character, got {text!r}")
+    require(
+        not any("\ud800" <= letter <= "\udfff" for letter in text),
+        f"{called} must be valid UTF-8 text, got {text!r}",
+    )
+
+
+def _check_size(value: float, called: str, *, name: str) -> None:
+    if name in _MAY_BE_INFINITE and value == math.inf:
+        return
+    most = MOST.get(name, _MOST_SECONDS if name.endswith("seconds") else _MOST_OTHER)
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    require(is_finite, f"{called} must be a finite number, got {value}")
+    require(abs(value) <= most, f"{called} must be at most {most:,}, got {value:,}")
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that is no device to train or write on; whether it is here shows later."""
+    require(
+        device is None or _DEVICE.fullmatch(device) is not None,
+        f"device must be cpu, cuda or a GPU by its number such as cuda:1, got {device!r}; "
+        "leave it out for the GPU if there is one",
+    )
+
+
+def require_native(what: str) -> None:
+    """Refuse work on a model where the packages for it are not installed; nothing is loaded."""
+    missing = [name for name in _NATIVE if find_spec(name) is None]
+    require(
+        not missing,
+        f"{what} needs {', '.join(missing)}, not installed; pip install 'sortedrl[native]'",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Which work runs when, and what becomes of interrupted work."""
+
+    strategy: StrategyName = "sorted"
+    """The scheduler's rules.
+    sync: one update batch at a time, wait for its longest answer.
+    minibatch: a whole group at a time, then one update per random mini-batch of it, as PPO is
+    usually run (the paper's maths baseline).
+    posthoc: the same with the mini-batches sorted by length (the paper's ablation).
+    sorted: keep the slots full, train as soon as an update batch is complete (the paper).
+    ungrouped: sorted without groups; new prompts always go first (the paper's ablation).
+    tail_batching: launch too many, train on the first, collect the rest for long rounds.
+    april: launch too many, train on the first, resume the rest first in the next round."""
+    mode: ModeName = "partial"
+    """What becomes of an interrupted answer.
+    on_policy: thrown away and drawn again.
+    partial: kept with its old log-probabilities and continued under the new weights.
+    coupled: kept as far as the new weights write the same tokens from the same noise."""
+    tolerance: float | None = None
+    """Coupled mode only: nats by which a cached token may fall short of the best one and still
+    be kept. 0 (the default there) is exactly on-policy, inf is partial mode."""
+    group_prompts: int = 512
+    """Prompts loaded together; the next group waits until all of them are trained."""
+    samples_per_prompt: int = 1
+    """Answers drawn for each prompt."""
+    update_batch: int = 128
+    """Trajectories per update: harvest as soon as that many are ready."""
+    lookahead: int = 0
+    """Strategy sorted only: groups that may be opened ahead of the oldest unfinished one, to
+    fill the slots its last long answers leave free."""
+    harvest_unit: HarvestUnit = "trajectory"
+    """When an answer may be trained on: as soon as it is complete (trajectory: PPO,
+    REINFORCE++), or when all answers to its prompt are (prompt: GRPO, RLOO, DAPO)."""
+    max_restarts: int | None = None
+    """A trajectory interrupted that often is not interrupted again: the harvest waits for it."""
+    max_staleness: int | None = None
+    """Partial mode only: cached tokens more versions old than this are dropped at resume, and
+    the answer is written anew."""
+    over_launch: float = 1.25
+    """Strategies tail_batching and april: launch this many times the update batch."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name, kind, names in (
+            (self.strategy, "strategy", get_args(StrategyName)),
+            (self.mode, "mode", get_args(ModeName)),
+            (self.harvest_unit, "harvest unit", get_args(HarvestUnit)),
+        ):
+            require(name in names, unknown_name(kind, name, names))
+        require(
+            self.group_prompts >= 1,
+            f"schedule.group_prompts must be at least 1, got {self.group_prompts}",
+        )
+        require(
+            self.samples_per_prompt >= 1,
+            f"schedule.samples_per_prompt must be at least 1, got {self.samples_per_prompt}",
+        )
+        require(
+            self.group_trajectories <= MOST["group_prompts"],
+            f"a group may have {MOST['group_prompts']:,} answers at most, got "
+            f"{self.group_trajectories:,}; lower schedule.group_prompts or samples_per_prompt",
+        )
+        require(
+            1 <= self.update_batch <= self.group_trajectories,
+            f"schedule.update_batch must lie in 1..{self.group_trajectories} (all trajectories of "
+            f"a group), got {self.update_batch}; lower update_batch or raise group_prompts",
+        )
+        self._check_strategy()
+        self._check_mode()
+        check_values(self, "schedule.")
+
+    def _check_strategy(self) -> None:
+        require(self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}")
+        require(
+            self.lookahead == 0 or self.strategy == "sorted",
+            f"schedule.lookahead needs strategy 'sorted', got lookahead {self.lookahead} with "
+            f"strategy {self.strategy!r}; set lookahead to 0 or strategy to 'sorted'",
+        )
+        require(
+            self.over_launch >= 1 and math.isfinite(self.over_launch),
+            f"schedule.over_launch must be a number of at least 1, got {self.over_launch}",
+        )
+        require(
+            self.max_restarts is None or self.max_restarts >= 1,
+            f"schedule.max_restarts must be at least 1, got {self.max_restarts}; "
+            "use strategy 'sync', 'minibatch' or 'posthoc' to never interrupt",
+        )
+
+    def _check_mode(self) -> None:
+        require(
+            self.tolerance is None or self.mode == "coupled",
+            f"schedule.tolerance needs mode 'coupled', got tolerance {self.tolerance} with mode "
+            f"{self.mode!r}; leave tolerance out or set mode to 'coupled'",
+        )
+        require(
+            self.tolerance is None or self.tolerance >= 0,
+            f"schedule.tolerance must be 0 or more nats, got {self.tolerance}",
+        )
+        require(
+            self.max_staleness is None or self.mode == "partial",
+            f"schedule.max_staleness needs mode 'partial', got {self.max_staleness} with mode "
+            f"{self.mode!r}, which has no stale tokens; leave it out or set mode to 'partial'",
+        )
+        require(
+            self.max_staleness is None or self.max_staleness >= 0,
+            f"schedule.max_staleness must be at least 0, got {self.max_staleness}",
+        )
+        updates = self.group_trajectories // self.update_batch
+        require(
+            self.max_staleness is None
+            or not self.splits_rollouts
+            or self.max_staleness >= updates - 1,
+            f"strategy {self.strategy!r} trains {updates} update batches on one rollout, so the "
+            f"last is {updates - 1} versions old, got max_staleness {self.max_staleness}; "
+            "raise max_staleness or update_batch",
+        )
+
+    @property
+    def group_trajectories(self) -> int:
+        """Trajectories of a whole group."""
+        return self.group_prompts * self.samples_per_prompt
+
+    @property
+    def updates_per_group(self) -> int:
+        """Update batches that a group is large enough for; at least one."""
+        return max(1, self.group_trajectories // self.update_batch)
+
+    @property
+    def unit_size(self) -> int:
+        """Trajectories that become trainable together."""
+        return self.samples_per_prompt if self.harvest_unit == "prompt" else 1
+
+    @property
+    def name(self) -> str:
+        """Strategy, mode and lookahead in a few letters."""
+        if self.never_interrupts:
+            return self.strategy
+        return f"{self.strategy}/{self.mode}" + (f" +{self.lookahead}" if self.lookahead else "")
+
+    @property
+    def never_interrupts(self) -> bool:
+        """Whether every answer runs to its end, so that the mode does not matter."""
+        return self.strategy == "sync" or self.splits_rollouts
+
+    @property
+    def splits_rollouts(self) -> bool:
+        """Whether a complete rollout is split into several updates, the later ones off-policy."""
+        return self.strategy in ("minibatch", "posthoc")
+
+    @property
+    def keeps_stale_tokens(self) -> bool:
+        """Whether tokens of older weights are trained on: an infinite tolerance is partial mode."""
+        return self.mode == "partial" or self.tolerance == math.inf
+
+    @property
+    def rounds_bound(self) -> int | None:
+        """Rounds within which every prompt of a group is trained; `None` where no bound holds.
+
+        Proved in docs/how-it-works.md.
+        """
+        if self.never_interrupts:
+            return 1
+        if self.strategy == "sorted":
+            return (2 * self.lookahead + 1) * self.group_trajectories // self.update_batch
+        return None
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """The most versions a token can be old when trained on; `None` where no bound holds.
+
+        Proved in docs/how-it-works.md.
+        """
+        if self.splits_rollouts:
+            return self.group_trajectories // self.update_batch - 1
+        if self.strategy == "sync" or not self.keeps_stale_tokens:
+            return 0
+        bounds = [self.max_staleness]
+        if self.rounds_bound is not None:
+            bounds.append(self.rounds_bound - 1)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The engine that writes the answers."""
+
+    slots: int = 128
+    """Answers written at the same time."""
+    max_tokens: int = 8192
+    """Tokens after which an answer is cut off."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(
+            self.slots >= 1,
+            f"engine.slots must be at least 1, got {self.slots}; nothing can run without a slot",
+        )
+        require(
+            self.max_tokens >= 1, f"engine.max_tokens must be at least 1, got {self.max_tokens}"
+        )
+        check_values(self, "engine.")

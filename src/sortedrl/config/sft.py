@@ -1,0 +1,66 @@
+"""Every knob of a supervised warm start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.schedule import check_device, check_values, require
+from sortedrl.config.train import DataSettings, Lora, PassSettings, Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSettings:
+    """Supervised training on written answers."""
+
+    model: str = "tiny"
+    """A hub name, a folder, a GGUF file, or tiny: a small model made from nothing."""
+    task: str = "knights_knaves:people=3-5,count=4096,style=compact"
+    """Rows with a column `response`, the answer to imitate: a task, a file or a hub name."""
+    out: Path = Path("runs/sft")
+    """The folder for the trained model and its losses."""
+    seed: int = 0
+    """Decides the order of the rows."""
+    epochs: int = 1
+    """Times the data is gone through."""
+    max_steps: int | None = None
+    """Stop after so many steps."""
+    batch_tokens: int = 16384
+    """Tokens, prompts included, of one optimiser step, at least."""
+    folder: Path | None = None
+    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    device: str | None = None
+    """cuda, cpu, ...; by default the GPU if there is one."""
+    threads: int | None = None
+    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    precision: Precision = "auto"
+    """Of the weights; auto is bfloat16 on a GPU, float32 on a CPU."""
+    optimiser: Optimisation = field(
+        default_factory=lambda: Optimisation(
+            learning_rate=1e-5, schedule="cosine", warmup_steps=10, beta2=0.98
+        )
+    )
+    passes: PassSettings = field(default_factory=PassSettings)
+    lora: Lora = field(default_factory=Lora)
+    data: DataSettings = field(default_factory=DataSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_values(self)
+        check_device(self.device)
+        for name, value in (("epochs", self.epochs), ("batch_tokens", self.batch_tokens)):
+            require(value >= 1, f"{name} must be at least 1, got {value}")
+        require(
+            self.max_steps is None or self.max_steps >= 1,
+            f"max_steps must be at least 1, got {self.max_steps}",
+        )
+        require(
+            self.optimiser.steps == self.optimiser.epochs == 1,
+            "optimiser.steps and optimiser.epochs belong to updates from rewards, got "
+            f"{self.optimiser.steps} and {self.optimiser.epochs}; set batch_tokens and epochs",
+        )
+        require(
+            self.threads is None or self.threads >= 1,
+            f"threads must be at least 1, got {self.threads}",
+        )

@@ -1,0 +1,309 @@
+"""Station 2: the stateful rollout buffer. A state machine, and nothing else.
+
+    load ──> waiting ──start──> running ──finish──> ready ──take──> trained
+                ^                  │                  │
+                └─────put_back─────┴─────put_back─────┘
+
+Invariant: every trajectory that was loaded is in exactly one state, and each arrow moves it.
+Nothing is lost, nothing is trained twice, nothing is copied.
+
+Waiting work comes in two kinds: *fresh* (never started) and *returned* (put back).
+Ready work comes in two kinds as well: *harvestable* (its unit is complete) and *partnered*
+(complete, but siblings of the same prompt are not; only with `unit_size` > 1).
+A group is open from its load until its last trajectory is trained.
+
+Station 1: from prompts to the trajectories of a group.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sortedrl.core.randomness import mix
+from sortedrl.errors import BufferStateError
+from sortedrl.types import Key, Prompt, Trajectory
+
+
+class Feed(Enum):
+    """Which waiting work is started, and in which order.
+
+    Always: older group first, then the most interrupted, then by id. Fresh work is started in
+    the order of loading, so what was put back comes before what never started.
+    """
+
+    OLDEST_FIRST = "fresh and returned work in one order"
+    FRESH_ONLY = "only fresh work"
+    RETURNED_ONLY = "only returned work"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferState:
+    """Everything a buffer holds between rounds, when nothing runs."""
+
+    unit_size: int
+    next_group: int
+    next_prompt: int
+    num_trained: int
+    fresh: tuple[Trajectory, ...]
+    returned: tuple[Trajectory, ...]
+    ready: tuple[Trajectory, ...]
+
+
+class Buffer:
+    """Holds every trajectory between its load and its training."""
+
+    def __init__(self, *, unit_size: int = 1) -> None:
+        """`unit_size` trajectories of a prompt become harvestable together."""
+        self.unit_size = unit_size
+        self.next_group = 0
+        self.num_trained = 0
+        self._next_prompt = 0
+        self._fresh: deque[Trajectory] = deque()
+        self._returned: list[tuple[int, int, int, int, Trajectory]] = []
+        self._running: dict[Key, Trajectory] = {}
+        self._partnered: dict[Key, Trajectory] = {}
+        self._harvestable: dict[Key, Trajectory] = {}
+        self._pending_in_unit: dict[int, int] = {}
+        self._untrained_in_group: dict[int, int] = {}
+        self._unfinished_in_group: dict[int, int] = {}
+        self._running_interruptions: Counter[int] = Counter()
+
+    @property
+    def num_fresh(self) -> int:
+        """Waiting trajectories that were never started."""
+        return len(self._fresh)
+
+    @property
+    def num_returned(self) -> int:
+        """Waiting trajectories that were put back."""
+        return len(self._returned)
+
+    @property
+    def num_waiting(self) -> int:
+        """All waiting trajectories."""
+        return len(self._fresh) + len(self._returned)
+
+    @property
+    def num_running(self) -> int:
+        """Trajectories the engine has."""
+        return len(self._running)
+
+    @property
+    def num_harvestable(self) -> int:
+        """Ready trajectories that may be trained on."""
+        return len(self._harvestable)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Trajectories that would be left if everything harvestable were trained."""
+        return self.num_waiting + len(self._running) + len(self._partnered)
+
+    @property
+    def num_open_groups(self) -> int:
+        """Groups with untrained work."""
+        return len(self._untrained_in_group)
+
+    @property
+    def oldest_open_group(self) -> int | None:
+        """The oldest group with untrained work."""
+        return next(iter(self._untrained_in_group), None)
+
+    @property
+    def oldest_unfinished_group(self) -> int | None:
+        """The oldest group that would stay open if everything harvestable were trained."""
+        return min(self._unfinished_in_group, default=None)
+
+    def any_running_interrupted(self, times: int) -> bool:
+        """Whether a running trajectory was interrupted at least that often before."""
+        return any(interruptions >= times for interruptions in self._running_interruptions)
+
+    def is_open(self, group: int) -> bool:
+        """Whether a group that was loaded has untrained work."""
+        return group in self._untrained_in_group
+
+    def harvestable(self) -> list[Trajectory]:
+        """Ready trajectories that may be trained on, in the order they became so."""
+        return list(self._harvestable.values())
+
+    def ready(self, keys: Sequence[Key]) -> list[Trajectory]:
+        """These harvestable trajectories, which stay ready until they are taken."""
+        return [self._harvestable[key] for key in keys]
+
+    def partnered(self) -> list[Trajectory]:
+        """Ready trajectories that wait for their siblings."""
+        return list(self._partnered.values())
+
+    def load(self, trajectories: Sequence[Trajectory]) -> int:
+        """Take in the next group, in order of prompt and sample, and give its number."""
+        group, after = self.next_group, (self._next_prompt, -1)
+        for trajectory in trajectories:
+            if trajectory.group != group or trajectory.key <= after:
+                raise BufferStateError(
+                    f"group {group} must go on after {after} in order of prompt and sample, got "
+                    f"{trajectory.key} of group {trajectory.group}; was it loaded before?"
+                )
+            after = trajectory.key
+        if not trajectories:
+            raise BufferStateError(f"group {group} must hold at least one trajectory, got none")
+        self.next_group += 1
+        self._next_prompt = trajectories[-1].prompt.id + 1
+        self._fresh.extend(trajectories)
+        self._count_in(trajectories)
+        return group
+
+    def start(self, count: int, *, feed: Feed) -> list[Trajectory]:
+        """Waiting to running: at most `count` trajectories, first in order."""
+        started: list[Trajectory] = []
+        while len(started) < count:
+            trajectory = self._pop_waiting(feed)
+            if trajectory is None:
+                break
+            started.append(trajectory)
+            self._running[trajectory.key] = trajectory
+            self._running_interruptions[trajectory.interruptions] += 1
+        return started
+
+    def finish(self, trajectory: Trajectory) -> Trajectory:
+        """Running to ready, as the given value; gives the value it was started with."""
+        if trajectory.finish_reason is None:
+            raise BufferStateError(f"trajectory {trajectory.key} is ready without a finish reason")
+        before = self._leave_running(trajectory.key, "finish")
+        self._make_ready(trajectory)
+        return before
+
+    def put_back(self, trajectory: Trajectory) -> Trajectory:
+        """Running or ready to waiting, as the given value; gives the value it had before."""
+        key = trajectory.key
+        if key in self._running:
+            before = self._leave_running(key, "put_back")
+        elif key in self._partnered:
+            before = self._partnered.pop(key)
+            self._pending_in_unit[key[0]] += 1
+        else:
+            self._expect(
+                key in self._harvestable and self.unit_size == 1,
+                key,
+                "put_back",
+                "running or waiting for its siblings",
+            )
+            before = self._harvestable.pop(key)
+            group = trajectory.group
+            self._unfinished_in_group[group] = self._unfinished_in_group.get(group, 0) + 1
+        self._push_returned(trajectory)
+        return before
+
+    def take(self, keys: Sequence[Key]) -> list[Trajectory]:
+        """Ready to trained: the buffer forgets these trajectories."""
+        for key, times in Counter(keys).items():
+            is_once = key in self._harvestable and times == 1
+            self._expect(is_once, key, "take", "harvestable and named once")
+        taken = [self._harvestable.pop(key) for key in keys]
+        for trajectory in taken:
+            self._untrained_in_group[trajectory.group] -= 1
+            if not self._untrained_in_group[trajectory.group]:
+                del self._untrained_in_group[trajectory.group]
+        self.num_trained += len(taken)
+        return taken
+
+    def state(self) -> BufferState:
+        """Everything the buffer holds; only between rounds."""
+        if self._running:
+            raise BufferStateError(
+                f"a buffer is saved between rounds, but {len(self._running)} trajectories run; "
+                "interrupt the engine and put them back first"
+            )
+        return BufferState(
+            unit_size=self.unit_size,
+            next_group=self.next_group,
+            next_prompt=self._next_prompt,
+            num_trained=self.num_trained,
+            fresh=tuple(self._fresh),
+            returned=tuple(entry[-1] for entry in sorted(self._returned, key=lambda e: e[:-1])),
+            ready=(*self._harvestable.values(), *self._partnered.values()),
+        )
+
+    @classmethod
+    def from_state(cls, state: BufferState) -> Buffer:
+        """A buffer that goes on exactly where the saved one stood."""
+        buffer = cls(unit_size=state.unit_size)
+        buffer.next_group = state.next_group
+        buffer.num_trained = state.num_trained
+        buffer._next_prompt = state.next_prompt
+        everything = (*state.fresh, *state.returned, *state.ready)
+        buffer._count_in(sorted(everything, key=lambda t: (t.group, t.key)))
+        buffer._fresh.extend(state.fresh)
+        for trajectory in state.returned:
+            buffer._push_returned(trajectory)
+        for trajectory in state.ready:
+            buffer._make_ready(trajectory)
+        return buffer
+
+    def _count_in(self, trajectories: Iterable[Trajectory]) -> None:
+        for trajectory in trajectories:
+            group, prompt = trajectory.group, trajectory.prompt.id
+            self._untrained_in_group[group] = self._untrained_in_group.get(group, 0) + 1
+            self._unfinished_in_group[group] = self._unfinished_in_group.get(group, 0) + 1
+            if self.unit_size > 1:
+                self._pending_in_unit[prompt] = self._pending_in_unit.get(prompt, 0) + 1
+
+    def _pop_waiting(self, feed: Feed) -> Trajectory | None:
+        fresh_allowed = feed is not Feed.RETURNED_ONLY and bool(self._fresh)
+        returned_allowed = feed is not Feed.FRESH_ONLY and bool(self._returned)
+        if fresh_allowed and returned_allowed:
+            returned_allowed = self._returned[0][0] <= self._fresh[0].group
+        if returned_allowed:
+            return heapq.heappop(self._returned)[-1]
+        return self._fresh.popleft() if fresh_allowed else None
+
+    def _push_returned(self, trajectory: Trajectory) -> None:
+        order = (trajectory.group, -trajectory.interruptions, *trajectory.key)
+        heapq.heappush(self._returned, (*order, trajectory))
+
+    def _leave_running(self, key: Key, arrow: str) -> Trajectory:
+        self._expect(key in self._running, key, arrow, "running")
+        before = self._running.pop(key)
+        self._running_interruptions[before.interruptions] -= 1
+        if not self._running_interruptions[before.interruptions]:
+            del self._running_interruptions[before.interruptions]
+        return before
+
+    def _make_ready(self, trajectory: Trajectory) -> None:
+        self._partnered[trajectory.key] = trajectory
+        unit = [trajectory.key]
+        if self.unit_size > 1:
+            prompt = trajectory.prompt.id
+            self._pending_in_unit[prompt] -= 1
+            if self._pending_in_unit[prompt]:
+                return
+            del self._pending_in_unit[prompt]
+            siblings = [(prompt, sample_index) for sample_index in range(self.unit_size)]
+            unit = [key for key in siblings if key in self._partnered]
+        for key in unit:
+            self._harvestable[key] = self._partnered.pop(key)
+        self._unfinished_in_group[trajectory.group] -= len(unit)
+        if not self._unfinished_in_group[trajectory.group]:
+            del self._unfinished_in_group[trajectory.group]
+
+    def _expect(self, holds: bool, key: Key, arrow: str, state: str) -> None:
+        if not holds:
+            raise BufferStateError(f"{arrow} needs a trajectory that is {state}; {key} is not")
+
+
+def open_group(
+    prompts: Sequence[Prompt], *, group: int, samples_per_prompt: int, seed: int
+) -> list[Trajectory]:
+    """Fresh trajectories for the prompts, each with a noise seed of its own."""
+    return [
+        Trajectory(
+            prompt=prompt,
+            sample_index=sample_index,
+            group=group,
+            seed=mix(seed, prompt.id, sample_index),
+        )
+        for prompt in prompts
+        for sample_index in range(samples_per_prompt)
+    ]

@@ -1,0 +1,438 @@
+"""The run's record: one JSON line per thing that happened.
+
+A log opens with `begin`, closes with `end`, and between them repeats, round by round:
+`hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
+goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
+`update`.
+Where updates run beside the rollout, an `update` begins with the next round, and its `landed`
+comes before the next `update`.
+The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
+the weights stayed) to its `harvest`. Every number we report is a function of this log (see
+`metrics`).
+
+A run that was killed and taken up again is one run with one log: `resume` stands after the
+`update` (or `landed`) of its checkpoint, where nothing runs, and counts and seconds go on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
+
+from sortedrl.core.files import LineFile, read_lines
+from sortedrl.errors import DataError, unknown_name
+from sortedrl.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """The run of a schedule starts. `slots` is what the bubble ratio is measured against."""
+
+    kind: ClassVar = "begin"
+    seconds: float
+    schedule: str
+    slots: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The run goes on from a checkpoint made in `round`, with the weights of `version`."""
+
+    kind: ClassVar = "resume"
+    seconds: float
+    round: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """The engine has new weights; it took `took_seconds`."""
+
+    kind: ClassVar = "hand_over"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """A complete answer that waited through an update goes back, `kept` of its tokens with it."""
+
+    kind: ClassVar = "renew"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A group of prompts was loaded."""
+
+    kind: ClassVar = "load"
+    seconds: float
+    round: int
+    group: int
+    prompts: int
+    trajectories: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A trajectory went to the engine with `cached` tokens, after `dropped` too old ones."""
+
+    kind: ClassVar = "start"
+    seconds: float
+    round: int
+    prompt: int
+    sample: int
+    group: int
+    attempt: int
+    prompt_tokens: int
+    cached: int
+    dropped: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """An answer is complete. `engine_*` count what the engine did since the run began."""
+
+    kind: ClassVar = "finish"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    reason: FinishReason
+    running: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """The rollout of a round was stopped, with `ready` answers to train on."""
+
+    kind: ClassVar = "harvest"
+    seconds: float
+    round: int
+    ready: int
+    waiting: int
+    running: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """A trajectory was stopped at `tokens` tokens and went back with `kept` of them."""
+
+    kind: ClassVar = "interrupt"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    kept: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """The last update is done, after `took_seconds`; the weights are those of `version` now.
+
+    `beside_seconds` of them passed while the rollout went on; the rest was waited for until now.
+    """
+
+    kind: ClassVar = "landed"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+    beside_seconds: float
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long everything else stood still for the update."""
+        return self.took_seconds - self.beside_seconds
+
+
+class Scored(NamedTuple):
+    """The reward of one answer: `start` and `took_seconds` where the scorer took the time.
+
+    `reward` is `None` where scoring failed and the answer is left without one.
+    """
+
+    prompt: int
+    sample: int
+    reward: float | None
+    worker: int | None
+    start: float | None
+    took_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The answers of the next update have their rewards, `waited_seconds` after they were asked."""
+
+    kind: ClassVar = "score"
+    seconds: float
+    round: int
+    waited_seconds: float
+    scored: tuple[Scored, ...]
+
+
+class Trained(NamedTuple):
+    """One trajectory of an update, with the staleness of its tokens summed and at its most."""
+
+    prompt: int
+    sample: int
+    group: int
+    tokens: int
+    staleness_sum: int
+    staleness_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The weights of `version` were trained on these; groups listed in `closed` are done.
+
+    An update that was skipped leaves the weights, and the next one has the same version.
+    One that runs beside the rollout is only about to begin, and `took_seconds` are those before it.
+    """
+
+    kind: ClassVar = "update"
+    seconds: float
+    round: int
+    version: int
+    took_seconds: float
+    trained: tuple[Trained, ...]
+    closed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The prompts are used up and everything is trained."""
+
+    kind: ClassVar = "end"
+    seconds: float
+    rounds: int
+    trained: int
+
+
+Event = (
+    Begin
+    | Resume
+    | HandOver
+    | Renew
+    | Load
+    | Start
+    | Finish
+    | Harvest
+    | Interrupt
+    | Landed
+    | Score
+    | Update
+    | End
+)  # the order of a round
+Record = Callable[[Event], None]
+
+_KINDS: dict[str, type[Event]] = {event.kind: event for event in get_args(Event)}
+_NAMES = {kind: tuple(f.name for f in fields(event)) for kind, event in _KINDS.items()}
+_VALUES = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
+_MOST = 2**63
+_MOST_SLOTS = 2**20
+
+
+def _checks(event: type) -> list[tuple[str, frozenset[type]]]:
+    """The fields of an event, or of an entry of one, with the types that JSON may give them."""
+    accepted: dict[object, set[type]] = {
+        int: {int},
+        float: {int, float},
+        str: {str},
+        FinishReason: {str},
+        int | None: {int, type(None)},
+        float | None: {int, float, type(None)},
+    }
+    hints = get_type_hints(event)
+    return [(n, frozenset(accepted[h])) for n, h in hints.items() if h in accepted]
+
+
+_CHECKS = {kind: _checks(event) for kind, event in _KINDS.items()}
+_SCORED_CHECKS, _TRAINED_CHECKS = _checks(Scored), _checks(Trained)
+
+
+def to_json(event: Event) -> str:
+    """The event as one line, without its newline."""
+    kind = event.kind
+    values = dict(zip(_NAMES[kind], _VALUES[kind](event), strict=True))
+    return json.dumps({"event": kind} | values, separators=(",", ":"))
+
+
+def from_json(line: str) -> Event:
+    """The event a line holds; `ValueError` says why it holds none."""
+    try:
+        row = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply for an event") from error
+    if not isinstance(row, dict) or "event" not in row:
+        raise ValueError("expected a JSON object with a field 'event'")
+    kind = row.pop("event")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(unknown_name("event", str(kind), _KINDS))
+    if set(row) != set(_NAMES[kind]):
+        raise ValueError(f"event {kind!r} must have the fields {', '.join(_NAMES[kind])}")
+    _check(row, _CHECKS[kind])
+    if kind == "score":
+        row["scored"] = tuple(_entry(Scored, entry, _SCORED_CHECKS) for entry in row["scored"])
+    elif kind == "update":
+        row["trained"] = tuple(_entry(Trained, entry, _TRAINED_CHECKS) for entry in row["trained"])
+        row["closed"] = tuple(row["closed"])
+        if any(type(group) is not int for group in row["closed"]):
+            raise ValueError(f"field 'closed' must hold numbers of groups, got {row['closed']!r}")
+    elif kind == "finish" and row["reason"] not in get_args(FinishReason):
+        raise ValueError(unknown_name("reason", row["reason"], get_args(FinishReason)))
+    return _KINDS[kind](**row)
+
+
+def _check(row: Mapping[str, object], checks: Sequence[tuple[str, frozenset[type]]]) -> None:
+    for name, types in checks:
+        value = row[name]
+        most = math.inf if name == "reward" else _MOST
+        if type(value) not in types or (
+            isinstance(value, int | float) and not -most < value < most
+        ):
+            kinds = " or ".join(sorted(kind.__name__ for kind in types))
+            raise ValueError(f"field {name!r} must be a value of type {kinds}, got {value!r:.80}")
+
+
+_Entry = TypeVar("_Entry", Scored, Trained)
+
+
+def _entry(
+    kind: type[_Entry], values: object, checks: Sequence[tuple[str, frozenset[type]]]
+) -> _Entry:
+    if not isinstance(values, list) or len(values) != len(checks):
+        names = ", ".join(name for name, _ in checks)
+        raise ValueError(f"an entry must be a list of {names}, got {values!r:.80}")
+    _check(dict(zip((name for name, _ in checks), values, strict=True)), checks)
+    return kind(*values)
+
+
+class Order:
+    """Refuses an event that cannot follow those before it: what is not begun cannot end."""
+
+    def __init__(self) -> None:
+        """Nothing has happened yet."""
+        self._seconds: float | None = None
+        self._round = 0
+        self._rounds: set[int] = set()
+        self._groups: set[int] = set()
+        self._group_of: dict[tuple[int, int], int] = {}
+        self._running: set[tuple[int, int]] = set()
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event; `ValueError` says why it cannot be the next."""
+        if (self._seconds is None) != isinstance(event, Begin):
+            raise ValueError(f"a log opens with 'begin', once, got {event.kind!r} here")
+        if self._seconds is not None and event.seconds < self._seconds:
+            raise ValueError(f"time goes back from {self._seconds} s to {event.seconds} s")
+        self._seconds = event.seconds
+        if isinstance(event, Begin) and not 1 <= event.slots <= _MOST_SLOTS:
+            raise ValueError(f"'begin' must have 1..{_MOST_SLOTS} slots, got {event.slots}")
+        if isinstance(event, HandOver | Load | Start | Harvest):
+            self._refuse(event.round < self._round, event)
+            self._round = event.round
+            self._rounds.add(event.round)
+        self._follow(event)
+
+    def _follow(self, event: Event) -> None:
+        """Keep account of groups and answers."""
+        if isinstance(event, Load):
+            self._refuse(event.group in self._groups, event)
+            self._groups.add(event.group)
+        elif isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, Finish | Interrupt):
+            self._refuse((event.prompt, event.sample) not in self._running, event)
+            self._running.remove((event.prompt, event.sample))
+        elif isinstance(event, Renew):
+            self._refuse((event.prompt, event.sample) not in self._group_of, event)
+        elif isinstance(event, Update):
+            self._update(event)
+
+    def _start(self, event: Start) -> None:
+        key = (event.prompt, event.sample)
+        is_begun = key in self._running or self._group_of.get(key, event.group) != event.group
+        self._refuse(is_begun or event.group not in self._groups, event)
+        self._group_of[key] = event.group
+        self._running.add(key)
+
+    def _update(self, event: Update) -> None:
+        self._refuse(event.round not in self._rounds and bool(event.closed), event)
+        for entry in event.trained:
+            key = (entry.prompt, entry.sample)
+            self._refuse(self._group_of.pop(key, None) != entry.group, event)
+            self._refuse(entry.group not in self._groups or key in self._running, event)
+        for group in event.closed:
+            self._refuse(group not in self._groups, event)
+            self._groups.remove(group)
+
+    def _refuse(self, is_wrong: bool, event: Event) -> None:
+        if is_wrong:
+            raise ValueError(
+                f"event {event.kind!r} does not fit what came before it; lines are missing, "
+                "doubled or changed"
+            )
+
+
+class EventFile:
+    """Appends events to a JSONL file as they happen."""
+
+    def __init__(
+        self, path: Path, *, keep_bytes: int | None = None, is_watched: bool = False
+    ) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there.
+
+        Others can read everything up to the last update; of a watched file, every event at once.
+        """
+        self._file = LineFile(path, keep_bytes=keep_bytes)
+        self._is_watched = is_watched
+
+    def __call__(self, event: Event) -> None:
+        """Append one event."""
+        self._file.write(to_json(event))
+        if self._is_watched or event.kind in ("update", "landed", "end"):
+            self._file.flush()
+
+    def sync(self) -> int:
+        """Push everything so far to the disk, and give the length of the file in bytes."""
+        return self._file.sync()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a log; `DataError` names the first that cannot follow those before it.
+
+    A last line without its newline is a run that was killed or is still writing: it is left out.
+    """
+    check = Order()
+    for number, line in read_lines(path):
+        try:
+            event = from_json(line)
+            check(event)
+        except (ValueError, TypeError) as error:
+            raise DataError(path, str(error), line=number) from error
+        yield event

@@ -1,0 +1,209 @@
+"""A file written whole or not at all, and never over one that is not ours.
+
+A file that grows line by line, and can be cut back to a length it once had.
+
+Only whole lines count: a last line without its newline belongs to a run that was killed or is
+still writing, and readers leave it out. A run that is resumed cuts its files to the lengths they
+had at the checkpoint, so what was written after it is written again, once.
+
+TOML files: read into tables, and written so that any reader gets the same tables back.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tomllib
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import tomli_w
+
+from sortedrl.errors import DataError
+
+_LOOKED_AT = 512
+_GZIP = b"\x1f\x8b"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write the file; whatever happens, either all of it is new or the old one is untouched."""
+    with writing_whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, piece by piece, which takes its place when the block ends well.
+
+    Through a link its target is written; a device is written to as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as file:
+            yield file
+        return
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
+    """Refuse to replace a file that does not hold `mark` near its beginning, so is not ours.
+
+    Without a mark, any file that holds something is refused.
+    """
+    try:
+        if not path.is_file() or not path.stat().st_size:
+            return
+        with path.open("rb") as file:
+            beginning = file.read(_LOOKED_AT)
+        if beginning.startswith(_GZIP):
+            with gzip.open(path) as packed:
+                beginning = packed.read(_LOOKED_AT)
+    except (OSError, EOFError, zlib.error):
+        beginning = b""
+    if mark is None or mark not in beginning:
+        what = "a file" if mark is None else "a file that this command did not write"
+        raise DataError(path, f"is {what}, which is left alone; remove it or choose another path")
+
+
+class LineFile:
+    """Appends lines to a file."""
+
+    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
+        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        self._path = path
+        try:
+            if keep_bytes:
+                _cut(path, keep_bytes)
+            self._file: IO[bytes] = path.open("ab" if keep_bytes else "wb")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its newline; it may stay in memory for a while."""
+        try:
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def flush(self) -> None:
+        """Let other programs see every line so far."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def sync(self) -> int:
+        """Push every line so far to the disk, and give the length of the file in bytes."""
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refusal(error) from error
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Write out what is left."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: OSError) -> DataError:
+        return DataError(
+            self._path,
+            f"cannot be written ({error.strerror}); check the path and the room on the disk",
+        )
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The whole lines of a file, each with its number; a torn last one is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(path, f"not UTF-8 text ({error.reason})", line=number) from error
+            yield number, text
+
+
+def _cut(path: Path, keep_bytes: int) -> None:
+    """Cut the file to its first bytes, which must be whole lines."""
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError as error:
+        raise DataError(
+            path,
+            f"must hold the first {keep_bytes} bytes of the run to resume, but is missing; "
+            "put it back beside the checkpoint, or start a new run in another folder",
+        ) from error
+    with file:
+        found = file.seek(0, os.SEEK_END)
+        file.seek(keep_bytes - 1)
+        if found < keep_bytes or file.read(1) != b"\n":
+            raise DataError(
+                path,
+                f"must hold {keep_bytes} bytes of whole lines for this checkpoint, found {found} "
+                "bytes or other lines; it belongs to another run or was changed: put the right "
+                "one back, or start a new run in another folder",
+            )
+        file.truncate(keep_bytes)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
+    # A number of thousands of digits is a plain ValueError, and so is a NUL in the path.
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, f"not TOML: {error}") from error
+
+
+def toml_text(tables: Mapping[str, Any]) -> str:
+    """Tables as the text of a TOML file; a path is its text, and `None` is left out.
+
+    >>> print(toml_text({"out": Path("runs/a"), "limit": None, "a b": {"c.d": 1e-8}}), end="")
+    out = "runs/a"
+    <BLANKLINE>
+    ["a b"]
+    "c.d" = 1e-08
+    """
+    return tomli_w.dumps(_plain(tables))
+
+
+def toml_value(value: object) -> str:
+    """A value on one line, as TOML shows it.
+
+    >>> toml_value(True), toml_value("a"), toml_value([1, 2.5]), toml_value({"a b": 1e-8})
+    ('true', '"a"', '[1, 2.5]', '{"a b" = 1e-08}')
+    """
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(part) for part in value)}]"
+    if isinstance(value, Mapping):
+        names = {name: tomli_w.dumps({str(name): 0}).removesuffix(" = 0\n") for name in value}
+        parts = (f"{names[name]} = {toml_value(part)}" for name, part in value.items())
+        return f"{{{', '.join(parts)}}}"
+    return tomli_w.dumps({"x": _plain(value)}).removeprefix("x = ").removesuffix("\n")
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value

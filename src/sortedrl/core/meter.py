@@ -1,0 +1,252 @@
+"""Folds a run's events into its numbers, one event at a time.
+
+A meter is a `Record` itself, so a run can be measured without keeping its log.
+Sums only grow; a window (a round, the steady state, the life of a group) is the difference of the
+sums at its two ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, replace
+
+from sortedrl.core.events import (
+    Begin,
+    Event,
+    Finish,
+    HandOver,
+    Harvest,
+    Interrupt,
+    Load,
+    Renew,
+    Start,
+    Trained,
+    Update,
+)
+from sortedrl.core.metrics import Figures, GroupFigures, Ledger, Metrics
+from sortedrl.types import Key
+
+
+def measure(events: Iterable[Event]) -> Metrics:
+    """The numbers of a whole log."""
+    meter = Meter()
+    for event in events:
+        meter(event)
+    return meter.metrics()
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What only grows."""
+
+    seconds: float = 0.0
+    rollout_seconds: float = 0.0
+    busy_slot_seconds: float = 0.0
+    decoded: int = 0
+    trained: int = 0
+    discarded: int = 0
+    kept: int = 0
+    prefilled_again: int = 0
+    updates: int = 0
+    trajectories: int = 0
+    staleness_sum: int = 0
+    trajectory_staleness_sum: int = 0
+
+    def since(self, start: _Sums) -> _Sums:
+        """What was added after `start`."""
+        pairs = zip(astuple(self), astuple(start), strict=True)
+        return _Sums(*(now - before for now, before in pairs))
+
+    def train(self, trained: Trained) -> None:
+        """Add one trained answer."""
+        self.trained += trained.tokens
+        self.trajectories += 1
+        self.staleness_sum += trained.staleness_sum
+        self.trajectory_staleness_sum += trained.staleness_max
+
+    def figures(self, *, slots: int, staleness_max: int) -> Figures:
+        """The numbers of a window with these sums."""
+        return Figures(
+            seconds=self.seconds,
+            rollout_seconds=self.rollout_seconds,
+            busy_slot_seconds=self.busy_slot_seconds,
+            slots=slots,
+            ledger=Ledger(
+                decoded=self.decoded,
+                trained=self.trained,
+                discarded=self.discarded,
+                kept=self.kept,
+                prefilled_again=self.prefilled_again,
+            ),
+            updates=self.updates,
+            trajectories=self.trajectories,
+            staleness_sum=self.staleness_sum,
+            staleness_max=staleness_max,
+            trajectory_staleness_sum=self.trajectory_staleness_sum,
+        )
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A group between its load and its close: the sums of its own answers."""
+
+    opened: _Sums
+    round: int
+    own: _Sums = field(default_factory=_Sums)
+    staleness_max: int = 0
+
+
+class Meter:
+    """Measures one run."""
+
+    def __init__(self) -> None:
+        """Nothing measured yet."""
+        self._begin: Begin | None = None
+        self._now = 0.0
+        self._running = 0
+        self._is_rollout = True
+        self._round: int | None = None
+        self._sums = _Sums()
+        self._round_start = _Sums()
+        self._window = (_Sums(), _Sums())
+        self._first_close: _Sums | None = None
+        self._last_load: _Sums | None = None
+        self._rounds: list[Figures] = []
+        self._groups: list[GroupFigures] = []
+        self._open: dict[int, _OpenGroup] = {}
+        self._group_of: dict[Key, int] = {}
+        self._cached_at_start: dict[Key, int] = {}
+        self._update_staleness: list[int] = []
+        self._lengths: list[tuple[Key, int, int]] = []
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, HandOver):
+            self._enter_round(event.round)
+        self._pass_time(event)
+        if isinstance(event, HandOver | Load | Start | Harvest):
+            self._enter_round(event.round)
+            self._is_rollout = not isinstance(event, Harvest)
+        if isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, Finish | Interrupt):
+            self._stop(event)
+        elif isinstance(event, Renew):
+            self._discard((event.prompt, event.sample), event.tokens - event.kept)
+        elif isinstance(event, Load):
+            self._last_load = replace(self._sums)
+            self._open[event.group] = _OpenGroup(replace(self._sums), event.round)
+        elif isinstance(event, Update):
+            self._update(event)
+
+    @property
+    def run(self) -> Figures:
+        """The numbers of the whole run so far."""
+        return self._figures(_Sums(), self._sums)
+
+    def window(self) -> Figures:
+        """The numbers from the update before the last one to the last one."""
+        return self._figures(*self._window)
+
+    def metrics(self) -> Metrics:
+        """The numbers so far."""
+        if self._begin is None:
+            raise ValueError("the log is empty; a run writes 'begin' first")
+        steady, rounds = None, self._rounds
+        if self._round is not None:
+            rounds = [*rounds, self._figures(self._round_start, self._sums)]
+        if self._first_close is not None and self._last_load is not None:
+            window = self._figures(self._first_close, self._last_load)
+            steady = window if window.ledger.decoded > 0 else None
+        return Metrics(
+            schedule=self._begin.schedule,
+            slots=self._begin.slots,
+            run=self._figures(_Sums(), self._sums),
+            steady=steady,
+            rounds=tuple(rounds),
+            groups=tuple(self._groups),
+            trained_lengths=tuple(self._lengths),
+        )
+
+    def _pass_time(self, event: Event) -> None:
+        if self._begin is None:
+            if not isinstance(event, Begin):
+                raise ValueError(f"a log opens with 'begin', got {event.kind!r}")
+            self._begin = event
+            self._now = event.seconds
+        passed = event.seconds - self._now
+        self._now = event.seconds
+        self._sums.seconds += passed
+        if self._is_rollout:
+            self._sums.rollout_seconds += passed
+            self._sums.busy_slot_seconds += passed * min(self._running, self._begin.slots)
+
+    def _enter_round(self, number: int) -> None:
+        if self._round is not None and number != self._round:
+            self._rounds.append(self._figures(self._round_start, self._sums))
+            self._round_start = replace(self._sums)
+        self._round = number
+
+    def _start(self, event: Start) -> None:
+        key = (event.prompt, event.sample)
+        if key in self._group_of:
+            again = event.prompt_tokens + event.cached
+            self._sums.prefilled_again += again
+            self._open[event.group].own.prefilled_again += again
+        self._group_of[key] = event.group
+        self._cached_at_start[key] = event.cached
+        self._running = event.running
+        self._discard(key, event.dropped)
+
+    def _stop(self, event: Finish | Interrupt) -> None:
+        key = (event.prompt, event.sample)
+        kept = event.tokens - event.decoded
+        discarded = self._cached_at_start.pop(key) - kept
+        if isinstance(event, Interrupt):
+            discarded += event.tokens - event.kept
+        own = self._open[self._group_of[key]].own
+        own.decoded += event.decoded
+        own.kept += kept
+        self._sums.decoded += event.decoded
+        self._sums.kept += kept
+        self._discard(key, discarded)
+        self._running = event.running
+
+    def _discard(self, key: Key, tokens: int) -> None:
+        if tokens:
+            self._sums.discarded += tokens
+            self._open[self._group_of[key]].own.discarded += tokens
+
+    def _update(self, event: Update) -> None:
+        self._sums.updates += 1
+        for trained in event.trained:
+            key = (trained.prompt, trained.sample)
+            del self._group_of[key]
+            group = self._open[trained.group]
+            group.own.train(trained)
+            group.staleness_max = max(group.staleness_max, trained.staleness_max)
+            self._sums.train(trained)
+            self._lengths.append((key, event.version, trained.tokens))
+        self._update_staleness.append(max((t.staleness_max for t in event.trained), default=0))
+        for number in event.closed:
+            self._close(number, event.round)
+        self._window = (self._window[1], replace(self._sums))
+
+    def _close(self, number: int, round_number: int) -> None:
+        assert self._begin is not None
+        group = self._open.pop(number)
+        window, own = self._sums.since(group.opened), group.own
+        own.seconds, own.rollout_seconds = window.seconds, window.rollout_seconds
+        own.busy_slot_seconds, own.updates = window.busy_slot_seconds, window.updates
+        figures = own.figures(slots=self._begin.slots, staleness_max=group.staleness_max)
+        rounds = round_number - group.round + 1
+        self._groups.append(GroupFigures(group=number, rounds=rounds, figures=figures))
+        if self._first_close is None:
+            self._first_close = replace(self._sums)
+
+    def _figures(self, start: _Sums, end: _Sums) -> Figures:
+        assert self._begin is not None
+        stale = self._update_staleness[start.updates : end.updates]
+        return end.since(start).figures(
+            slots=self._begin.slots, staleness_max=max(stale, default=0)
+        )

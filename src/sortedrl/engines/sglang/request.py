@@ -1,0 +1,135 @@
+"""One answer in SGLang's words: the request that asks for it, and what its chunks say.
+
+SGLang repeats itself: a chunk may hold the whole answer so far or only what is new, and the chunk
+that ends a broken-off answer may hold either. `completion_tokens` counts the whole answer in every
+chunk, and so tells what is new. Each token is handed on exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sortedrl.engines.streaming.backend import Ask, End, Piece
+from sortedrl.errors import EngineError
+
+_MARGIN = 6
+LOW_FIRST, HIGH_FIRST, NO_ORDER = 1, -1, 0
+"""What priorities are multiplied with for a server that takes these first, or knows none."""
+
+Chunk = Mapping[str, Any]
+"""What SGLang says at a time: `output_ids` and `meta_info`."""
+
+
+def server_context(context: int) -> int:
+    """The context SGLang must be started with, so that a text of `context` tokens can be written.
+
+    It wants room for itself, and more of it for a long prompt than for a short one.
+    """
+    return context + _MARGIN
+
+
+class Answer:
+    """What was read so far of the answer to one ask."""
+
+    def __init__(self, ask: Ask, *, priority_sign: int) -> None:
+        """Nothing is read yet."""
+        self.is_over = False
+        """Whether nothing is left to be asked for."""
+        self.is_broken = False
+        """Whether the present request has not come to its end."""
+        self._ask = ask
+        self._priority_sign = priority_sign
+        if self._is_filtered and ask.sampling.top_k is None:
+            raise EngineError(
+                "SGLang gives log-probabilities before top_p and min_p, unless a top_k of at most "
+                "4096 comes with them; set sampling.top_k too, or leave the filters out"
+            )
+        self._tokens: list[int] = []
+        self._requests = 0
+        self._of_earlier_requests = 0
+
+    @property
+    def request_id(self) -> str:
+        """The name of the present request; no name is the beginning of another ask's."""
+        return f"{self._ask.id}-{self._requests}"
+
+    def next_request(self) -> dict[str, object]:
+        """A request for what is still missing."""
+        ask, sampling = self._ask, self._ask.sampling
+        self.is_broken = True
+        self._requests += 1
+        self._of_earlier_requests = len(self._tokens)
+        request: dict[str, object] = {
+            "rid": self.request_id,
+            "input_ids": [*ask.tokens, *self._tokens],
+            "sampling_params": {
+                "max_new_tokens": ask.max_tokens - len(self._tokens),
+                "temperature": sampling.temperature,
+                "top_k": -1 if sampling.top_k is None else sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "stop_token_ids": sorted(ask.stop_tokens),
+                # With it SGLang passes over `stop_token_ids` too, so it serves only without them.
+                "ignore_eos": not ask.stop_tokens,
+            },
+            "return_logprob": True,
+            "stream": True,
+        }
+        if self._is_filtered:
+            # Its usual log-probabilities are those before the filters.
+            request["return_sampling_mask"] = True
+        if self._priority_sign:
+            request["priority"] = self._priority_sign * ask.priority
+        return request
+
+    def piece(self, chunk: Chunk) -> Piece:
+        """What is new in a chunk."""
+        if "error" in chunk:
+            raise EngineError(f"SGLang refused an answer: {chunk['error'].get('message')}")
+        about = chunk["meta_info"]
+        end = self._end(about["finish_reason"])
+        is_first = not self._tokens
+        so_far = about["completion_tokens"]
+        fresh = self._of_earlier_requests + so_far - len(self._tokens)
+        tokens = list(_last(fresh, chunk["output_ids"], so_far=so_far))
+        logprobs = self._logprobs(about, fresh=fresh, so_far=so_far)
+        if not len(tokens) == len(logprobs) == fresh:
+            raise EngineError(
+                f"every token must come with its log-probability, but SGLang gave {len(tokens)} "
+                f"tokens and {len(logprobs)} log-probabilities where {fresh} were new"
+            )
+        self._tokens += tokens
+        if end == "stop" and self._tokens[-1] not in self._ask.stop_tokens:
+            # The model has stop tokens of its own, which do not count here.
+            end = "length" if len(self._tokens) == self._ask.max_tokens else None
+        self.is_over = end is not None
+        self.is_broken = about["finish_reason"] is None
+        reused = about.get("cached_tokens", 0) if is_first else 0
+        return Piece(tokens=tokens, logprobs=logprobs, end=end, reused_tokens=reused)
+
+    @property
+    def _is_filtered(self) -> bool:
+        return self._ask.sampling.is_filtered and self._ask.sampling.temperature > 0
+
+    def _logprobs(self, about: Mapping[str, Any], *, fresh: int, so_far: int) -> list[float]:
+        if self._is_filtered:
+            return list(_last(fresh, about.get("output_token_sampling_logprobs"), so_far=so_far))
+        triples = _last(fresh, about.get("output_token_logprobs"), so_far=so_far)
+        return [logprob for logprob, *_ in triples]
+
+    def _end(self, reason: Mapping[str, Any] | None) -> End | None:
+        if reason is None:
+            return None
+        kind: End = reason["type"]
+        if kind == "abort" and reason.get("status_code") is not None:
+            raise EngineError(f"SGLang refused an answer: {reason.get('message')}")
+        return kind
+
+
+def _last(fresh: int, values: Sequence[Any] | None, *, so_far: int) -> Sequence[Any]:
+    """The last `fresh` of the first `so_far`; `values` may hold all of these or the last only."""
+    values = values or ()
+    if len(values) >= so_far:
+        return values[so_far - fresh : so_far]
+    return values[len(values) - fresh :] if len(values) >= fresh else values

@@ -1,0 +1,144 @@
+"""Words, tables and progress on the terminal.
+
+Results go to standard output; progress goes to standard error, live on a terminal and as an
+occasional plain line elsewhere. Nothing that is shown is read as markup, and what would move the
+cursor is replaced: names come from users, and from files of others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from sortedrl.core.files import refuse_foreign, write_whole
+from sortedrl.errors import DataError
+
+Advance = Callable[[str, float], None]
+"""Tell what is being done, and how much of the total is done by now."""
+
+_PLAIN_SECONDS = 5.0
+PAGE = b'<meta name="generator" content="sortedrl">'
+"""What every page of ours has near its beginning."""
+_PICTURE = b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
+
+
+@contextmanager
+def progress(total: float) -> Iterator[Advance]:
+    """Show how far long work has come."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain(total)
+        return
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as live:
+        task = live.add_task("", total=total)
+
+        def advance(what: str, done: float) -> None:
+            live.update(task, description=one_line(what), completed=done)
+
+        yield advance
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under headings, the first column to the left and the others to the right."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        # Where the terminal is too narrow, names are folded and numbers stay whole.
+        if number:
+            grid.add_column(Text(one_line(name)), justify="right", no_wrap=True)
+        else:
+            grid.add_column(Text(one_line(name)), overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(one_line(cell)) for cell in row))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    console.print(grid)
+
+
+def one_line(text: str) -> str:
+    """The text as one line that only shows and does nothing else.
+
+    >>> one_line("[easy]" + chr(27) + "[2J" + chr(10))
+    '[easy]�[2J�'
+    """
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def tell(line: str) -> None:
+    """A line for the person who waits, beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal."""
+    return f"{100 * share:.1f} %"
+
+
+def thousands(value: float) -> str:
+    """A number with separators; a small one with a decimal."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def refuse_other_picture(path: Path | None) -> None:
+    """Refuse a path for a picture, before it is computed, where there is anything else."""
+    if path is not None:
+        refuse_foreign(path, mark=_PICTURE)
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result goes there."""
+    if path.is_dir():
+        raise DataError(path, "cannot be written (Is a directory); give the name of a file")
+    if not path.parent.is_dir():
+        raise DataError(path, f"cannot be written (there is no folder {path.parent})")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DataError(path, "cannot be written (Permission denied)")
+
+
+def refuse_unwritable_folder(path: Path) -> None:
+    """Refuse a folder that cannot be made or written into; nothing is made yet."""
+    nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir():
+        raise DataError(path, f"must be a folder, but {nearest} is a file; give another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(path, f"cannot be made (no permission to write in {nearest})")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and say where it is.
+
+    A page replaces a page of ours, a picture a picture; nothing else is written over.
+    """
+    marks = {"<!DOCTYPE html>": PAGE, "<svg": _PICTURE}
+    found = [mark for beginning, mark in marks.items() if text.startswith(beginning)]
+    refuse_foreign(path, mark=found[0] if found else None)
+    try:
+        # Half a surrogate pair, in a path or an answer, has no UTF-8.
+        write_whole(path, text.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _plain(total: float) -> Advance:
+    last = time.monotonic()
+
+    def advance(what: str, done: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PLAIN_SECONDS:
+            last = now
+            print(f"{100 * done / total:.0f} % {what}", file=sys.stderr, flush=True)
+
+    return advance

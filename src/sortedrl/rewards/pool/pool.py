@@ -1,0 +1,376 @@
+"""The reward pool: answers in, scores out in the order in which they are done.
+
+A thread of its own watches over the workers, so that scoring goes on while the engine writes.
+`submit` and `cancel` never wait.
+
+A `Scorer` over a reward pool: every complete answer is scored while others are written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sortedrl.config.train import RewardSettings
+from sortedrl.errors import RewardError, SortedRLError
+from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.pool.score import Call, Failure, Outcome, Score
+from sortedrl.rewards.pool.workers import WorkerGroup, WorkerStats
+from sortedrl.types import Key, Prompt, Scoring, Trajectory
+
+_LOG = logging.getLogger(__name__)
+_SHOWN_ANSWERS = 5
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """What the pool did so far."""
+
+    scored: int = 0
+    seconds: float = 0.0
+    """Time spent inside the function, over all workers."""
+    failures: Counter[Failure] = field(default_factory=Counter)
+    workers: WorkerStats = field(default_factory=WorkerStats)
+
+
+class RewardPool:
+    """Runs a reward function in worker processes; use it in a `with` block."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        settings: RewardSettings | None = None,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        """Start the workers, and wait until one has loaded the function.
+
+        Answers whose scoring failed are written to `folder`.
+        """
+        self.settings = settings if settings is not None else RewardSettings()
+        self.stats = PoolStats()
+        self._source = source
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._news: deque[Call | int | tuple[int, ...]] = deque()
+        self._outcomes: dict[int, Outcome] = {}
+        self._open: dict[int, Call] = {}
+        self._next_ticket = 0
+        self._error: SortedRLError | None = None
+        self._lowest: float | None = None
+        self._lowest_scored: float | None = None
+        self._is_ready = False
+        self._is_closing = False
+        self._wake_reader, self._wake_writer = _wake_pipe()
+        self._thread = threading.Thread(target=self._supervise, name="rewards", daemon=True)
+        self._thread.start()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_ready or self._error is not None)
+                self._raise_error()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, prompt: Prompt, response: str, *, sample_index: int = 0) -> int:
+        """Start to score an answer; gives its ticket."""
+        with self._changed:
+            self._raise_error()
+            if self._is_closing:
+                raise RewardError("the reward pool is closed")
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            call = Call(ticket, prompt, sample_index, response)
+            self._open[ticket] = call
+            self._news.append(call)
+        self._wake()
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Forget an answer; nothing will come of it, and nobody waits for it."""
+        with self._changed:
+            self._outcomes.pop(ticket, None)
+            if self._open.pop(ticket, None) is None:
+                return
+            self._news.append(ticket)
+        self._wake()
+
+    def completed(self) -> list[Outcome]:
+        """What is done and was not given out yet, in the order in which it was done."""
+        with self._changed:
+            self._raise_error()
+            outcomes = list(self._outcomes.values())
+            self._outcomes.clear()
+        return outcomes
+
+    def wait(self, tickets: Sequence[int]) -> list[Outcome]:
+        """The outcomes of these answers, in this order, once all are done; they go first."""
+        with self._changed:
+            unknown = [t for t in tickets if t not in self._open and t not in self._outcomes]
+            if unknown:
+                raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
+            if self._open.keys() - set(tickets):
+                self._news.append(tuple(tickets))
+                self._wake()
+            self._changed.wait_for(
+                lambda: self._error is not None or all(t in self._outcomes for t in tickets)
+            )
+            self._raise_error()
+            return [self._outcomes.pop(ticket) for ticket in tickets]
+
+    @property
+    def failure_reward(self) -> float:
+        """What an answer gets whose scoring failed, where it gets a reward."""
+        if self.settings.failure_reward is not None:
+            return self.settings.failure_reward
+        return min(0.0, self._lowest if self._lowest is not None else 0.0)
+
+    @property
+    def num_open(self) -> int:
+        """Answers submitted and not done yet."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """End the workers; what is not done is dropped."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def scored(self, call: Call, score: Score, *, seconds: float) -> None:
+        """The group delivers a score."""
+        self.stats.scored += 1
+        self.stats.seconds += seconds
+        lowest = self._lowest_scored
+        self._lowest_scored = score.reward if lowest is None else min(lowest, score.reward)
+        self._done(call, score, seconds=seconds)
+
+    def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
+        """The group delivers a failure: it is counted, written down and warned of."""
+        if call.ticket not in self._open:
+            return
+        self.stats.failures[failure] += 1
+        what = f"reward {self._source.function!r} for {call.name}: {detail}"
+        self._write_failure(call, failure)
+        if self.settings.on_failure == "stop":
+            self._stop(RewardError(what, prompt_id=call.prompt.id, response=call.response))
+            return
+        if self.stats.failures[failure] == 1:
+            _LOG.warning("%s; %s", what, self._consequence())
+        score = Score(self.failure_reward) if self.settings.on_failure == "score" else None
+        self._done(call, score, seconds=seconds, failure=failure)
+
+    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+        """The group delivers an exception of the function, or what is no score: the run stops."""
+        if self._error is not None:
+            return
+        call = calls[0]
+        names = ", ".join(call.name for call in calls[:_SHOWN_ANSWERS])
+        hidden = len(calls) - _SHOWN_ANSWERS
+        more = (f" and {hidden} more" if hidden > 0 else "") + (" in one batch" * (len(calls) > 1))
+        saved = self._write_error(calls, words)
+        what = "raised" if is_exception else "gave no reward"
+        self._stop(
+            RewardError(
+                f"the reward {self._source.function!r} {what} for {names}{more} ({saved}):\n"
+                f"{words.rstrip()}\n"
+                f"The response to prompt {call.prompt.id} begins "
+                f"{call.response[:_SHOWN_CHARACTERS]!r}",
+                prompt_id=call.prompt.id,
+                response=call.response,
+            )
+        )
+
+    def _done(
+        self, call: Call, score: Score | None, *, seconds: float, failure: Failure | None = None
+    ) -> None:
+        outcome = Outcome(
+            ticket=call.ticket,
+            score=score,
+            began=call.began,
+            seconds=seconds,
+            worker=call.worker,
+            failure=failure,
+        )
+        with self._changed:
+            if self._open.pop(call.ticket, None) is not None:
+                self._outcomes[call.ticket] = outcome
+                self._changed.notify_all()
+
+    def _stop(self, error: SortedRLError) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writer.fileno(), b".")
+        except (BlockingIOError, OSError):
+            return  # it is awake, or gone
+
+    def _supervise(self) -> None:
+        group = WorkerGroup(self._source, self.settings, self)
+        self.stats.workers = group.stats
+        try:
+            group.start()
+            while not self._is_closing and self._error is None:
+                group.turn(self._wake_reader)
+                self._take_news(group)
+                if not self._is_ready and group.is_ready:
+                    self._lowest = group.lowest
+                    with self._changed:
+                        self._is_ready = True
+                        self._changed.notify_all()
+        except SortedRLError as error:
+            self._stop(error)
+        except Exception as error:  # noqa: BLE001  whoever waits for a score must not wait for ever
+            broken = RewardError(f"the reward pool cannot go on: {error!r}")
+            broken.__cause__ = error
+            self._stop(broken)
+        finally:
+            group.end()
+
+    def _take_news(self, group: WorkerGroup) -> None:
+        while self._wake_reader.poll():
+            os.read(self._wake_reader.fileno(), 4096)
+        while self._news:
+            news = self._news.popleft()
+            if isinstance(news, Call):
+                group.take_on(news)
+            elif isinstance(news, tuple):
+                group.hurry(news)
+            else:
+                group.cancel(news)
+
+    def _consequence(self) -> str:
+        if self.settings.on_failure == "skip":
+            return "the answer gets no reward (reward.on_failure is 'skip')"
+        told = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
+        if self._lowest_scored is not None and self.failure_reward > self._lowest_scored:
+            told += (
+                f", which is more than the {self._lowest_scored:g} that the function gave another: "
+                "set failure_reward to the reward of a wrong answer, so that failing does not pay"
+            )
+        return told
+
+    def _write_failure(self, call: Call, failure: Failure) -> None:
+        if self._folder is not None:
+            with (self._folder / "reward-failures.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"failure": failure, **_described(call)}) + "\n")
+
+    def _write_error(self, calls: Sequence[Call], words: str) -> str:
+        if self._folder is None:
+            return "the exception holds the response"
+        path = self._folder / "reward-error.json"
+        content = {"error": words, "answers": [_described(call) for call in calls]}
+        path.write_text(json.dumps(content, indent=2), encoding="utf-8")
+        return f"prompt and response are in {path}"
+
+
+def _described(call: Call) -> dict[str, object]:
+    return {
+        "prompt_id": call.prompt.id,
+        "sample_index": call.sample_index,
+        "fields": dict(call.prompt.fields),
+        "response": call.response,
+    }
+
+
+def _wake_pipe() -> tuple[Connection, Connection]:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    return Connection(reader, writable=False), Connection(writer, readable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """An answer at the pool, and when it came there: on the pool's clock and on the run's."""
+
+    number: int
+    pool_seconds: float
+    run_seconds: float
+
+
+class PoolScorer:
+    """Hands answers to a pool as text, and gives them back with their rewards."""
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        *,
+        text: Callable[[Trajectory], str],
+        seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`text` is an answer as a person reads it, `seconds` the time of the run."""
+        self._pool = pool
+        self._text = text
+        self._seconds = seconds
+        self._tickets: dict[Key, _Ticket] = {}
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Start to score a complete answer; never waits."""
+        number = self._pool.submit(
+            trajectory.prompt, self._text(trajectory), sample_index=trajectory.sample_index
+        )
+        self._tickets[trajectory.key] = _Ticket(number, time.monotonic(), self._seconds())
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Forget an answer that will be renewed before it is trained on."""
+        ticket = self._tickets.pop(trajectory.key, None)
+        if ticket is not None:
+            self._pool.cancel(ticket.number)
+
+    def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Wait for these answers and give them back, in order, with their rewards.
+
+        One that was not submitted, as after a restart, is submitted now.
+        """
+        for trajectory in trajectories:
+            if trajectory.key not in self._tickets:
+                self.submit(trajectory)
+        tickets = [self._tickets.pop(trajectory.key) for trajectory in trajectories]
+        outcomes = self._pool.wait([ticket.number for ticket in tickets])
+        return [
+            _scored(trajectory, ticket, outcome)
+            for trajectory, ticket, outcome in zip(trajectories, tickets, outcomes, strict=True)
+        ]
+
+
+def _scored(trajectory: Trajectory, ticket: _Ticket, outcome: Outcome) -> Trajectory:
+    """The answer with its reward, if it got one."""
+    waited = max(0.0, outcome.began - ticket.pool_seconds)
+    scoring = Scoring(
+        worker=outcome.worker, start=ticket.run_seconds + waited, seconds=outcome.seconds
+    )
+    if outcome.score is None:
+        return replace(trajectory, scoring=scoring)
+    score = outcome.score
+    return replace(trajectory, reward=score.reward, reward_parts=score.parts, scoring=scoring)

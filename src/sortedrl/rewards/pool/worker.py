@@ -1,0 +1,241 @@
+"""A worker process: loads a reward function, scores what it is sent, and says how it went.
+
+    parent -> worker    Setup, then Work after Work
+    worker -> parent    Ready or Refused, then one Report for each answer, as it is done
+
+The socket is the lifeline: when it closes the worker ends at once, with everything it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from sortedrl.errors import ConfigError
+from sortedrl.rewards.functions import CallStyle, RewardSource, load
+from sortedrl.rewards.pool.limits import IS_GUARDED, guarded
+from sortedrl.rewards.pool.score import NoScoreError, Score, checked_score, values_of_batch
+from sortedrl.types import Prompt
+
+Ending = Literal["raised", "no_score", "memory", "timeout"]
+"""How a call ends without a score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is told first."""
+
+    source: RewardSource
+    time_limit_seconds: float
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The function is loaded."""
+
+    style: CallStyle
+    lowest: float | None
+    """The lowest reward it says it gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The function cannot be used; `is_setting` if the address is wrong, not the code."""
+
+    message: str
+    is_setting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Answers for one call of the function: several only if it is batched."""
+
+    tickets: Sequence[int]
+    prompts: Sequence[Prompt]
+    responses: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of one answer: a score, or how the call ended without one."""
+
+    ticket: int
+    seconds: float
+    score: Score | None = None
+    ending: Ending | None = None
+    words: str = ""
+    num_answers: int = 1
+    """How many answers shared the call."""
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent at the other end of the socket until it goes away."""
+    if IS_GUARDED:
+        guarded(descriptor)
+    connection = Connection(descriptor)
+    setup: Setup = connection.recv()
+    try:
+        reward = load(setup.source)
+    except ConfigError as error:
+        connection.send(Refused(str(error), is_setting=True))
+        return
+    except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
+        connection.send(Refused(traceback.format_exc(), is_setting=False))
+        return
+    call = partial(reward.function, **setup.source.options)
+    if setup.memory_bytes is not None:
+        _limit_memory(setup.memory_bytes)
+    works: queue.SimpleQueue[Work] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
+    connection.send(Ready(reward.style, reward.lowest))
+    is_batched = reward.style.is_batched
+    if reward.style.is_async:
+        limit = setup.time_limit_seconds
+        asyncio.run(_serve_async(call, works, connection, is_batched=is_batched, limit=limit))
+    else:
+        _serve(call, works, connection, is_batched=is_batched)
+
+
+def _receive(connection: Connection, works: queue.SimpleQueue[Work]) -> None:
+    while True:
+        try:
+            works.put(connection.recv())
+        except (EOFError, OSError):
+            if os.getpgrp() == os.getpid():  # without a guard
+                os.killpg(os.getpid(), signal.SIGKILL)
+            os._exit(0)
+
+
+def _serve(
+    call: Callable[..., Any],
+    works: queue.SimpleQueue[Work],
+    connection: Connection,
+    *,
+    is_batched: bool,
+) -> None:
+    while True:
+        work = works.get()
+        began = time.perf_counter()
+        try:
+            returned = call(*_arguments(work, is_batched=is_batched))
+            if inspect.iscoroutine(returned):
+                returned.close()
+                raise NoScoreError(
+                    "a reward must not return a coroutine; declare the function with `async def`"
+                )
+        except MemoryError as error:
+            _report_end(connection, work, began, "memory", error)
+            sys.exit(1)
+        except NoScoreError as error:
+            _report_end(connection, work, began, "no_score", error)
+        except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
+            _report_end(connection, work, began, "raised", error)
+        else:
+            _report_scores(connection, work, began, returned, is_batched=is_batched)
+
+
+async def _serve_async(
+    call: Callable[..., Any],
+    works: queue.SimpleQueue[Work],
+    connection: Connection,
+    *,
+    is_batched: bool,
+    limit: float,
+) -> None:
+    async def serve(work: Work) -> None:
+        began = time.perf_counter()
+        try:
+            arguments = _arguments(work, is_batched=is_batched)
+            returned = await asyncio.wait_for(call(*arguments), limit)
+        except MemoryError as error:
+            _report_end(connection, work, began, "memory", error)
+            os._exit(1)
+        except NoScoreError as error:
+            _report_end(connection, work, began, "no_score", error)
+        except TimeoutError as error:
+            # One of the user's own is not ours: it came before the limit.
+            is_ours = time.perf_counter() - began >= limit
+            _report_end(connection, work, began, "timeout" if is_ours else "raised", error)
+        except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
+            _report_end(connection, work, began, "raised", error)
+        except SystemExit:
+            os._exit(1)  # the thread that waits for work would keep the process alive
+        else:
+            _report_scores(connection, work, began, returned, is_batched=is_batched)
+
+    async with asyncio.TaskGroup() as group:
+        while True:
+            group.create_task(serve(await asyncio.to_thread(works.get)))
+
+
+def _arguments(work: Work, *, is_batched: bool) -> tuple[object, object]:
+    if is_batched:
+        return list(work.prompts), list(work.responses)
+    return work.prompts[0], work.responses[0]
+
+
+def _report_scores(
+    connection: Connection, work: Work, began: float, returned: object, *, is_batched: bool
+) -> None:
+    """A report for each answer; what is no score is reported for the answer it was given to."""
+    num_answers = len(work.tickets)
+    seconds = (time.perf_counter() - began) / num_answers
+    try:
+        values = values_of_batch(returned, num_answers) if is_batched else [returned]
+    except NoScoreError as error:
+        _report_end(connection, work, began, "no_score", error)
+        return
+    for ticket, value in zip(work.tickets, values, strict=True):
+        try:
+            score = checked_score(value)
+        except NoScoreError as error:
+            connection.send(Report(ticket, seconds, ending="no_score", words=str(error)))
+        else:
+            connection.send(Report(ticket, seconds, Score(score.reward, dict(score.parts))))
+
+
+def _report_end(
+    connection: Connection, work: Work, began: float, ending: Ending, error: Exception
+) -> None:
+    seconds, words = time.perf_counter() - began, str(error)
+    if ending == "raised":
+        # The first frame is this module's: nobody wants to read it.
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        words = "".join(traceback.format_exception(type(error), error, trace))
+    for ticket in work.tickets:
+        connection.send(
+            Report(ticket, seconds, ending=ending, words=words, num_answers=len(work.tickets))
+        )
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Let the process grow by that much, so that one call cannot take the machine's memory."""
+    for used in _data_bytes():
+        most = used + extra_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or most < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def _data_bytes() -> Iterator[int]:
+    """The private memory of this process, where the system tells."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmData:"):
+                yield int(line.split()[1]) * 1024

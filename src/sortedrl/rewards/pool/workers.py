@@ -1,0 +1,474 @@
+"""The worker processes and who does what: started, given work, measured, killed and replaced.
+
+    waiting -> under way -> delivered          a score, or a failure
+                 |  the worker died, or answers that shared a call failed together
+                 v
+               alone -> under way -> delivered  tried once more, with a worker to itself
+
+Every call taken on is delivered exactly once, unless it is cancelled or the function raises.
+A worker that dies, or is killed for a call that takes too long, is replaced.
+`WorkerGroup` is an object of one thread, without locks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Protocol
+
+from sortedrl.config.train import RewardSettings
+from sortedrl.errors import ConfigError, RewardError
+from sortedrl.rewards.functions import CallStyle, RewardSource
+from sortedrl.rewards.pool.limits import IS_GUARDED, ProcessTree, kill_descendants
+from sortedrl.rewards.pool.score import Call, Failure, Score
+from sortedrl.rewards.pool.worker import Ready, Refused, Report, Setup, Work
+
+_LOAD_SECONDS = 300.0
+_GRACE_SECONDS = 1.0  # an async worker ends its overdue calls itself; and for cancelled calls
+_MEASURE_SECONDS = 0.2
+
+
+_SEND_SECONDS = 5
+_END_SECONDS = 5.0
+_BOOT = "import sys; sys.path[:] = {path!r}; from sortedrl.rewards.pool.worker import main; main({socket})"
+
+Said = Ready | Refused | Report
+
+
+class WorkerLostError(Exception):
+    """The process is gone, or does not listen."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """A process and our end of the socket to it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    """The worker, or its guard."""
+    connection: Connection
+    tree: ProcessTree
+    under_way: list[int] = field(default_factory=list)
+    """Tickets of the answers it is scoring."""
+    style: CallStyle | None = None
+    """How its function is called; `None` until it is loaded."""
+    is_ending: bool = False
+    """It ran out of memory and ends by itself: it is given no more work."""
+    loaded_bytes: int = 0
+    """The memory it took to load it."""
+    began: float = 0.0
+    """When it was started, or given the oldest of its present work."""
+
+    @classmethod
+    def start(cls, setup: Setup, *, number: int, now: float) -> WorkerProcess:
+        """A new process, in a group of its own, that loads the function."""
+        ours, theirs = socket.socketpair()
+        # A worker whose socket stays full does not listen any more: do not wait for it for ever.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        path = [part or str(Path.cwd()) for part in sys.path]
+        # One thread each: the engine needs the other cores.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with theirs:
+            boot = _BOOT.format(path=path, socket=theirs.fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints must not get between the results of a command
+                start_new_session=True,
+                env=environment,
+            )
+        tree = ProcessTree(process.pid)
+        worker = cls(number, process, Connection(ours.detach()), tree, began=now)
+        worker.connection.send(setup)
+        return worker
+
+    def send(self, work: Work) -> None:
+        """Give it work; `WorkerLostError` if it cannot take it."""
+        try:
+            self.connection.send(work)
+        except OSError as error:
+            raise WorkerLostError from error
+
+    def said(self) -> Sequence[Said]:
+        """Everything it said since; `WorkerLostError` once it is gone."""
+        heard: list[Said] = []
+        try:
+            while self.connection.poll():
+                heard.append(self.connection.recv())
+        except (EOFError, OSError) as error:
+            if not heard:
+                raise WorkerLostError from error
+        return heard
+
+    def grown_bytes(self) -> int:
+        """The memory it takes with everything it started, beyond what loading the function took."""
+        return self.tree.memory_bytes() - self.loaded_bytes if IS_GUARDED else 0
+
+    def hang_up(self) -> None:
+        """Close the socket: the guard kills everything, and ends."""
+        if IS_GUARDED:
+            self.tree.memory_bytes()  # the last look at its files in shared memory
+        self.connection.close()
+
+    def end(self) -> int:
+        """Kill it with everything it started, and give its exit status."""
+        self.hang_up()
+        if IS_GUARDED:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_SECONDS)
+            if self.process.returncode is None:
+                kill_descendants(self.process.pid)
+        with suppress(ProcessLookupError):  # it may have gone by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.tree.remove_files()
+        return self.process.wait()
+
+
+class Delivery(Protocol):
+    """Where the group brings what it did."""
+
+    def scored(self, call: Call, score: Score, *, seconds: float) -> None:
+        """The function gave a score."""
+
+    def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
+        """The call came to nothing."""
+
+    def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
+        """The function raised for one of these, or gave something that is no score."""
+
+
+@dataclass(slots=True)
+class WorkerStats:
+    """What happened to the workers."""
+
+    started: int = 0
+    killed: int = 0
+    died: int = 0
+
+
+class WorkerGroup:
+    """Workers, and the calls that wait for them."""
+
+    def __init__(
+        self,
+        source: RewardSource,
+        settings: RewardSettings,
+        delivery: Delivery,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A group without workers yet."""
+        self.stats = WorkerStats()
+        self._source = source
+        self._settings = settings
+        self._delivery = delivery
+        self._clock = clock
+        self._calls: dict[int, Call] = {}
+        self._waiting: deque[Call] = deque()
+        self._alone: deque[Call] = deque()
+        self._workers: list[WorkerProcess] = []
+        self._num_works = 0
+        self._next_measure = 0.0
+        self.lowest: float | None = None
+        """The lowest reward that the function says it gives, once it is loaded."""
+
+    def start(self) -> None:
+        """Start the workers; they are not ready yet."""
+        self._fill_up()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some worker has loaded the function."""
+        return any(worker.style is not None for worker in self._workers)
+
+    def take_on(self, call: Call) -> None:
+        """Score an answer."""
+        self._calls[call.ticket] = call
+        self._waiting.append(call)
+
+    def cancel(self, ticket: int) -> None:
+        """Drop an answer; if it is being scored, what comes of it is ignored."""
+        call = self._calls.get(ticket)
+        if call is not None:
+            call.is_cancelled = True
+
+    def hurry(self, tickets: Sequence[int]) -> None:
+        """Somebody waits for these: they go before the others."""
+        wanted = set(tickets)
+        first = [call for call in self._waiting if call.ticket in wanted]
+        rest = [call for call in self._waiting if call.ticket not in wanted]
+        self._waiting = deque([*first, *rest])
+
+    def turn(self, wake: Connection) -> None:
+        """Hand out work, then sleep until somebody has something to say or a limit is reached."""
+        self._hand_out()
+        by_connection = {worker.connection: worker for worker in self._workers}
+        for found in wait([wake, *by_connection], self._seconds_to_limit()):
+            if isinstance(found, Connection) and found in by_connection:
+                self._listen(by_connection[found])
+        self._enforce_limits()
+        self._fill_up()
+
+    def end(self) -> None:
+        """Kill everybody."""
+        for worker in self._workers:
+            worker.hang_up()
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+
+    def _fill_up(self) -> None:
+        memory = self._settings.memory_gib
+        setup = Setup(
+            source=replace(self._source, options=dict(self._source.options)),
+            time_limit_seconds=self._settings.time_limit_seconds,
+            memory_bytes=None if memory is None else int(memory * (1 << 30)),
+        )
+        # whoever replaces a worker takes over its number
+        missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
+        for number in sorted(missing):
+            self._workers.append(WorkerProcess.start(setup, number=number, now=self._clock()))
+            self.stats.started += 1
+
+    def _hand_out(self) -> None:
+        """Give work to whoever has the least, until nobody can take more or nothing waits."""
+        while self._waiting or self._alone:
+            for worker in sorted(self._workers, key=lambda worker: len(worker.under_way)):
+                if calls := self._work_for(worker):
+                    self._send(worker, calls)
+                    break
+            else:
+                return
+
+    def _work_for(self, worker: WorkerProcess) -> list[Call]:
+        """The calls this worker should be given now."""
+        if worker.style is None or worker.is_ending:
+            return []
+        is_idle = not worker.under_way
+        if is_idle and (call := self._next(self._alone)):
+            return [call]
+        is_shared = worker.style.is_async and not self._holds_alone(worker)
+        num_works = len({self._calls[ticket].work for ticket in worker.under_way})
+        if is_idle or (is_shared and num_works < self._settings.concurrency):
+            most = self._settings.batch if worker.style.is_batched else 1
+            calls: list[Call] = []
+            while len(calls) < most and (call := self._next(self._waiting)):
+                calls.append(call)
+            return calls
+        return []
+
+    def _next(self, line: deque[Call]) -> Call | None:
+        while line:
+            call = line.popleft()
+            if not call.is_cancelled:
+                return call
+            del self._calls[call.ticket]
+        return None
+
+    def _holds_alone(self, worker: WorkerProcess) -> bool:
+        return any(self._calls[ticket].is_alone for ticket in worker.under_way)
+
+    def _send(self, worker: WorkerProcess, calls: Sequence[Call]) -> None:
+        now = self._clock()
+        if not worker.under_way:
+            worker.began = now
+        self._num_works += 1
+        for call in calls:
+            call.began, call.worker, call.work = now, worker.number, self._num_works
+            worker.under_way.append(call.ticket)
+        try:
+            worker.send(
+                Work(
+                    [call.ticket for call in calls],
+                    [replace(call.prompt, fields=dict(call.prompt.fields)) for call in calls],
+                    [call.response for call in calls],
+                )
+            )
+        except WorkerLostError:
+            self._lost(worker)
+
+    def _listen(self, worker: WorkerProcess) -> None:
+        try:
+            for said in worker.said():
+                self._heard(worker, said)
+        except WorkerLostError:
+            self._lost(worker)
+
+    def _heard(self, worker: WorkerProcess, said: Said) -> None:
+        if isinstance(said, Ready):
+            worker.style, self.lowest = said.style, said.lowest
+            if self._settings.memory_gib is not None:
+                worker.loaded_bytes = worker.grown_bytes()
+        elif isinstance(said, Refused):
+            if said.is_setting:
+                raise ConfigError(said.message)
+            raise RewardError(
+                f"the reward {self._source.function!r} cannot be loaded:\n{said.message}"
+            )
+        else:
+            self._reported(worker, said)
+
+    def _reported(self, worker: WorkerProcess, report: Report) -> None:
+        call = self._calls[report.ticket]
+        together = [c for t in worker.under_way if (c := self._calls[t]).work == call.work]
+        is_shared = report.num_answers > 1
+        worker.under_way.remove(report.ticket)
+        if call.is_cancelled:
+            del self._calls[report.ticket]
+        elif report.score is not None:
+            del self._calls[report.ticket]
+            self._delivery.scored(call, report.score, seconds=report.seconds)
+        elif report.ending in ("raised", "no_score"):
+            self._delivery.broke(
+                together if is_shared else [call],
+                words=report.words,
+                is_exception=report.ending == "raised",
+            )
+        elif report.ending == "memory":
+            self._crashed(call, "memory", self._too_much())
+        elif is_shared:  # which of them is to blame cannot be seen
+            self._retry_alone(call)
+        else:
+            self._fail(call, "timeout", self._too_long())
+        worker.is_ending |= report.ending == "memory"
+        if worker.is_ending and not worker.under_way:
+            self._dismissed(worker)
+            self._kill(worker)
+
+    def _crashed(self, call: Call, failure: Failure, detail: str) -> None:
+        """A worker was lost over this answer, and perhaps others: it is tried once more, alone."""
+        call.crashes += 1
+        if call.crashes > 1:
+            self._fail(call, failure, detail)
+        else:
+            self._retry_alone(call)
+
+    def _fail(self, call: Call, failure: Failure, detail: str) -> None:
+        del self._calls[call.ticket]
+        self._delivery.failed(call, failure, seconds=self._clock() - call.began, detail=detail)
+
+    def _too_long(self) -> str:
+        return f"it took more than {self._settings.time_limit_seconds:g} seconds"
+
+    def _too_much(self) -> str:
+        limit = self._settings.memory_gib
+        return "it ran out of memory twice" + ("" if limit is None else f" (limit {limit:g} GiB)")
+
+    def _retry_alone(self, call: Call) -> None:
+        call.is_alone = True
+        self._alone.append(call)
+
+    def _lost(self, worker: WorkerProcess) -> None:
+        """A worker is gone: its answers are tried once more, each alone."""
+        calls = self._dismissed(worker)
+        status = worker.end()
+        if worker.style is None:
+            raise RewardError(
+                f"a worker ended with status {status} while it loaded the reward "
+                f"{self._source.function!r}; the module must not end the process"
+            )
+        self.stats.died += 1
+        for call in calls:
+            self._crashed(call, "died", f"the worker ended with status {status}, twice")
+
+    def _dismissed(self, worker: WorkerProcess) -> list[Call]:
+        """The calls of a worker that is leaving, without the cancelled ones."""
+        self._workers.remove(worker)
+        calls = [self._calls[ticket] for ticket in worker.under_way]
+        for call in calls:
+            if call.is_cancelled:
+                del self._calls[call.ticket]
+        return [call for call in calls if not call.is_cancelled]
+
+    def _enforce_limits(self) -> None:
+        now = self._clock()
+        for worker in list(self._workers):
+            if worker.style is None:
+                if now - worker.began > _LOAD_SECONDS:
+                    raise RewardError(
+                        f"the reward {self._source.function!r} took more than "
+                        f"{_LOAD_SECONDS:.0f} seconds to load"
+                    )
+            elif any(
+                now >= self._calls[ticket].began + self._limit(worker.style)
+                for ticket in worker.under_way
+            ):
+                self._end_overdue(worker)
+            elif self._is_in_the_way(worker, now):
+                self._dismissed(worker)
+                self._kill(worker)
+        self._enforce_memory(now)
+
+    def _enforce_memory(self, now: float) -> None:
+        """End workers that take too much together with what they started."""
+        limit = self._settings.memory_gib
+        if limit is None or now < self._next_measure:
+            return
+        self._next_measure = now + _MEASURE_SECONDS
+        for worker in [worker for worker in self._workers if worker.under_way]:
+            if worker.grown_bytes() > limit * (1 << 30):
+                calls = self._dismissed(worker)
+                self._kill(worker)
+                for call in calls:
+                    self._crashed(call, "memory", self._too_much())
+
+    def _end_overdue(self, worker: WorkerProcess) -> None:
+        """A call takes too long.
+
+        Where others are under way too, any of them may be to blame: one that shares its call, or an
+        async one that does not let the others go on. Then each is tried again alone.
+        """
+        is_shared = len(worker.under_way) > 1
+        calls = self._dismissed(worker)
+        self._kill(worker)
+        for call in calls:
+            if is_shared:
+                self._retry_alone(call)
+            else:
+                self._fail(call, "timeout", self._too_long())
+
+    def _is_in_the_way(self, worker: WorkerProcess, now: float) -> bool:
+        return self._could_be_in_the_way(worker) and now >= worker.began + _GRACE_SECONDS
+
+    def _could_be_in_the_way(self, worker: WorkerProcess) -> bool:
+        """Whether a worker is only busy with answers nobody wants, while others wait."""
+        return (
+            bool(worker.under_way)
+            and bool(self._waiting or self._alone)
+            and all(self._calls[ticket].is_cancelled for ticket in worker.under_way)
+        )
+
+    def _kill(self, worker: WorkerProcess) -> None:
+        worker.end()
+        self.stats.killed += 1
+
+    def _limit(self, style: CallStyle) -> float:
+        grace = _GRACE_SECONDS if style.is_async else 0.0
+        return self._settings.time_limit_seconds + grace
+
+    def _seconds_to_limit(self) -> float | None:
+        now = self._clock()
+        moments = []
+        for worker in self._workers:
+            if worker.style is None:
+                moments.append(worker.began + _LOAD_SECONDS)
+                continue
+            if self._could_be_in_the_way(worker):
+                moments.append(worker.began + _GRACE_SECONDS)
+            limit = self._limit(worker.style)
+            moments += [self._calls[ticket].began + limit for ticket in worker.under_way]
+            if worker.under_way and self._settings.memory_gib is not None:
+                moments.append(self._next_measure)
+        return max(0.0, min(moments) - now) if moments else None

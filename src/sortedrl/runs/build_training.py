@@ -1,0 +1,284 @@
+"""The models of a training run, from its settings.
+
+A training run from its settings, new or as a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.buffer_file import load_buffer
+from sortedrl.core.clock import WallClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Record
+from sortedrl.core.loop import Loop
+from sortedrl.core.recorder import Journal, JournalState
+from sortedrl.data.chat import Tokenizer
+from sortedrl.data.stream import PromptStream, TokenizedRow
+from sortedrl.engines.generation import RolloutEngine
+from sortedrl.errors import CheckpointError
+from sortedrl.models.loading import load_model
+from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
+from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
+from sortedrl.training.checkpoint import read_state
+from sortedrl.training.critic import Critic, CriticTrainer
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.fsdp.checkpoint import is_sharded, read_joined
+from sortedrl.training.lora import add_adapters, load_adapters, trained_parameters
+from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.overlap import OverlappedTrainer
+from sortedrl.training.run_trainer import LocalTrainer, RunTrainer, plain_tensors, read_trainer
+from sortedrl.training.trainer import AdapterReference, CopiedReference, PolicyTrainer
+from sortedrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from sortedrl.runs.build_cluster import RunningCluster
+
+
+PRECISIONS = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def trained_model(
+    settings: TrainSettings | SupervisedSettings,
+    *,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> PreTrainedModel:
+    """The model that is trained, with new adapters if it has any.
+
+    It is that of the settings, unless another source, precision or device is given.
+    """
+    model = load_model(
+        source or settings.model,
+        dtype=dtype or PRECISIONS[settings.precision],
+        device=device or settings.device,
+    )
+    if settings.lora.rank is not None:
+        add_adapters(model, settings.lora, seed=settings.seed)
+    if settings.passes.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def first_model(
+    settings: TrainSettings, *, dtype: torch.dtype | None = None, device: str | None = None
+) -> PreTrainedModel:
+    """The model that the run began with, once more."""
+    return load_model(
+        settings.model,
+        dtype=dtype or PRECISIONS[settings.precision],
+        device=device or settings.device,
+    )
+
+
+def total_steps(settings: TrainSettings, *, num_rows: int) -> int:
+    """Steps of the optimiser in the whole run, to which the learning rate is stretched."""
+    updates = settings.updates_expected(num_rows=num_rows)
+    return updates * settings.optimiser.steps * settings.optimiser.epochs
+
+
+_TRIED_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingParts:
+    """The parts of a training run."""
+
+    loop: Loop
+    engine: RolloutEngine
+    trainer: RunTrainer
+    prompts: PromptStream
+    text: Callable[[Trajectory], str]
+    """An answer as a person reads it."""
+    clock: WallClock
+    numbers: Callable[[], Mapping[str, float]]
+    """What else is worth a line with every update: the hand-overs of a cluster."""
+
+    def close(self) -> None:
+        """Let go of engine and trainer."""
+        try:
+            self.engine.close()
+        finally:
+            self.trainer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to go on from."""
+
+    folder: Path
+    state: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Saved:
+        """The checkpoint in a folder, whose files were verified before."""
+        return cls(folder, read_state(folder))
+
+
+def training_parts(
+    settings: TrainSettings,
+    rows: Sequence[TokenizedRow],
+    *,
+    tokenizer: Tokenizer,
+    pool: RewardPool,
+    record: Record,
+    saved: Saved | None,
+    cluster: RunningCluster | None = None,
+    held_out_tokens: int = 0,
+    tell: Callable[[str], None],
+) -> TrainingParts:
+    """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
+
+    The parts must be closed in the end.
+    """
+    prompts = _prompts(settings, rows, saved)
+    longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
+    tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
+    trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
+    if cluster is not None:
+        engine: RolloutEngine = cluster.engine(longest_prompt=longest, prompts=tried)
+        if engine.version != trainer.version:
+            engine.load_weights(trainer.weights())
+    else:
+        assert isinstance(trainer, LocalTrainer)
+        # As it stood: weights newer than the engine's version are handed over, and that is logged.
+        version = 0 if saved is None else saved.state["engine_version"]
+        world = RolloutWorld(
+            model=trainer.model,
+            tokenizer=tokenizer,
+            prompts=tried,
+            longest_prompt=longest,
+            version=trainer.version if settings.rollout.is_outside else version,
+        )
+        engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
+    state = None if saved is None else JournalState.from_json(saved.state["journal"])
+    clock = WallClock(start=0.0 if state is None else state.seconds)
+    overlap = None
+    if settings.is_overlapped:
+        trainer = overlap = OverlappedTrainer(trainer, seconds=clock.seconds)
+    buffer = (
+        Buffer(unit_size=settings.schedule.unit_size)
+        if saved is None
+        else Buffer.from_state(load_buffer(saved.folder / "buffer.bin"))
+    )
+
+    def text(trajectory: Trajectory) -> str:
+        return tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+
+    loop = Loop(
+        prompts=prompts,
+        buffer=buffer,
+        controller=Controller(settings.schedule),
+        engine=engine,
+        scorer=PoolScorer(pool, text=text, seconds=clock.seconds),
+        trainer=trainer,
+        journal=Journal(record, clock=clock, state=state),
+        seed=settings.seed,
+        queue=settings.rollout.queue,
+        overlap=overlap,
+    )
+    return TrainingParts(
+        loop=loop,
+        engine=engine,
+        trainer=trainer,
+        prompts=prompts,
+        text=text,
+        clock=clock,
+        numbers=dict if cluster is None else cluster.numbers,
+    )
+
+
+def _prompts(
+    settings: TrainSettings, rows: Sequence[TokenizedRow], saved: Saved | None
+) -> PromptStream:
+    position = 0 if saved is None else saved.state["position"]
+    prompts = PromptStream(rows, epochs=settings.epochs, seed=settings.seed, position=position)
+    if saved is not None and prompts.fingerprint != saved.state["fingerprint"]:
+        raise CheckpointError(
+            f"{saved.folder}: the run was begun on other rows than the {len(rows)} of "
+            f"{settings.task}; resume it on the same data, or begin a new run (another --out)"
+        )
+    return prompts
+
+
+def _trainer(
+    settings: TrainSettings,
+    *,
+    num_rows: int,
+    saved: Saved | None,
+    cluster: RunningCluster | None,
+) -> RunTrainer:
+    if cluster is not None and settings.cluster.trainer_ranks:
+        return cluster.trainer(
+            num_rows=num_rows,
+            saved=None if saved is None else (saved.folder, saved.state["trainer"]),
+        )
+    is_spread = saved is not None and is_sharded(saved.folder)
+    has_adapters = settings.lora.rank is not None
+    source = None if saved is None or has_adapters or is_spread else saved.folder / "model"
+    model = trained_model(settings, source=source)
+    if saved is not None and has_adapters:
+        load_adapters(model, saved.folder)
+    is_shared = cluster is None and not settings.rollout.is_outside
+    policy = _policy_trainer(settings, model, num_rows=num_rows, is_shared=is_shared)
+    if saved is not None and is_spread:
+        read_joined(policy, saved.folder, model=model, counters=saved.state["trainer"])
+    elif saved is not None:
+        read_trainer(policy, saved.folder, saved.state["trainer"])
+    return LocalTrainer(policy, model=model)
+
+
+def _policy_trainer(
+    settings: TrainSettings, model: PreTrainedModel, *, num_rows: int, is_shared: bool
+) -> PolicyTrainer:
+    """`is_shared`: the engine writes with the very tensors that are trained."""
+    algorithm, optimisation = settings.algorithm, settings.optimiser
+    steps = total_steps(settings, num_rows=num_rows)
+    is_compiled = settings.passes.compiled
+    policy = PackedModel(
+        model,
+        temperature=settings.rollout.temperature,
+        is_compiled=model.device.type == "cuda" if is_compiled is None else is_compiled,
+    )
+    reference: AdapterReference | CopiedReference | None = None
+    if algorithm.kl > 0 and settings.lora.rank is not None:
+        reference = AdapterReference(policy)
+    elif algorithm.kl > 0:
+        reference = CopiedReference(first_model(settings), temperature=policy.temperature)
+    critic = None
+    if algorithm.has_critic:
+        values = Critic(first_model(settings))
+        critic = CriticTrainer(
+            values,
+            Optimiser(values.learned(), optimisation, total_steps=steps),
+            settings=optimisation,
+            budget=settings.passes.tokens,
+        )
+    optimiser = Optimiser(
+        trained_parameters(model), optimisation, total_steps=steps, computes_in=model.dtype
+    )
+    return PolicyTrainer(
+        policy,
+        optimiser,
+        settings=settings,
+        reference=reference,
+        critic=critic,
+        tensors=None if is_shared else partial(plain_tensors, model),
+    )

@@ -1,0 +1,293 @@
+"""What devices can do, and what a model's shape then costs on them.
+
+The arithmetic is that of the simulator's machines. What differs from their data sheets: launching
+the kernels of a step costs the same for every layer, matrices narrower than `full_width` reach a
+share of the speed of wide ones, and on one device the weights are shared, so handing them over
+takes no time.
+
+Several devices, of one machine, share the work evenly. A layer that is spread over some of them
+adds up its results twice in a step. In every pass of an update the trainer brings its weights
+together, forward and backward, and spreads its gradients out; that hides behind the computing as
+far as the computing takes longer.
+
+What the memory of a run depends on: the model, the answers, the passes, the devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from sortedrl.config.cluster import Layout
+from sortedrl.config.schedule import require
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.models.shape import Shape
+from sortedrl.simulate.costs import Costs, Machine
+
+# Weight, master, gradient and both moments are read and all but the gradient written.
+_OPTIMISER_BYTES = 34
+_GRADIENT_BYTES = 4
+_ALL_REDUCE_SECONDS = 20e-6
+# Offloaded weights are stepped by the cores of the host, from its memory.
+_HOST_BANDWIDTH = 300e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One device, as it performs."""
+
+    text: str
+    memory_bytes: int | None
+    """`None`: what the machine has."""
+    bandwidth: float
+    """Bytes per second from its memory."""
+    flops: float
+    """Operations per second that wide matrices reach."""
+    layer_seconds: float
+    """Launching the kernels of one layer of a decode step."""
+    sequence_seconds: float
+    """Sampling and bookkeeping for one running sequence."""
+    full_width: int = 1
+    """Hidden width from which on matrices reach `flops`."""
+    decode_flops: float | None = None
+    """Where decoding is bound by compute: operations per second of its narrow products."""
+    link: float = 300e9
+    """Bytes per second to other devices of the same machine, as collectives reach them."""
+    host_link: float = 50e9
+    """Bytes per second to and from the memory of the host."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether weights are kept in 16 bits on it."""
+        return self.decode_flops is None
+
+    def costs(self, shape: Shape, *, number_bytes: int, layout: Layout | None = None) -> Costs:
+        """The constants of the simulator for a model on it, or on as many as the layout has."""
+        layout = Layout() if layout is None else layout
+        narrow = 0.0 if self.decode_flops is None else 2 * shape.parameters / self.decode_flops
+        sums = 0.0 if layout.tensor_parallel == 1 else 2 * _ALL_REDUCE_SECONDS
+        costs = Machine(
+            parameters=shape.parameters,
+            weight_bytes_per_parameter=number_bytes,
+            cache_bytes_per_token=shape.cache_token_bytes(number_bytes),
+            bandwidth=self.bandwidth,
+            flops=self.flops * min(1.0, shape.hidden / self.full_width),
+            overhead_seconds=(self.layer_seconds + sums) * shape.layers,
+            sequence_seconds=self.sequence_seconds + narrow,
+            devices=layout.devices,
+            tensor_parallel=layout.tensor_parallel,
+        ).costs()
+        bandwidth = _HOST_BANDWIDTH if layout.offload else layout.devices * self.bandwidth
+        return replace(
+            costs,
+            hand_over_seconds=0.0 if layout.devices == 1 else costs.hand_over_seconds,
+            update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
+        )
+
+    def pass_seconds(self, shape: Shape, *, number_bytes: int, layout: Layout) -> float:
+        """Of one pass of an update: bringing weights together and spreading gradients out."""
+        if layout.devices == 1:
+            return 0.0
+        moved = (2 * number_bytes + _GRADIENT_BYTES) * shape.parameters
+        # Each device has its share at the host, and all fetch theirs at the same time.
+        fetched = moved / layout.devices / self.host_link if layout.offload else 0.0
+        return moved / self.link + fetched
+
+
+def h200() -> Card:
+    """One H200: the constants of the native engine's benchmark on it.
+
+    62 us per layer and 2 us per sequence give 51,800 tokens/s for the shape of Qwen2.5-1.5B with
+    256 slots and 1,088 tokens of context each (measured: 50,200), and 91,000 for SmolLM2-135M
+    with 320 tokens of context (measured: 106,000).
+    """
+    return Card(
+        text="NVIDIA H200, 141 GB (near measured numbers)",
+        memory_bytes=143_771 << 20,
+        bandwidth=4.23e12,
+        flops=500e12,
+        layer_seconds=62e-6,
+        sequence_seconds=2e-6,
+        full_width=1440,
+    )
+
+
+def h100() -> Card:
+    """One H100 with 80 GB: as the H200, with 3.35 TB/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA H100, 80 GB (arithmetic, not measured)",
+        memory_bytes=81_559 << 20,
+        bandwidth=3.35e12,
+    )
+
+
+def a100() -> Card:
+    """One A100 with 80 GB: 2.04 TB/s, 200 of 312 TFLOP/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA A100, 80 GB (arithmetic, not measured)",
+        memory_bytes=81_920 << 20,
+        bandwidth=2.04e12,
+        flops=200e12,
+        link=200e9,
+        host_link=25e9,
+    )
+
+
+def rtx_4090() -> Card:
+    """One RTX 4090: 1.0 TB/s, 90 of 165 TFLOP/s (arithmetic, not measured)."""
+    return replace(
+        h200(),
+        text="NVIDIA RTX 4090, 24 GB (arithmetic, not measured)",
+        memory_bytes=24_564 << 20,
+        bandwidth=1.0e12,
+        flops=90e12,
+        link=20e9,
+        host_link=25e9,
+    )
+
+
+def cpu() -> Card:
+    """Two CPU cores in fp32: the simulator's laptop, with 30 GFLOP/s in decoding.
+
+    0.7 ms per layer make a step of 6 ms for one row of a model with 6.5 M parameters and 6 layers
+    (measured: 6 ms). With 32 slots it gives 1,650 tokens/s for that model (measured with the tail
+    of a batch included, when slots stand empty: 1,250) and 151 for 88 M (measured: 154 to 204).
+    """
+    return Card(
+        text="two CPU cores (near measured numbers)",
+        memory_bytes=None,
+        bandwidth=20e9,
+        flops=60e9,
+        layer_seconds=0.7e-3,
+        sequence_seconds=0.0,
+        decode_flops=30e9,
+        link=5e9,
+        host_link=20e9,
+    )
+
+
+CARDS = {"h100": h100, "h200": h200, "a100": a100, "rtx-4090": rtx_4090, "cpu": cpu}
+
+
+def card_named(name: str) -> Card:
+    """The card of that name."""
+    if name not in CARDS:
+        raise ConfigError(unknown_name("hardware", name, CARDS))
+    return CARDS[name]()
+
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+BLOCK_TOKENS = 32
+"""Tokens of one block of the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What memory depends on."""
+
+    shape: Shape
+    slots: int
+    max_tokens: int
+    prompt_tokens: int
+    """The longest prompt."""
+    pass_tokens: int
+    precision: Precision
+    is_gpu: bool = True
+    has_reference: bool = False
+    has_critic: bool = False
+    has_engine_copy: bool = False
+    """Whether the engine has weights of its own on the same device."""
+    lora_rank: int | None = None
+    gradient_checkpointing: bool = False
+    cache_bytes: int | None = None
+    """What the cache of a device may take; by default what all slots can fill."""
+    layout: Layout = field(default_factory=Layout)
+    """The devices, and how they share the run."""
+
+    def __post_init__(self) -> None:
+        """Refuse an answer that the model has no room for, and heads that cannot be shared out."""
+        require(
+            self.prompt_tokens < self.shape.context,
+            f"the model's context of {self.shape.context:,} tokens must hold the prompt and "
+            f"an answer, got prompts of up to {self.prompt_tokens:,}; lower max_prompt_tokens",
+        )
+        require(
+            self.shape.heads % self.layout.tensor_parallel == 0,
+            f"layout.tensor_parallel must divide the {self.shape.heads} heads of the model, got "
+            f"{self.layout.tensor_parallel}",
+        )
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number of the weights, the cache and the activations."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Prompt and answer at their longest."""
+        return min(self.shape.context, self.prompt_tokens + self.max_tokens)
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Numbers of the adapters."""
+        return (self.lora_rank or 0) * self.shape.linear_width
+
+    @property
+    def trained_parameters(self) -> int:
+        """Numbers of the policy that an update changes."""
+        return self.shape.parameters if self.lora_rank is None else self.adapter_parameters
+
+    @property
+    def engine_slots(self) -> int:
+        """Slots of one engine, where there are several."""
+        return -(-self.slots // self.layout.engines)
+
+    @property
+    def engine_bytes(self) -> int:
+        """A device's share of the engine's own weights; a trainer that is spread out shares none.
+
+        >>> from sortedrl.models.shape import KNOWN_SHAPES
+        >>> one = Demand(
+        ...     shape=KNOWN_SHAPES["Qwen/Qwen2.5-32B"],
+        ...     slots=128,
+        ...     max_tokens=8192,
+        ...     prompt_tokens=512,
+        ...     pass_tokens=8192,
+        ...     precision="bfloat16",
+        ...     layout=Layout(devices=8, tensor_parallel=8),
+        ... )
+        >>> round(one.engine_bytes / 1e9, 1)
+        8.2
+        """
+        has_copy = self.has_engine_copy or self.layout.devices > 1
+        whole = self.shape.parameters * self.number_bytes
+        return -(-whole // self.layout.tensor_parallel) if has_copy else 0
+
+    @property
+    def cache_token_bytes(self) -> int:
+        """A device's share of the keys and values of one token; a head is never cut."""
+        heads = -(-self.shape.kv_heads // self.layout.tensor_parallel)
+        return replace(self.shape, kv_heads=heads).cache_token_bytes(self.number_bytes)
+
+    @property
+    def sequence_cache_bytes(self) -> int:
+        """The cache of the longest answer, in whole blocks."""
+        blocks = -(-self.sequence_tokens // BLOCK_TOKENS)
+        return blocks * self._block_bytes
+
+    @property
+    def full_cache_bytes(self) -> int:
+        """The cache if every slot holds the longest answer; one block is nobody's."""
+        return self.engine_slots * self.sequence_cache_bytes + self._block_bytes
+
+    @property
+    def least_cache_bytes(self) -> int:
+        """The least that works: one answer at a time at the longest."""
+        return self.sequence_cache_bytes + self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK_TOKENS * self.cache_token_bytes

@@ -1,0 +1,234 @@
+"""The memory of a run on one device, part by part.
+
+On a single device the policy and the native engine share their weights. What an update needs for
+its passes is free while the engine writes, and the other way round, so of these two only the
+larger one counts. The parts add up to the total.
+
+Of several devices each holds an even share of what the trainer holds, and brings the layers of a
+pass together as they are needed. The engine's own weights and its cache stay where they are
+during an update; a run that frees them in between has room to spare.
+
+Per trained parameter: 4 bytes of gradient and 8 of moments, all fp32; if the weights have 16 bits,
+4 more for their fp32 master.
+Per token of a pass and layer, kept for the backward pass: each of two norms keeps its input in
+fp32 and its result twice, attention its queries, keys, values and result, and the feed-forward
+part four times its inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sortedrl.config.cluster import Layout
+from sortedrl.models.shape import Shape
+from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
+
+__all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "memory_plan", "planned"]
+
+_FULL, _MOMENTS, _GRADIENT = 4, 8, 4
+_CHUNK_BYTES = {False: 64 << 20, True: 256 << 20}
+_ENGINE_LOGITS_BYTES = 1 << 30
+_GPU_SHARE, _CPU_SHARE = 0.94, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Bytes by what they are for."""
+
+    weights: int
+    """The policy, which the native engine of a single device shares; with its adapters."""
+    masters: int
+    """fp32 copies that the optimiser works on, of 16-bit weights."""
+    moments: int
+    """The two moments of AdamW."""
+    gradients: int
+    """Summed in fp32 over the passes of an update."""
+    reference: int
+    """The model of the divergence; adapters need none."""
+    critic: int
+    """The second model of PPO, with masters, moments and gradients."""
+    engine: int
+    """The engine's own weights, if it has some."""
+    gathered: int
+    """Weights and gradients of the layers at work, of a trainer that is spread out."""
+    cache: int
+    """Keys and values of running answers."""
+    activations: int
+    """What one pass keeps for its backward pass."""
+    logits: int
+    """One chunk of logits forward and backward, and the gradient of the output layer."""
+    rollout: int
+    """What a pass of the engine needs beyond activations and logits of an update."""
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.fixed + self.cache
+
+    @property
+    def fixed(self) -> int:
+        """All but the cache, which takes what is left."""
+        passes = self.gathered + self.activations + self.logits + self.rollout
+        return self.held + self.engine + passes
+
+    @property
+    def held(self) -> int:
+        """What the trainer keeps all the time."""
+        policy = self.weights + self.masters + self.moments + self.gradients
+        return policy + self.reference + self.critic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The memory of a run."""
+
+    demand: Demand
+    parts: Parts
+
+    @property
+    def least(self) -> int:
+        """The bytes below which it cannot run."""
+        return self.parts.fixed + self.demand.least_cache_bytes
+
+    def usable(self, device_bytes: int) -> int:
+        """What a run can take of a device: the rest is for its driver and for gaps."""
+        return int(device_bytes * (_GPU_SHARE if self.demand.is_gpu else _CPU_SHARE))
+
+    def can_run(self, device_bytes: int) -> bool:
+        """Whether it runs at all, if only with a small cache."""
+        return self.least <= self.usable(device_bytes)
+
+    def cache_bytes(self, device_bytes: int) -> int:
+        """The cache that a device has room for, at most what the slots can fill."""
+        return max(0, min(self.parts.cache, self.usable(device_bytes) - self.parts.fixed))
+
+    def cache_tokens(self, device_bytes: int) -> int:
+        """Tokens that the caches of all engines hold, prompts included."""
+        demand = self.demand
+        return demand.layout.engines * (self.cache_bytes(device_bytes) // demand.cache_token_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the hosts of all devices hold in their place."""
+        alone = replace(self.demand, layout=Layout())
+        return planned(alone).parts.held if self.demand.layout.offload else 0
+
+
+def memory_plan(
+    shape: Shape,
+    *,
+    slots: int,
+    max_tokens: int,
+    prompt_tokens: int,
+    pass_tokens: int,
+    precision: Precision,
+    is_gpu: bool = True,
+    has_reference: bool = False,
+    has_critic: bool = False,
+    has_engine_copy: bool = False,
+    lora_rank: int | None = None,
+    gradient_checkpointing: bool = False,
+    cache_bytes: int | None = None,
+    layout: Layout | None = None,
+) -> MemoryPlan:
+    """The memory that training a model of this shape takes."""
+    return planned(
+        Demand(
+            shape=shape,
+            slots=slots,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            pass_tokens=pass_tokens,
+            precision=precision,
+            is_gpu=is_gpu,
+            has_reference=has_reference,
+            has_critic=has_critic,
+            has_engine_copy=has_engine_copy,
+            lora_rank=lora_rank,
+            gradient_checkpointing=gradient_checkpointing,
+            cache_bytes=cache_bytes,
+            layout=Layout() if layout is None else layout,
+        )
+    )
+
+
+def planned(demand: Demand) -> MemoryPlan:
+    """The memory of a demand."""
+    shape, size = demand.shape, demand.number_bytes
+    trained = demand.trained_parameters
+    is_half, has_adapters = size < _FULL, demand.lora_rank is not None
+    cache = demand.full_cache_bytes
+    if demand.cache_bytes is not None:
+        cache = min(cache, demand.cache_bytes)
+    gathered, activations, logits = _gathered(demand), _activations(demand), _logits(demand)
+
+    def share(num_bytes: int) -> int:
+        return 0 if demand.layout.offload else -(-num_bytes // demand.layout.devices)
+
+    return MemoryPlan(
+        demand=demand,
+        parts=Parts(
+            # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
+            weights=share(shape.parameters * size + demand.adapter_parameters * _FULL),
+            masters=share(trained * _FULL if is_half and not has_adapters else 0),
+            moments=share(trained * _MOMENTS),
+            gradients=share(trained * _GRADIENT),
+            reference=share(
+                shape.parameters * size if demand.has_reference and not has_adapters else 0
+            ),
+            critic=share(_critic(shape, size) if demand.has_critic else 0),
+            engine=demand.engine_bytes,
+            gathered=gathered,
+            cache=cache,
+            activations=activations,
+            logits=logits,
+            rollout=max(0, _rollout(demand) - gathered - activations - logits),
+        ),
+    )
+
+
+def _critic(shape: Shape, size: int) -> int:
+    """A copy of the policy whose output layer is there but not trained, and a value head."""
+    trained = shape.parameters - shape.output_parameters
+    held = _MOMENTS + _GRADIENT + (_FULL if size < _FULL else 0)
+    head = (shape.hidden + 1) * (_FULL + _MOMENTS + _GRADIENT)
+    return shape.parameters * size + trained * held + head
+
+
+def _activations(demand: Demand) -> int:
+    """Kept by a pass, and the working memory of the layer whose gradient is being computed."""
+    shape, size = demand.shape, demand.number_bytes
+    norm = (_FULL + 2 * size) * shape.hidden
+    attention = 2 * size * (shape.heads + shape.kv_heads) * shape.head_dim
+    layer = 2 * norm + attention + 4 * size * shape.inner
+    kept = shape.layers * (size * shape.hidden if demand.gradient_checkpointing else layer)
+    working = layer * (2 if demand.gradient_checkpointing else 1)
+    # An answer is never cut, so a pass is at least as long as the longest one.
+    tokens = max(demand.pass_tokens, demand.sequence_tokens)
+    return tokens * (kept + working + norm)
+
+
+def _gathered(demand: Demand) -> int:
+    """The embedding and the output layer, a layer and the next one, and a layer's gradients."""
+    if demand.layout.devices == 1:
+        return 0
+    shape, size = demand.shape, demand.number_bytes
+    ends = shape.vocabulary * shape.hidden + shape.output_parameters
+    layer = -(-(shape.parameters - ends) // shape.layers)
+    return (ends + 2 * layer) * size + layer * (_GRADIENT if demand.lora_rank is None else 0)
+
+
+def _logits(demand: Demand) -> int:
+    shape = demand.shape
+    chunk = max(_CHUNK_BYTES[demand.is_gpu], _FULL * shape.vocabulary)
+    output = 0 if demand.lora_rank is not None else shape.vocabulary * shape.hidden * _FULL
+    return 2 * chunk + output
+
+
+def _rollout(demand: Demand) -> int:
+    """The engine's largest pass: logits of the sampled rows, in the weights' precision and fp32."""
+    most = _ENGINE_LOGITS_BYTES // (_FULL * demand.shape.vocabulary)
+    slots = demand.engine_slots
+    rows = slots + (max(256, 2048 - slots) if demand.is_gpu else 256)
+    sampled = max(slots, min(rows, most))
+    return sampled * demand.shape.vocabulary * (_FULL + demand.number_bytes)

@@ -1,0 +1,255 @@
+"""What a run will be like: its rounds, updates, bubble and hours, from the simulator.
+
+The loop is the real one, on a virtual clock with the costs of a card and lengths that are given or
+guessed. Only the first groups are simulated; counts and hours grow with the prompts from there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from sortedrl.config.schedule import EngineSettings, Schedule, require
+from sortedrl.core.buffer import open_group
+from sortedrl.runs.plan.cards import Card, Demand
+from sortedrl.runs.plan.memory import MemoryPlan
+from sortedrl.simulate.compare import Outcome, simulate
+from sortedrl.simulate.costs import Costs, CostSettings
+from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.simulate.settings import Simulation
+from sortedrl.types import Prompt
+
+_MOST_GROUPS, _MOST_GROUPS_OF_SEVERAL = 4, 16
+_MOST_TRAJECTORIES = 16384
+_GUESSED_SHARE = 1097 / 8192
+_SAMPLE = 1024
+_FORWARD, _BACKWARD, _BACKWARD_ADAPTERS = 2, 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlan:
+    """The course of a run: counted as far as it was simulated, in proportion beyond."""
+
+    prompts: int
+    """Rows times epochs."""
+    trajectories: int
+    groups: int
+    """How often prompts are loaded."""
+    rounds: int
+    updates: int
+    updates_per_epoch: float
+    rounds_bound: int | None
+    staleness_bound: int | None
+    simulated_prompts: int
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether the run is longer than what was simulated."""
+        return self.simulated_prompts < self.prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The simulator's numbers for a run."""
+
+    schedule: SchedulePlan
+    slots: int
+    """Answers that run at the same time, as far as the cache has room for them."""
+    mean_length: float
+    bubble: float
+    goodput: float
+    """Trained tokens per second of rollout."""
+    trained_per_second: float
+    """Trained tokens per second of everything."""
+    rollout_share: float
+    """Share of the time in which answers are written."""
+    mean_staleness: float
+    hours: float
+    sync_bubble: float
+    """The same run with strategy sync."""
+    sync_goodput: float
+    sync_hours: float
+    are_lengths_guessed: bool
+
+
+def guessed_lengths(
+    max_tokens: int, *, mean: float | None = None, sigma: float = 1.0, prompt_tokens: int = 256
+) -> LengthSettings:
+    """A long-tailed guess: lognormal with this mean, or as far below the limit as the paper's."""
+    require(mean is None or mean > 0, f"the mean length must be positive, got {mean}")
+    median = _GUESSED_SHARE * max_tokens if mean is None else mean / math.exp(sigma**2 / 2)
+    return LengthSettings(median=max(1.0, median), sigma=sigma, prompt_tokens=prompt_tokens)
+
+
+def predict(
+    memory: MemoryPlan,
+    schedule: Schedule,
+    *,
+    card: Card,
+    device_bytes: int,
+    num_rows: int,
+    epochs: int = 1,
+    max_updates: int | None = None,
+    batch_epochs: int = 1,
+    has_first_pass: bool = False,
+    lengths: LengthSettings | None = None,
+    prompt_tokens: int | None = None,
+) -> Prediction:
+    """The numbers of a run on a card; lengths that are not given are guessed.
+
+    `prompt_tokens` is the mean for the guess, by default the longest.
+
+    `batch_epochs` is how often an update goes through its batch, and `has_first_pass` whether it
+    computes the log-probabilities of the whole batch before it learns: for several steps, or for a
+    divergence in the reward.
+    """
+    demand = memory.demand
+    room = min(demand.max_tokens, demand.shape.context - demand.prompt_tokens)
+    known = lengths or guessed_lengths(room, prompt_tokens=prompt_tokens or demand.prompt_tokens)
+    drawn = _drawn_lengths(known, demand)
+    mean = sum(drawn) / len(drawn)
+    # A long answer is met more often in a slot than it is drawn, on average half written.
+    resident = known.prompt_tokens + sum(n * n for n in drawn) / (2 * sum(drawn))
+    slots = max(1, min(demand.slots, int(memory.cache_tokens(device_bytes) / resident)))
+    costs = _costs(
+        demand,
+        card=card,
+        work=_work(demand, batch_epochs=batch_epochs, has_first_pass=has_first_pass),
+        # An update goes through the prompts as well, and the simulator counts answers only.
+        longer=1 + known.prompt_tokens / mean,
+    )
+    simulation = _simulation(
+        schedule,
+        prompts=num_rows * epochs,
+        engine=EngineSettings(slots=slots, max_tokens=room),
+        lengths=known,
+        costs=CostSettings(hardware="ticks", **asdict(costs)),
+        most_groups=_MOST_GROUPS if demand.layout.devices == 1 else _MOST_GROUPS_OF_SEVERAL,
+    )
+    outcome = simulate(simulation)
+    sync = simulate(replace(simulation, schedule=_as_sync(schedule)))
+    course, sync_course = (
+        _course(one, num_rows=num_rows, epochs=epochs, max_updates=max_updates)
+        for one in (outcome, sync)
+    )
+    run = outcome.metrics.run
+    return Prediction(
+        schedule=course,
+        slots=slots,
+        mean_length=mean,
+        bubble=run.bubble,
+        goodput=run.goodput,
+        trained_per_second=run.trained_per_second,
+        rollout_share=run.rollout_seconds / run.seconds,
+        mean_staleness=run.mean_staleness,
+        hours=_hours(outcome, course),
+        sync_bubble=sync.metrics.run.bubble,
+        sync_goodput=sync.metrics.run.goodput,
+        sync_hours=_hours(sync, sync_course),
+        are_lengths_guessed=lengths is None,
+    )
+
+
+def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
+    """What things cost, with the work of this update; `longer` are its tokens per answer token."""
+    shape, size, layout = demand.shape, demand.number_bytes, demand.layout
+    costs = card.costs(shape, number_bytes=size, layout=layout)
+    scale = work / (_FORWARD + _BACKWARD) * longer
+    computing = costs.update_token_seconds * scale
+    if layout.devices == 1:
+        return replace(costs, update_token_seconds=computing)
+    models = 2 if demand.has_critic else 1
+    passes = models * card.pass_seconds(shape, number_bytes=size, layout=layout)
+    moving = passes * longer / (layout.devices * demand.pass_tokens)
+    return replace(
+        costs,
+        update_seconds=models * costs.update_seconds,
+        update_token_seconds=max(computing, moving),
+    )
+
+
+def _hours(outcome: Outcome, course: SchedulePlan) -> float:
+    run = outcome.metrics.run
+    return run.seconds / run.trajectories * course.trajectories / 3600
+
+
+def _simulation(
+    schedule: Schedule,
+    *,
+    prompts: int,
+    engine: EngineSettings,
+    lengths: LengthSettings,
+    costs: CostSettings,
+    most_groups: int,
+) -> Simulation:
+    """The first groups of a run; at least one, and no more than can be simulated in seconds.
+
+    What is loaded together is simulated as a whole: a smaller last load would be counted as often
+    as the others.
+    """
+    require(prompts >= 1, f"a run must have at least 1 prompt, got {prompts}")
+    groups = min(most_groups, max(1, _MOST_TRAJECTORIES // schedule.group_trajectories))
+    load = schedule.group_prompts
+    if schedule.strategy == "sync":
+        load = -(-schedule.update_batch // schedule.samples_per_prompt)
+    whole = groups * schedule.group_prompts
+    return Simulation(
+        prompts=min(prompts, whole - whole % load),
+        schedule=schedule,
+        engine=engine,
+        lengths=lengths,
+        costs=costs,
+    )
+
+
+def _course(
+    outcome: Outcome, *, num_rows: int, epochs: int, max_updates: int | None
+) -> SchedulePlan:
+    simulation, metrics = outcome.simulation, outcome.metrics
+    schedule, prompts = simulation.schedule, num_rows * epochs
+
+    def extrapolated(simulated: int, prompts: int) -> int:
+        return -(-simulated * prompts // simulation.num_prompts)
+
+    updates = extrapolated(metrics.run.updates, prompts)
+    until = prompts if max_updates is None else min(prompts, -(-prompts * max_updates // updates))
+    return SchedulePlan(
+        prompts=until,
+        trajectories=until * schedule.samples_per_prompt,
+        groups=extrapolated(len(metrics.groups), until),
+        rounds=extrapolated(len(metrics.rounds), until),
+        updates=updates if max_updates is None else min(updates, max_updates),
+        updates_per_epoch=updates / epochs,
+        rounds_bound=schedule.rounds_bound,
+        staleness_bound=schedule.staleness_bound,
+        simulated_prompts=simulation.num_prompts,
+    )
+
+
+def _as_sync(schedule: Schedule) -> Schedule:
+    return replace(
+        schedule,
+        strategy="sync",
+        mode="on_policy",
+        tolerance=None,
+        max_staleness=None,
+        lookahead=0,
+    )
+
+
+def _drawn_lengths(settings: LengthSettings, demand: Demand) -> list[int]:
+    lengths = Lengths(settings, seed=0, max_tokens=demand.max_tokens, samples_per_prompt=1)
+    prompts = [Prompt(id=number) for number in range(_SAMPLE)]
+    fresh = open_group(prompts, group=0, samples_per_prompt=1, seed=0)
+    return [lengths.length(trajectory, version=0) for trajectory in fresh]
+
+
+def _work(demand: Demand, *, batch_epochs: int, has_first_pass: bool) -> int:
+    """Operations of an update per parameter and token."""
+    again = _FORWARD if demand.gradient_checkpointing else 0
+    backward = _BACKWARD if demand.lora_rank is None else _BACKWARD_ADAPTERS
+    work = batch_epochs * (_FORWARD + again + backward)
+    work += _FORWARD * (has_first_pass + demand.has_reference)
+    if demand.has_critic:
+        work += _FORWARD + batch_epochs * (_FORWARD + again + _BACKWARD)
+    return work

@@ -1,0 +1,171 @@
+"""A supervised run: written answers in, a warm-started model out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sortedrl.cli.arguments import all_to_toml
+from sortedrl.config.sft import SupervisedSettings
+from sortedrl.core.logs import MetricsFile
+from sortedrl.data.chat import Tokenizer
+from sortedrl.data.rows import Row
+from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.errors import DataError
+from sortedrl.models.shape import shape_of
+from sortedrl.report.terminal import Advance, thousands
+from sortedrl.runs.build_engine import tokenizer_of
+from sortedrl.runs.build_training import trained_model
+from sortedrl.runs.folder import RunFolder
+from sortedrl.runs.training import Stopping, duration
+from sortedrl.tasks.catalogue import Task
+from sortedrl.training.batch import TokenSequence
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.lora import trained_parameters
+from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.run_trainer import export_model
+from sortedrl.training.sft import SupervisedStep, step_rows, supervised_steps
+
+_LINE_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedEnding:
+    """How a supervised run ended."""
+
+    steps: int
+    is_complete: bool
+    """Whether it came to its end, and was not stopped before."""
+    loss: float
+    """Mean over the last tenth of the steps, at most 50."""
+    answer_tokens: int
+    seconds: float
+
+
+def supervised_run(
+    settings: SupervisedSettings,
+    task: Task,
+    *,
+    stopping: Stopping,
+    advance: Advance,
+    tell: Callable[[str], None],
+) -> SupervisedEnding:
+    """Train on the responses of a task's rows, and leave the model in the run's folder."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    folder = RunFolder(settings.out)
+    folder.refuse_second_run()
+    tokenizer = tokenizer_of(settings.model)
+    sequences = _sequences(task, tokenizer, settings, tell=tell)
+    rows = step_rows(
+        [sequence.num_rows for sequence in sequences],
+        batch_tokens=settings.batch_tokens,
+        epochs=settings.epochs,
+        seed=settings.seed,
+    )[: settings.max_steps]
+    model = trained_model(settings)
+    optimiser = Optimiser(
+        trained_parameters(model),
+        settings.optimiser,
+        total_steps=len(rows),
+        computes_in=model.dtype,
+    )
+    policy = PackedModel(model)
+    done: list[SupervisedStep] = []
+    with ExitStack() as stack:
+        stack.enter_context(folder.left_as_found())
+        stack.enter_context(folder.begun(all_to_toml(settings, SupervisedSettings())))
+        metrics = stack.enter_context(closing(MetricsFile(folder.metrics)))
+        for step in supervised_steps(
+            policy,
+            optimiser,
+            sequences,
+            rows=rows,
+            budget=settings.passes.tokens,
+            max_bad=settings.optimiser.max_bad_updates,
+        ):
+            done.append(step)
+            metrics(_row(step))
+            line = _line(done, len(rows))
+            advance(line, step.step / len(rows))
+            if step.step % _LINE_EVERY == 0 or step.step == len(rows):
+                tell(line)
+            if stopping.is_asked:
+                break
+        export_model(model, tokenizer, folder.model)
+    return SupervisedEnding(
+        steps=len(done),
+        is_complete=len(done) == len(rows),
+        loss=_recent_loss(done),
+        answer_tokens=sum(step.answer_tokens for step in done),
+        seconds=sum(step.seconds for step in done),
+    )
+
+
+def _sequences(
+    task: Task, tokenizer: Tokenizer, settings: SupervisedSettings, *, tell: Callable[[str], None]
+) -> list[TokenSequence]:
+    """Prompts and responses that fit into the model's context together."""
+    for row in task.rows:
+        _refuse_without_response(row)
+    found = tokenized(task.rows, tokenizer, chat=settings.data.chat)
+    context = shape_of(settings.model).context
+    sequences = [TokenSequence(row.tokens, _response_tokens(row, tokenizer)) for row in found.rows]
+    fitting = [s for s in sequences if len(s.prompt) + len(s.answer) <= context]
+    if len(fitting) < len(sequences):
+        tell(
+            f"{task.name}: {len(sequences) - len(fitting)} of {len(sequences)} rows are left out, "
+            f"with their responses they have more than {context} tokens"
+        )
+    if not fitting:
+        raise DataError(task.name, f"no row fits into the model's context of {context} tokens")
+    return fitting
+
+
+def _refuse_without_response(row: Row) -> None:
+    response = row.fields.get("response")
+    if not isinstance(response, str) or not response:
+        raise DataError(
+            row.place,
+            f"supervised training needs a text in the field 'response', got {response!r:.80}",
+        )
+
+
+def _response_tokens(row: TokenizedRow, tokenizer: Tokenizer) -> Sequence[int]:
+    tokens = tokenizer.encode(str(row.fields["response"]), add_special_tokens=False)
+    end = tokenizer.eos_token_id
+    return tokens if end is None else [*tokens, end]
+
+
+def _row(step: SupervisedStep) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "epoch": step.epoch,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "learning_rate": step.learning_rate,
+        "answer_tokens": step.answer_tokens,
+        "tokens": step.tokens,
+        "seconds": step.seconds,
+    }
+
+
+def _line(done: Sequence[SupervisedStep], total: int) -> str:
+    recent = done[-_LINE_EVERY:]
+    seconds = sum(step.seconds for step in recent)
+    tokens = sum(step.tokens for step in recent)
+    left = seconds / len(recent) * (total - len(done))
+    return (
+        f"step {len(done):4d} of {total}  loss {_recent_loss(done):.4f}  "
+        f"{thousands(tokens / seconds)} tokens/s  {duration(left)} left"
+    )
+
+
+def _recent_loss(done: Sequence[SupervisedStep]) -> float:
+    recent = done[-max(1, min(_LINE_EVERY, len(done) // 10)) :]
+    return sum(step.loss for step in recent) / len(recent) if recent else math.nan

@@ -1,0 +1,350 @@
+"""What runs in one simulated engine: the sequences in its slots, counted in decode steps.
+
+Between two finished answers every running answer grows by one token per step, so the seconds of
+any number of steps are a closed form. Who owns the batch turns steps into time. Its policy is
+certain of itself: the token at position `i` is `i`, with log-probability 0. An answer that parted
+from its cached tokens under version `v` goes on with other tokens, `v * BRANCH + i`, so its
+tokens say where it parted.
+
+An engine that writes no text but takes as long, and the trainer and prompts that go with it.
+
+It jumps from one finished answer to the next: see `simulated_batch` for what it writes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from sortedrl.core.clock import VirtualClock
+from sortedrl.core.randomness import uniform
+from sortedrl.simulate.costs import Costs
+from sortedrl.simulate.lengths import Lengths, Parting
+from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
+
+BRANCH = 1 << 32
+_VERIFY_KEY = 0x766572696679
+
+Work = tuple[Trajectory, float | None]
+"""A trajectory to be written, and the tolerance it was submitted with."""
+
+
+class Zeros(Sequence[float]):
+    """A sequence of zeros that takes no room: the log-probabilities of certain tokens."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int) -> None:
+        """That many zeros."""
+        self._length = length
+
+    def __len__(self) -> int:
+        """How many."""
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Zeros: ...
+    def __getitem__(self, index: int | slice) -> float | Zeros:
+        """Zero, or fewer zeros."""
+        if isinstance(index, slice):
+            return Zeros(len(range(self._length)[index]))
+        range(self._length)[index]
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A trajectory in a slot, with the step at which it came in and its tokens then."""
+
+    trajectory: Trajectory
+    tolerance: float | None
+    kept: tuple[Segment, ...]
+    kept_tokens: int
+    parting: Parting | None
+    length: int
+    since: int
+
+
+class SimulatedBatch:
+    """Continuous batching without a clock."""
+
+    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs) -> None:
+        """Empty, with the weights of version 0."""
+        self.slots = slots
+        self.version = 0
+        self._lengths = lengths
+        self._costs = costs
+        self._queue: deque[Work] = deque()
+        self._running: dict[Key, _Running] = {}
+        self._finishes: list[tuple[int, Key]] = []
+        self._steps = 0
+        self._cached = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the slots."""
+        return len(self._running)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences in the slots and in the queue before them."""
+        return len(self._running) + len(self._queue)
+
+    @property
+    def steps_to_finish(self) -> int:
+        """Steps until the next answer is complete; 0 if nothing runs."""
+        return self._finishes[0][0] - self._steps if self._finishes else 0
+
+    def queue(self, works: Sequence[Work]) -> None:
+        """Take on work; what exceeds the slots waits."""
+        self._queue.extend(works)
+
+    def admit(self) -> int:
+        """Put queued work into free slots; gives the tokens to prefill."""
+        prefilled = 0
+        while self._queue and len(self._running) < self.slots:
+            trajectory, tolerance = self._queue.popleft()
+            kept, parting = trajectory.segments, _parting(trajectory)
+            kept_tokens = cached = trajectory.num_tokens
+            if tolerance is not None and math.isfinite(tolerance):
+                kept_tokens = self._verified(trajectory)
+                if kept_tokens < cached:
+                    parting = Parting(self.version, kept_tokens)
+            if tolerance is not None:
+                kept = tuple(_cut(kept, kept_tokens, version=self.version))
+            length = self._lengths.length(trajectory, version=self.version, parting=parting)
+            length = max(length, kept_tokens)
+            self._running[trajectory.key] = _Running(
+                trajectory, tolerance, kept, kept_tokens, parting, length, self._steps
+            )
+            finish = self._steps + length - kept_tokens
+            heapq.heappush(self._finishes, (finish, trajectory.key))
+            self._cached += len(trajectory.prompt.tokens) + kept_tokens
+            prefilled += len(trajectory.prompt.tokens) + cached
+        return prefilled
+
+    def decode_seconds(self, count: int) -> float:
+        """Seconds of the next steps, if nobody comes or goes."""
+        running = len(self._running)
+        cached = count * self._cached + running * count * (count - 1) // 2
+        return (
+            count * (self._costs.step_seconds + running * self._costs.sequence_seconds)
+            + cached * self._costs.cached_token_seconds
+        )
+
+    def decode(self, count: int) -> list[Trajectory]:
+        """Make that many steps, at most to the next finish; gives what is complete then."""
+        self._steps += count
+        self._cached += len(self._running) * count
+        finished = []
+        while self._finishes and self._finishes[0][0] == self._steps:
+            _, key = heapq.heappop(self._finishes)
+            finished.append(self._leave(key, is_finished=True))
+        return finished
+
+    def stop(self) -> list[Work]:
+        """Give back everything that is not complete, with its tokens."""
+        works: list[Work] = []
+        for key in sorted(self._running):
+            tolerance = self._running[key].tolerance
+            works.append((self._leave(key, is_finished=False), tolerance))
+        return [*works, *self._emptied()]
+
+    def lose(self) -> list[Work]:
+        """Give everything back as it came, and count the lost tokens as decoded."""
+        works: list[Work] = []
+        for key in sorted(self._running):
+            running = self._running[key]
+            decoded = self._leave(key, is_finished=False).decoded_tokens
+            lost = replace(running.trajectory, decoded_tokens=decoded)
+            works.append((lost, running.tolerance))
+        return [*works, *self._emptied()]
+
+    def _emptied(self) -> list[Work]:
+        works = list(self._queue)
+        self._queue.clear()
+        self._finishes.clear()
+        return works
+
+    def _verified(self, trajectory: Trajectory) -> int:
+        """How many cached tokens the present weights write too: a geometric prefix.
+
+        An exponential budget is spent at the mismatch rate for each version a token is old.
+        """
+        hazard = -math.log1p(-self._lengths.settings.mismatch_rate)
+        budget = -math.log(uniform(trajectory.seed, trajectory.attempt, _VERIFY_KEY, self.version))
+        kept = 0
+        for segment in trajectory.segments:
+            rate = hazard * (self.version - segment.version)
+            if rate * len(segment.tokens) >= budget:
+                return kept + min(int(budget / rate), len(segment.tokens) - 1)
+            budget -= rate * len(segment.tokens)
+            kept += len(segment.tokens)
+        return kept
+
+    def _leave(self, key: Key, *, is_finished: bool) -> Trajectory:
+        running = self._running.pop(key)
+        trajectory = running.trajectory
+        decoded = self._steps - running.since
+        total = running.kept_tokens + decoded
+        self._cached -= len(trajectory.prompt.tokens) + total
+        reason: FinishReason = "stop" if running.length < self._lengths.max_tokens else "length"
+        return replace(
+            trajectory,
+            segments=self._written(running, decoded),
+            decoded_tokens=trajectory.decoded_tokens + decoded,
+            finish_reason=reason if is_finished else None,
+        )
+
+    def _written(self, running: _Running, decoded: int) -> tuple[Segment, ...]:
+        """The kept segments, and the tokens written since; joined if one goes on as the other."""
+        if not decoded:
+            return running.kept
+        branch = 0 if running.parting is None else running.parting.version
+        start = branch * BRANCH + running.kept_tokens
+        stop, kept = start + decoded, running.kept
+        if kept and kept[-1].version == self.version and kept[-1].tokens[-1] == start - 1:
+            start, kept = kept[-1].tokens[0], kept[:-1]
+        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version))
+
+
+def _parting(trajectory: Trajectory) -> Parting | None:
+    """Where the answer last parted from cached tokens, read off the tokens it has."""
+    if not trajectory.segments:
+        return None
+    branch = trajectory.segments[-1].tokens[-1] // BRANCH
+    start = 0
+    for segment in trajectory.segments:
+        if segment.tokens[0] // BRANCH == branch:
+            break
+        start += len(segment.tokens)
+    return Parting(branch, start) if branch else None
+
+
+def _cut(segments: Sequence[Segment], tokens: int, *, version: int) -> Iterator[Segment]:
+    """The first tokens of the segments, stamped anew."""
+    for segment in segments:
+        count = min(tokens, len(segment.tokens))
+        if count:
+            yield Segment(segment.tokens[:count], segment.logprobs[:count], version)
+        tokens -= count
+
+
+__all__ = [
+    "BRANCH",
+    "SimulatedEngine",
+    "SimulatedPrompts",
+    "SimulatedScorer",
+    "SimulatedTrainer",
+    "Zeros",
+]
+
+
+class SimulatedEngine:
+    """Continuous batching on a virtual clock."""
+
+    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs, clock: VirtualClock) -> None:
+        """An empty engine with the weights of version 0."""
+        self.slots = slots
+        self._batch = SimulatedBatch(slots=slots, lengths=lengths, costs=costs)
+        self._costs = costs
+        self._clock = clock
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it writes with."""
+        return self._batch.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._batch.version = version
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work; what exceeds the slots queues."""
+        self._batch.queue([(trajectory, tolerance) for trajectory in trajectories])
+
+    def step(self) -> Step:
+        """Work until the next answer is complete."""
+        batch = self._batch
+        prefilled = batch.admit()
+        count, running = batch.steps_to_finish, batch.num_running
+        self._clock.advance(
+            prefilled * self._costs.prefill_token_seconds + batch.decode_seconds(count)
+        )
+        return Step(
+            finished=tuple(batch.decode(count)),
+            decoded_tokens=running * count,
+            prefilled_tokens=prefilled,
+        )
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back everything that is not complete."""
+        self._clock.advance(self._costs.interrupt_seconds)
+        return [trajectory for trajectory, _ in self._batch.stop()]
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take over the version; the rest is time."""
+        assert not self._batch.num_running, "weights change only while nothing runs"
+        self._clock.advance(self._costs.hand_over_seconds)
+        self.version = weights.version
+
+
+class SimulatedTrainer:
+    """Counts versions and lets time pass."""
+
+    def __init__(self, *, costs: Costs, clock: VirtualClock) -> None:
+        """At version 0."""
+        self.version = 0
+        self._costs = costs
+        self._clock = clock
+
+    def update(self, batch: TrainBatch) -> None:
+        """One update's worth of seconds."""
+        tokens = batch.num_tokens * self._costs.update_token_seconds
+        self._clock.advance(self._costs.update_seconds + tokens)
+        self.version += 1
+
+    def weights(self) -> Weights:
+        """Nothing but a version."""
+        return Weights(self.version)
+
+
+class SimulatedScorer:
+    """Gives no reward and takes no time."""
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Nothing to do."""
+
+    def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """As they came."""
+        return trajectories
+
+
+class SimulatedPrompts:
+    """Prompts that are only numbers, all of one length."""
+
+    def __init__(self, count: int, *, prompt_tokens: int) -> None:
+        """`count` prompts."""
+        self._count = count
+        self._tokens = range(prompt_tokens)
+        self._next = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return self._next >= self._count
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next prompts."""
+        first = self._next
+        self._next = min(first + count, self._count)
+        return [Prompt(id=number, tokens=self._tokens) for number in range(first, self._next)]

@@ -1,0 +1,363 @@
+"""One engine of a simulated pool: a batch, its place in time, and whether it lives.
+
+A member is looked at only when something happens to it. In between it is `start` plus the
+seconds of its prefill and of the steps since, so it costs nothing while others work.
+
+Many simulated engines as one, on one virtual clock: uneven, failing, reached over a network.
+
+It places work as the real pool does: with the engine that was given the prompt since the weights
+last changed, else with the emptiest. An engine that fails gives its work to the others, and comes
+back with the present weights. Nothing is drawn anew: the weights are the same, so every mode may
+keep what was written. Every trajectory that was submitted comes back once.
+
+All costs are those of one engine. So a step of an engine is read off its own sequences and cached
+tokens, and a hardware preset of eight cards makes every engine a machine of eight cards.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from enum import IntEnum
+
+from sortedrl.core.clock import VirtualClock
+from sortedrl.simulate.costs import Costs
+from sortedrl.simulate.engine import SimulatedBatch, Work
+from sortedrl.simulate.lengths import Lengths
+from sortedrl.simulate.settings import PoolSettings
+from sortedrl.types import Key, Step, Trajectory, Weights
+
+
+class SimulatedMember:
+    """A batch with a speed of its own."""
+
+    def __init__(
+        self, batch: SimulatedBatch, *, number: int, slowness: float, prefill_token_seconds: float
+    ) -> None:
+        """Alive and empty; everything takes it `slowness` times as long."""
+        self.batch = batch
+        self.number = number
+        self.is_alive = True
+        self.failures = 0
+        self.decoded = self.prefilled = 0
+        """Tokens since `take_tokens` was last called."""
+        self.turn = 0
+        """Counts its plans: what was expected of an earlier one does not happen."""
+        self._slowness = slowness
+        self._prefill_token_seconds = prefill_token_seconds
+        self._start = 0.0
+        self._prefill_seconds = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it lives and has a free slot."""
+        return self.is_alive and self.batch.num_held < self.batch.slots
+
+    @property
+    def load(self) -> float:
+        """The share of its slots that is taken."""
+        return self.batch.num_held / self.batch.slots
+
+    def plan(self, now: float) -> float | None:
+        """Take what is queued into the batch; gives when its next answer will be complete.
+
+        New work comes in after the step that is under way. `None` if the plan stays as it was:
+        nothing is to be done, or that step completes an answer, and the rest comes after it.
+        """
+        batch = self.batch
+        if batch.num_running:
+            steps = self._steps_under_way(now)
+            if steps == batch.steps_to_finish:
+                return None
+            self._decode(steps)
+        else:
+            self._start = now
+        prefilled = batch.admit()
+        self.prefilled += prefilled
+        self._prefill_seconds = prefilled * self._prefill_token_seconds
+        if not batch.num_running:
+            return None
+        self.turn += 1
+        return self._time_after(batch.steps_to_finish)
+
+    def finish(self) -> list[Trajectory]:
+        """Work to the next finish."""
+        return self._decode(self.batch.steps_to_finish)
+
+    def interrupt(self, now: float) -> tuple[float, Sequence[Trajectory]]:
+        """Stop after the step that is under way: when that is, and all work as unfinished."""
+        self.turn += 1
+        complete = self._decode(self._steps_under_way(now)) if self.batch.num_running else ()
+        stopped = [replace(answer, finish_reason=None) for answer in complete]
+        until = max(now, self._start)
+        return until, [*stopped, *(trajectory for trajectory, _ in self.batch.stop())]
+
+    def fail(self, now: float, *, loses_tokens: bool) -> list[Work]:
+        """Die at once: gives its work, with the tokens of the steps that were complete."""
+        self.turn += 1
+        self.is_alive = False
+        self.failures += 1
+        # Without a step to make, an answer is complete but for its prefill: it goes back too.
+        if count := self.batch.steps_to_finish:
+            self._decode(max(0, bisect_right(range(count), now, key=self._time_after) - 1))
+        return self.batch.lose() if loses_tokens else self.batch.stop()
+
+    def take_tokens(self) -> tuple[int, int]:
+        """Decoded and prefilled tokens since this was last asked for."""
+        tokens = self.decoded, self.prefilled
+        self.decoded = self.prefilled = 0
+        return tokens
+
+    def _steps_under_way(self, now: float) -> int:
+        """Steps made or begun by now, at most to the next finish."""
+        if now <= self._start:
+            return 0
+        return bisect_left(range(self.batch.steps_to_finish), now, key=self._time_after)
+
+    def _time_after(self, steps: int) -> float:
+        seconds = self._prefill_seconds + self.batch.decode_seconds(steps)
+        return self._start + seconds * self._slowness
+
+    def _decode(self, steps: int) -> list[Trajectory]:
+        self._start = self._time_after(steps)
+        self._prefill_seconds = 0.0
+        self.decoded += self.batch.num_running * steps
+        return self.batch.decode(steps)
+
+
+class _Kind(IntEnum):
+    """What happens to an engine; of what happens at the same time, the first comes first."""
+
+    FINISH = 0
+    RESTART = 1
+    FAILURE = 2
+
+
+class _Placement:
+    """Which engine takes a trajectory: the rules of the real pool, without looking at all of them.
+
+    The heap holds each engine with a free slot at its present load; older entries are passed over.
+    """
+
+    def __init__(self, members: Sequence[SimulatedMember]) -> None:
+        self._members = members
+        self._of_answer: dict[Key, SimulatedMember] = {}
+        self._of_prompt: dict[int, SimulatedMember] = {}
+        self._by_load: list[tuple[float, int]] = []
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Begin anew with the loads as they are."""
+        self._by_load = [(m.load, m.number) for m in self._members if m.has_room]
+        heapq.heapify(self._by_load)
+
+    def changed(self, member: SimulatedMember) -> None:
+        """The load of this engine is another one."""
+        if member.has_room:
+            heapq.heappush(self._by_load, (member.load, member.number))
+
+    def forget(self) -> None:
+        """The weights have changed: nobody holds a beginning."""
+        self._of_answer.clear()
+        self._of_prompt.clear()
+
+    def place(self, trajectory: Trajectory) -> SimulatedMember | None:
+        """The engine that takes it, or `None` if all are full."""
+        key = trajectory.key
+        own = self._of_answer.get(key) if trajectory.segments else None
+        member = next(
+            (m for m in (own, self._of_prompt.get(key[0])) if m is not None and m.has_room), None
+        )
+        member = self._emptiest() if member is None else member
+        if member is not None:
+            self._of_answer[key] = self._of_prompt[key[0]] = member
+        return member
+
+    def _emptiest(self) -> SimulatedMember | None:
+        while self._by_load:
+            load, number = self._by_load[0]
+            member = self._members[number]
+            if member.has_room and member.load == load:
+                return member
+            heapq.heappop(self._by_load)
+        return None
+
+
+class SimulatedPool:
+    """Several simulated engines behind one `Engine`."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        *,
+        slots: int,
+        lengths: Lengths,
+        costs: Costs,
+        clock: VirtualClock,
+        seed: int,
+    ) -> None:
+        """Empty engines with the weights of version 0; the seed decides speeds and failures."""
+        self.version = 0
+        self._settings = settings
+        self._costs = costs
+        self._clock = clock
+        self._seed = seed
+        pairs = zip(settings.shares(slots), settings.slownesses(seed), strict=True)
+        self._members = [
+            SimulatedMember(
+                SimulatedBatch(slots=share, lengths=lengths, costs=costs),
+                number=number,
+                slowness=slowness,
+                prefill_token_seconds=costs.prefill_token_seconds,
+            )
+            for number, (share, slowness) in enumerate(pairs)
+        ]
+        self._placement = _Placement(self._members)
+        self._queue: deque[Work] = deque()
+        self._touched: set[int] = set()
+        self._events: list[tuple[float, _Kind, int, int]] = []
+        self._decoded = self._prefilled = 0
+        self._slots = slots
+        self._unfinished = 0
+        for member in self._members:
+            self._await_failure(member, since=0.0)
+
+    @property
+    def slots(self) -> int:
+        """Answers that the living engines write at the same time."""
+        return self._slots
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Take on work; what exceeds the slots queues."""
+        self._queue.extend((trajectory, tolerance) for trajectory in trajectories)
+        self._unfinished += len(trajectories)
+
+    def step(self) -> Step:
+        """Work until an answer is complete somewhere, or until an engine is back.
+
+        Tokens of an engine are told of when something happens to it, at the latest in the first
+        step after an interruption.
+        """
+        finished = self._take_events()
+        while not finished:
+            slots = self._slots
+            self._hand_out()
+            if not self._unfinished:
+                break
+            self._pass_until(self._events[0][0])
+            finished = self._take_events()
+            if self._slots > slots:
+                break
+        self._unfinished -= len(finished)
+        decoded, prefilled = self._decoded, self._prefilled
+        self._decoded = self._prefilled = 0
+        return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop all engines after the step they are in, and give back all work, by key."""
+        now = until = self._clock.seconds()
+        stopped = [trajectory for trajectory, _ in self._queue]
+        self._queue.clear()
+        for member in self._members:
+            if member.batch.num_held:
+                end, given_back = member.interrupt(now)
+                stopped += given_back
+                until = max(until, end)
+                self._count(member)
+        self._touched.clear()
+        self._unfinished = 0
+        self._pass_until(until)
+        self._clock.advance(self._costs.interrupt_seconds)
+        self._placement.tidy()
+        self._await_living()
+        return sorted(stopped, key=lambda trajectory: trajectory.key)
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take over the version; the rest is time, on the network and in the engines."""
+        assert not self._unfinished, "weights change only while nothing runs"
+        self._placement.forget()
+        self._clock.advance(self._costs.hand_over_seconds + self._settings.network_seconds)
+        self.version = weights.version
+        for member in self._members:
+            member.batch.version = weights.version
+        self._await_living()
+
+    def _hand_out(self) -> None:
+        """Queued work to free slots, first come, first served; then plan who got some."""
+        while self._queue:
+            member = self._placement.place(self._queue[0][0])
+            if member is None:
+                break
+            member.batch.queue([self._queue.popleft()])
+            self._touched.add(member.number)
+            self._placement.changed(member)
+        now = self._clock.seconds()
+        for number in self._touched:
+            member = self._members[number]
+            finish = member.plan(now)
+            if finish is not None:
+                self._expect(finish, _Kind.FINISH, member)
+            self._count(member)
+        self._touched.clear()
+
+    def _take_events(self) -> list[Trajectory]:
+        """All that has happened by now; gives the answers that are complete."""
+        finished: list[Trajectory] = []
+        now = self._clock.seconds()
+        while self._events and self._events[0][0] <= now:
+            seconds, kind, number, turn = heapq.heappop(self._events)
+            member = self._members[number]
+            if kind is _Kind.FINISH and turn == member.turn:
+                finished += member.finish()
+                self._count(member)
+                self._touched.add(number)
+                self._placement.changed(member)
+            elif kind is _Kind.FAILURE:
+                self._fail(member, seconds)
+            elif kind is _Kind.RESTART:
+                member.is_alive = True
+                self._slots += member.batch.slots
+                self._placement.changed(member)
+                self._await_failure(member, since=seconds)
+        return finished
+
+    def _fail(self, member: SimulatedMember, seconds: float) -> None:
+        works = member.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
+        self._count(member)
+        self._touched.discard(member.number)
+        self._put_in_front(works)
+        self._slots -= member.batch.slots
+        self._expect(seconds + self._settings.restart_seconds, _Kind.RESTART, member)
+
+    def _put_in_front(self, works: Iterable[Work]) -> None:
+        self._queue.extendleft(reversed(list(works)))
+
+    def _await_failure(self, member: SimulatedMember, *, since: float) -> None:
+        if self._settings.failures_per_hour:
+            seconds = self._settings.seconds_to_failure(
+                self._seed, engine=member.number, failures=member.failures
+            )
+            self._expect(since + seconds, _Kind.FAILURE, member)
+
+    def _await_living(self) -> None:
+        """The loop asks for the slots next: there is no use in going on without any."""
+        self._take_events()
+        while not self._slots:
+            self._pass_until(self._events[0][0])
+            self._take_events()
+
+    def _expect(self, seconds: float, kind: _Kind, member: SimulatedMember) -> None:
+        heapq.heappush(self._events, (seconds, kind, member.number, member.turn))
+
+    def _count(self, member: SimulatedMember) -> None:
+        decoded, prefilled = member.take_tokens()
+        self._decoded += decoded
+        self._prefilled += prefilled
+
+    def _pass_until(self, seconds: float) -> None:
+        """Let the clock reach a time to the last bit: no step is longer than what has passed."""
+        while (now := self._clock.seconds()) < seconds:
+            self._clock.advance(min(seconds - now, now) if now else seconds)

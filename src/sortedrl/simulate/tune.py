@@ -1,0 +1,177 @@
+"""The best settings for given lengths and hardware, found by simulating the candidates.
+
+Candidates differ in update batch, group size, lookahead and mode; all run the same prompts.
+The best is the least stale among those within one per cent of the fastest, where fast means
+trained tokens per second of the whole run, updates and hand-overs included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+
+from sortedrl.config.schedule import ModeName, Schedule, require
+from sortedrl.errors import ConfigError
+from sortedrl.simulate.compare import Outcome, simulate
+from sortedrl.simulate.settings import Simulation
+
+_NEAR = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What may vary, and what must hold."""
+
+    modes: tuple[ModeName, ...] = ("on_policy", "partial", "coupled")
+    """Modes to try."""
+    lookaheads: tuple[int, ...] = (0, 1, 2, 3)
+    """Lookaheads to try."""
+    group_sizes: tuple[int, ...] = ()
+    """Group sizes to try, in prompts; default: half, one, two and four times the present one."""
+    update_batches: tuple[int, ...] = ()
+    """Update batches to try; default: a quarter, half and all of the present one, so that the
+    number of updates never falls."""
+    on_policy_only: bool = False
+    """Only settings that train on tokens of the present weights."""
+    max_length_bias: float | None = None
+    """Largest allowed distance of the length bias from 1: 0.05 allows 0.95 to 1.05."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The outcome of a search."""
+
+    current: Outcome
+    best: Outcome
+    tried: tuple[Outcome, ...]
+    allowed: tuple[Outcome, ...]
+    front: tuple[Outcome, ...]
+
+    @property
+    def gain(self) -> float:
+        """Trained tokens per second of the best over those of the present settings."""
+        return _speed(self.best) / _speed(self.current)
+
+
+def tune(
+    simulation: Simulation,
+    search: Search,
+    *,
+    workers: int = 1,
+    on_done: Callable[[int, int], None] | None = None,
+) -> Tuned:
+    """Simulate every candidate and choose.
+
+    `simulation.schedule.max_staleness` is a constraint: partial candidates are held to it.
+    `on_done` is told how many of how many runs are done.
+    """
+    require(workers >= 1, f"workers must be at least 1, got {workers}")
+    candidates = list(_candidates(simulation, search))
+    if not candidates:
+        raise ConfigError(
+            "no settings are left to try; allow more modes, group sizes or update batches"
+        )
+    current, *tried = _simulate_all([simulation, *candidates], workers, on_done)
+    allowed = [outcome for outcome in tried if _is_allowed(outcome, simulation, search)]
+    if not allowed:
+        nearest = min(tried, key=lambda outcome: abs(outcome.bias.ratio - 1))
+        raise ConfigError(
+            f"none of {len(tried)} settings meets the constraints; the smallest length bias was "
+            f"{nearest.bias.ratio:.3f} ({nearest.name}); loosen max_length_bias or allow more modes"
+        )
+    fastest = max(_speed(outcome) for outcome in allowed)
+    near = [outcome for outcome in allowed if _speed(outcome) >= _NEAR * fastest]
+    best = min(near, key=lambda outcome: (outcome.metrics.run.mean_staleness, -_speed(outcome)))
+    return Tuned(
+        current=current,
+        best=best,
+        tried=tuple(tried),
+        allowed=tuple(allowed),
+        front=tuple(pareto_front(allowed)),
+    )
+
+
+def pareto_front(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
+    """Those that no other beats in both speed and staleness, least stale first."""
+    fastest = -math.inf
+    for outcome in sorted(outcomes, key=lambda o: (o.metrics.run.mean_staleness, -_speed(o))):
+        if _speed(outcome) > fastest:
+            fastest = _speed(outcome)
+            yield outcome
+
+
+def _candidates(simulation: Simulation, search: Search) -> Iterator[Simulation]:
+    schedule = simulation.schedule
+    present, batch = schedule.group_prompts, schedule.update_batch
+    sizes = search.group_sizes or (max(1, present // 2), present, 2 * present, 4 * present)
+    batches = search.update_batches or tuple(
+        sorted({max(1, batch // 4), max(1, batch // 2), batch})
+    )
+    modes = [m for m in search.modes if not (search.on_policy_only and m == "partial")]
+    for mode, size, update_batch, lookahead in product(modes, sizes, batches, search.lookaheads):
+        groups = math.ceil(simulation.num_prompts / size)
+        if update_batch > size * schedule.samples_per_prompt or lookahead >= groups:
+            continue
+        yield replace(
+            simulation,
+            prompts=simulation.num_prompts,
+            schedule=Schedule(
+                strategy="sorted",
+                mode=mode,
+                tolerance=schedule.tolerance if mode == "coupled" else None,
+                group_prompts=size,
+                samples_per_prompt=schedule.samples_per_prompt,
+                update_batch=update_batch,
+                lookahead=lookahead,
+                harvest_unit=schedule.harvest_unit,
+                max_restarts=schedule.max_restarts,
+                max_staleness=schedule.max_staleness if mode == "partial" else None,
+            ),
+        )
+
+
+def _simulate_all(
+    simulations: Sequence[Simulation],
+    workers: int,
+    on_done: Callable[[int, int], None] | None,
+) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    for place, outcome in _finished(simulations, workers):
+        outcomes[place] = outcome
+        if on_done is not None:
+            on_done(len(outcomes), len(simulations))
+    return [outcomes[place] for place in range(len(simulations))]
+
+
+def _finished(simulations: Sequence[Simulation], workers: int) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes as they come, each with the place of its simulation."""
+    if workers == 1:
+        yield from ((place, _brief(each)) for place, each in enumerate(simulations))
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        places = {pool.submit(_brief, each): place for place, each in enumerate(simulations)}
+        for future in as_completed(places):
+            yield places[future], future.result()
+
+
+def _brief(simulation: Simulation) -> Outcome:
+    """An outcome without its long lists, cheap to send between processes."""
+    outcome = simulate(simulation)
+    metrics = replace(outcome.metrics, rounds=(), groups=(), trained_lengths=())
+    return replace(outcome, metrics=metrics)
+
+
+def _is_allowed(outcome: Outcome, simulation: Simulation, search: Search) -> bool:
+    limit = simulation.schedule.max_staleness
+    if limit is not None and outcome.metrics.run.staleness_max > limit:
+        return False
+    bias = search.max_length_bias
+    return bias is None or abs(outcome.bias.ratio - 1) <= bias
+
+
+def _speed(outcome: Outcome) -> float:
+    return outcome.metrics.run.trained_per_second

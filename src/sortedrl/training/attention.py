@@ -1,0 +1,250 @@
+"""Decoder layers whose small operations torch.compile has fused, for the time of a pass.
+
+The fused layer keeps less for the backward pass than the plain one, and launches fewer kernels.
+
+Attention over a packed row: every sequence sees its own past and nothing of its neighbours.
+
+The model stays as it is: its attention is exchanged through transformers' attention interface
+while a packed row goes through it, also when gradient checkpointing runs a layer once more in the
+backward pass, and is put back afterwards. Dropout is off meanwhile, as it is in rollout: otherwise
+the ratio of new to old probabilities would be noise.
+
+Axes: R tokens of the row, H query heads, K key/value heads, D head dimension, L tokens of one
+sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sortedrl.models.attention import checked_scale
+
+Forwards = Mapping[nn.Module, Callable[..., Any]]
+
+
+def compiled_layers(model: PreTrainedModel) -> Forwards:
+    """For each decoder layer its compiled forward; all layers of a class share one function."""
+    names = set(model._no_split_modules or ())
+    kinds = {type(layer) for layer in model.modules() if type(layer).__name__ in names}
+    compiled = {kind: _compiled(kind) for kind in kinds}
+    return {
+        layer: partial(compiled[type(layer)], layer)
+        for layer in model.modules()
+        if type(layer) in compiled
+    }
+
+
+def _compiled(kind: type[nn.Module]) -> Callable[..., Any]:
+    # A function of its own: what torch.compile keeps for it is not shared with the engine, which
+    # compiles the same layers for passes of another kind.
+    def forward(layer: nn.Module, *inputs: object, **named: object) -> Any:  # noqa: ANN401
+        return kind.forward(layer, *inputs, **named)
+
+    return torch.compile(forward, dynamic=True)
+
+
+@contextmanager
+def replaced_forwards(forwards: Forwards) -> Iterator[None]:
+    """The modules with these forwards; as they were, afterwards."""
+    before = {m: m.__dict__["forward"] for m in forwards if "forward" in m.__dict__}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+        for module, forward in before.items():
+            module.__dict__["forward"] = forward
+
+
+INSTEAD = "train another model"
+"""What to do with a model whose sequences cannot be packed."""
+_NAME = "sortedrl_packed"
+# This argument came later than the function; before it, keys and values must be repeated.
+_VARLEN_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where the sequences of a packed row begin and end: 0 and the end of each, int32.
+
+    Nothing but tensors: compiled layers would be compiled anew for every number or count of
+    numbers in it.
+    """
+
+    bounds: Tensor
+    """On the device of the model."""
+    host_bounds: Tensor
+    """The same on the host, which so need not wait for the device."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], *, device: torch.device) -> Row:
+        """The row of sequences of these lengths."""
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(bounds.to(device), bounds)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the sequences, in order."""
+        lengths: list[int] = self.host_bounds.diff().tolist()
+        return lengths
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel, forwards: Forwards) -> Iterator[None]:
+    """The model with packed attention, these layers and no dropout; as it was, afterwards."""
+    config = model.config.get_text_config()
+    dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    layers: list[Any] = [m for m in model.modules() if _is_checkpointed(m)]
+    checkpoints = [layer._gradient_checkpointing_func for layer in layers]
+
+    def packed_again(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpoint function whose layer is packed also when the backward pass repeats it."""
+
+        def checkpointed(layer: Callable[..., Any], *inputs: object) -> Any:  # noqa: ANN401
+            def packed(*inputs: object) -> Any:  # noqa: ANN401
+                with _switched(config, dropouts), replaced_forwards(forwards):
+                    return layer(*inputs)
+
+            return checkpoint(packed, *inputs)
+
+        return checkpointed
+
+    try:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = packed_again(checkpoint)
+        with _switched(config, dropouts), replaced_forwards(forwards):
+            yield
+    finally:
+        for layer, checkpoint in zip(layers, checkpoints, strict=True):
+            layer._gradient_checkpointing_func = checkpoint
+
+
+@contextmanager
+def _switched(config: Any, dropouts: Sequence[nn.Module]) -> Iterator[None]:  # noqa: ANN401
+    before = config._attn_implementation
+    training = [dropout for dropout in dropouts if dropout.training]
+    config._attn_implementation = _NAME
+    try:
+        for dropout in training:
+            dropout.training = False
+        yield
+    finally:
+        config._attn_implementation = before
+        for dropout in training:
+            dropout.training = True
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return (
+        isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+        and module.training
+    )
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row: Row,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Packed attention, as transformers calls it: `[1, heads, R, D]` in, `[1, R, H, D]` out."""
+    scale = checked_scale(
+        module,
+        query,
+        value=value,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        instead=INSTEAD,
+    )
+    attend = _by_kernel if query.is_cuda and query.dtype in _HALF else _one_by_one
+    return attend(query, key, value, row, scale=scale, window=sliding_window), None
+
+
+# No mask is registered under this name, so transformers makes none.
+AttentionInterface.register(_NAME, _attend)
+
+
+def _by_kernel(
+    q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
+) -> Tensor:
+    """One flash kernel over all sequences."""
+    shared: dict[str, Any] = {"enable_gqa": True} if _VARLEN_SHARES_HEADS else {}
+    if not _VARLEN_SHARES_HEADS:
+        k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)
+    longest = max(row.lengths)
+    attended_RHD = varlen_attn(
+        q_1HRD[0].transpose(0, 1),
+        k_1KRD[0].transpose(0, 1),
+        v_1KRD[0].transpose(0, 1),
+        row.bounds,
+        row.bounds,
+        longest,
+        longest,
+        scale=scale,
+        # transformers counts the token itself, the kernel only those to its left.
+        window_size=(-1 if window is None else window - 1, 0),
+        **shared,
+    )
+    assert isinstance(attended_RHD, Tensor)
+    return attended_RHD[None]
+
+
+def _one_by_one(
+    q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
+) -> Tensor:
+    """Each sequence by itself; on the CPU as fast as a batch of equal lengths."""
+    if q_1HRD.is_cuda:
+        # The kernels for float32 do not share heads, and without a kernel scores take L x L.
+        k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)
+    # Splitting, not slicing: the gradient of slices would be a full row for each of them.
+    parts = (tensor.split(row.lengths, dim=2) for tensor in (q_1HRD, k_1KRD, v_1KRD))
+    attended = []
+    for q_1HLD, k_1KLD, v_1KLD in zip(*parts, strict=True):
+        length = q_1HLD.shape[2]
+        near_LL = None
+        if window is not None and window < length:
+            near_LL = q_1HLD.new_ones(length, length, dtype=torch.bool).tril()
+            near_LL = near_LL.triu(1 - window)
+        attended_1HLD = scaled_dot_product_attention(
+            q_1HLD,
+            k_1KLD,
+            v_1KLD,
+            attn_mask=near_LL,
+            is_causal=near_LL is None,
+            scale=scale,
+            enable_gqa=q_1HLD.shape[1] != k_1KLD.shape[1],
+        )
+        attended.append(attended_1HLD.transpose(1, 2))
+    return torch.cat(attended, dim=1)
+
+
+def _repeated(x_1KRD: Tensor, q_1HRD: Tensor) -> Tensor:
+    """Keys or values, once for every query head that reads them."""
+    return x_1KRD.repeat_interleave(q_1HRD.shape[1] // x_1KRD.shape[1], dim=1)

@@ -1,0 +1,140 @@
+"""Shares: sequences split over processes so that all have about the same number of tokens.
+
+Every sequence is in exactly one share, and the same sizes always give the same shares. Two shares
+differ by at most the longest sequence. Each process finds the shares of all by itself.
+
+The processes of a trainer, numbered from 0, and what they do together.
+
+What is done together must be done by all ranks in the same order: a rank that does not come keeps
+the others waiting until the time limit. Every rank gets the same result, bit for bit, so that all
+come to the same decisions.
+
+Axes: T values, of which ranks may have different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from heapq import heapify, heapreplace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from sortedrl.config.schedule import require
+
+
+def balanced(sizes: Sequence[int], *, parts: int) -> tuple[tuple[int, ...], ...]:
+    """The sequences of each part, in order: the longest first, each where there is least so far.
+
+    >>> balanced([5, 9, 4, 5], parts=2)
+    ((1, 2), (0, 3))
+    """
+    require(parts >= 1, f"sequences must be split into at least 1 part, got {parts}")
+    members: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    heapify(loads)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        load, part = loads[0]
+        heapreplace(loads, (load + sizes[index], part))
+        members[part].append(index)
+    return tuple(tuple(sorted(part)) for part in members)
+
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Ranks:
+    """The team of a sharded trainer, as seen by one of its processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take on the process group that is open, with this rank's device."""
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.device = device
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.world,))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self.rank == 0
+
+    def shares(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each rank, which of the sequences of these sizes it goes through."""
+        return balanced(sizes, parts=self.world)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        total = values.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def joined(self, values_T: Tensor) -> Tensor:
+        """The values of all ranks, those of rank 0 first."""
+        counts = torch.zeros(self.world, dtype=torch.long, device=values_T.device)
+        counts[self.rank] = len(values_T)
+        sizes = self.summed(counts).tolist()
+        start = sum(sizes[: self.rank])
+        # The backends cannot add truth values.
+        dtype = torch.uint8 if values_T.dtype == torch.bool else values_T.dtype
+        whole_T = torch.zeros(sum(sizes), dtype=dtype, device=values_T.device)
+        whole_T[start : start + len(values_T)] = values_T.to(dtype)
+        return self.summed(whole_T).to(values_T.dtype)
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of gradients of which every rank has a part."""
+        parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        own = get_total_norm(parts).to(self.device)
+        return self.summed(own.double() ** 2).sqrt().float()
+
+    def is_same(self, number: int) -> bool:
+        """Whether all ranks came with this number."""
+        bounds = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        highest, lowest = bounds.tolist()
+        return bool(highest == -lowest)
+
+    def wait(self) -> None:
+        """Go on when all ranks are here."""
+        self.summed(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def open_ranks(
+    meeting: str,
+    *,
+    rank: int,
+    world: int,
+    device: str = "cpu",
+    timeout_seconds: float = 1800.0,
+) -> Ranks:
+    """Meet the other ranks, at an address like `tcp://host:port` or `file:///path`.
+
+    A rank on a GPU says which: `cuda:0`.
+    """
+    place = torch.device(device)
+    require(
+        place.type in _BACKENDS,
+        f"a sharded trainer must run on one of {sorted(_BACKENDS)}, got {device!r}",
+    )
+    require(
+        0 <= rank < world,
+        f"the rank must lie in 0..{world - 1} (all ranks of the world), got {rank}",
+    )
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        _BACKENDS[place.type],
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    return Ranks(place)

@@ -1,0 +1,150 @@
+"""One policy update made by several ranks, each with a part of the weights and of the answers.
+
+    the same batch on every rank -> each passes over its share of the answers
+                                 -> gradients are summed over the ranks
+                                 -> each changes its part of the weights
+
+It is the trainer of one process, with a team: every number that a decision hangs on is summed over
+the ranks, so all skip a step or none does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from zlib import crc32
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sortedrl.config.train import TrainSettings
+from sortedrl.errors import TrainingError
+from sortedrl.training.critic import Critic, CriticTrainer
+from sortedrl.training.forward import PackedModel
+from sortedrl.training.fsdp.model import Bucket, buckets, on_first, shard_critic, shard_model
+from sortedrl.training.fsdp.ranks import Ranks
+from sortedrl.training.optimiser import Optimiser
+from sortedrl.training.trainer import CopiedReference, PolicyTrainer
+from sortedrl.types import TrainBatch
+
+
+class ShardedTrainer:
+    """What every rank has. A method called on one rank must be called on all of them."""
+
+    def __init__(self, trainer: PolicyTrainer, *, model: PreTrainedModel, ranks: Ranks) -> None:
+        """Lead the trainer of this rank, whose model and optimisers have only their parts."""
+        self.trainer = trainer
+        self.model = model
+        self.ranks = ranks
+
+    @property
+    def version(self) -> int:
+        """Number of updates behind the weights; the same on all ranks."""
+        return self.trainer.version
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The numbers of the last update; but for times, the same on all ranks."""
+        return self.trainer.last
+
+    def update(self, batch: TrainBatch) -> None:
+        """Make one policy update; every rank is given the whole batch."""
+        if not self.ranks.is_same(_digest(batch)):
+            raise TrainingError(
+                "all ranks must be given the same batch, got different ones; rank "
+                f"{self.ranks.rank} has {len(batch.trajectories)} answers for version "
+                f"{batch.version}. Go on from the last checkpoint (--resume)"
+            )
+        self.trainer.update(batch)
+
+    def flush(self) -> bool:
+        """Train on what is held back, as there will be no more; whether there was anything."""
+        return self.trainer.flush()
+
+    def rest(self) -> None:
+        """Let go of what only an update needs; it waits in main memory."""
+        for optimiser in self._optimisers:
+            optimiser.rest()
+
+    def wake(self) -> None:
+        """Have it at hand again."""
+        for optimiser in self._optimisers:
+            optimiser.wake()
+
+    @property
+    def _optimisers(self) -> list[Optimiser]:
+        critic = self.trainer.critic
+        return [self.trainer.optimiser, *([] if critic is None else [critic.optimiser])]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole weights by name, in the main memory of the first rank."""
+        return on_first(self.model.state_dict(keep_vars=True), self.ranks)
+
+    def buckets(self, *, max_bytes: int) -> Iterator[Bucket]:
+        """The whole weights for the engines, by name, in parts; go through them on every rank."""
+        return buckets(self.model, max_bytes=max_bytes)
+
+
+def sharded_trainer(
+    model: PreTrainedModel,
+    ranks: Ranks,
+    *,
+    settings: TrainSettings,
+    first: PreTrainedModel | None = None,
+    critic: PreTrainedModel | None = None,
+    total_steps: int | None = None,
+    is_compiled: bool = False,
+) -> ShardedTrainer:
+    """The trainer of this rank; `first` is the reference, where the settings ask for one.
+
+    The models are whole, on the CPU or on the rank's device, and the same on all ranks; each rank
+    is left with its part of them, on its device.
+    """
+    policy = PackedModel(model, temperature=settings.rollout.temperature, is_compiled=is_compiled)
+    shard_model(model, ranks)
+    reference = None
+    if first is not None:
+        reference = CopiedReference(first, temperature=policy.temperature)
+        shard_model(first, ranks)
+    optimiser = Optimiser(
+        dict(model.named_parameters()),
+        settings.optimiser,
+        total_steps=total_steps,
+        norm=ranks.norm,
+    )
+    trainer = PolicyTrainer(
+        policy,
+        optimiser,
+        settings=settings,
+        reference=reference,
+        critic=None
+        if critic is None
+        else _critic(critic, ranks, settings=settings, total_steps=total_steps),
+        team=ranks,
+    )
+    return ShardedTrainer(trainer, model=model, ranks=ranks)
+
+
+def _critic(
+    model: PreTrainedModel, ranks: Ranks, *, settings: TrainSettings, total_steps: int | None
+) -> CriticTrainer:
+    critic = Critic(model)
+    shard_critic(critic, ranks)
+    return CriticTrainer(
+        critic,
+        Optimiser(critic.learned(), settings.optimiser, total_steps=total_steps, norm=ranks.norm),
+        settings=settings.optimiser,
+        budget=settings.passes.tokens,
+        team=ranks,
+    )
+
+
+def _digest(batch: TrainBatch) -> int:
+    """A number that is another for another batch, all but surely."""
+    found = crc32(repr(batch.version).encode())
+    for trajectory in batch.trajectories:
+        found = crc32(repr((trajectory.key, trajectory.reward)).encode(), found)
+        for segment in trajectory.segments:
+            found = crc32(array("q", segment.tokens), found)
+            found = crc32(array("d", segment.logprobs), found)
+    return found
