@@ -23,8 +23,8 @@ from experiments.record import Results
 from experiments.settings import assigned, merged
 from experiments.tables import TABLES
 from sortedrl.cli.arguments import parse
-from sortedrl.config.schedule import require
-from sortedrl.core.files import read_toml
+from sortedrl.config.checks import require
+from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name
 from sortedrl.report.terminal import tell
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from string import ascii_letters
 from typing import Literal, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix, uniform
 from sortedrl.errors import unknown_name

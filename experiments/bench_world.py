@@ -34,7 +34,7 @@ from sortedrl.data.stream import PromptStream, TokenizedRow, tokenized
 from sortedrl.engines.native import NativeEngine
 from sortedrl.models.loading import load_model
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
-from sortedrl.runs.build_engine import tokenizer_of
+from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.tasks.catalogue import open_task
 from sortedrl.training.forward import PackedModel

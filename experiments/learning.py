@@ -25,8 +25,8 @@ from experiments.arithmetic import SumSettings, write_rows
 from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Trial
 from experiments.settings import merged
-from sortedrl.cli.arguments import settings_over
 from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.toml import settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import write_whole
 from sortedrl.core.logs import read_metrics

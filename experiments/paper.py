@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.pieces import ROOT, Piece, Trial
-from sortedrl.cli.arguments import settings_over
+from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import read_toml
 from sortedrl.report.terminal import tell
 from sortedrl.runs.plan.dry_run import Expected, planned_run
 from sortedrl.runs.plan.page import RunPlan

@@ -34,7 +34,7 @@ from experiments.peer_process import TrlProcess
 from experiments.peer_scores import with_scores
 from experiments.peer_section import section
 from experiments.pieces import Piece, Trial
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.logs import read_metrics
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def trl_arms(settings: Mapping[str, Any]) -> list[TrlArm]:
 
 def trl_numbers(trial: Trial, arm: TrlArm, *, process: TrlProcess) -> dict[str, Any]:
     """A training with TRL in numbers; one that was cut begins anew."""
-    from sortedrl.runs.evaluation import training_tasks
+    from sortedrl.runs.tasks import training_tasks
 
     settings = _settings(trial, arm)
     task, _ = training_tasks(settings)
@@ -166,8 +166,7 @@ def trl_job(
 def asked_rows(settings: TrainSettings) -> list[AskedRow]:
     """The prompts of a run of ours, in the order in which it asks them."""
     from sortedrl.data.stream import PromptStream, tokenized
-    from sortedrl.runs.build_engine import tokenizer_of
-    from sortedrl.runs.evaluation import training_tasks
+    from sortedrl.runs.tasks import tokenizer_of, training_tasks
 
     task, _ = training_tasks(settings)
     tokenizer = tokenizer_of(settings.model)

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.curves import ALONG, curve, mean_score, reached
 from experiments.learning_rows import Cell
 from experiments.record import Record
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.logs import Value
 from sortedrl.errors import DataError
 

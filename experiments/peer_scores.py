@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from experiments.peer_job import Job
 from experiments.peer_numbers import number
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.logs import MetricsFile, read_metrics
 
 if TYPE_CHECKING:
     from sortedrl.config.train import TrainSettings
-    from sortedrl.runs.evaluation import Scores
+    from sortedrl.runs.training import Scores
 
 _GIB = 1 << 30
 
@@ -49,9 +49,9 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
     from sortedrl.engines.native.weights import read_safetensors
     from sortedrl.evaluation.runner import Question
     from sortedrl.rewards.pool.pool import RewardPool
-    from sortedrl.runs.build_engine import tokenizer_of
     from sortedrl.runs.build_training import trained_model
-    from sortedrl.runs.evaluation import Evaluator, training_tasks
+    from sortedrl.runs.tasks import tokenizer_of, training_tasks
+    from sortedrl.runs.training import Evaluator
     from sortedrl.types import Weights
 
     if settings.threads is not None:

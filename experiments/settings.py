@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 
 
 def assigned(assignment: str) -> dict[str, Any]:

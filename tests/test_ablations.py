@@ -14,7 +14,7 @@ from experiments.ablations import Run, fitted, learning_trial, pieces, runs, sim
 from experiments.learning import Arm, train_settings, warm_settings
 from experiments.pieces import ROOT, Deadline, Trial, run_in_turn
 from experiments.record import Record, Results
-from sortedrl.core.files import read_toml
+from sortedrl.config.toml import read_toml
 from sortedrl.errors import DataError
 from sortedrl.simulate.compare import simulate
 

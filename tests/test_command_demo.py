@@ -3,8 +3,8 @@
 import pytest
 
 from sortedrl.cli.main import main
+from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
-from sortedrl.core.files import read_toml
 from sortedrl.core.logs import read_metrics
 
 SMALL = ("--warm-steps", "4", "--answers", "24", "--held-out", "8")

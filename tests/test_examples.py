@@ -10,11 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
-from sortedrl.cli.arguments import settings_over
 from sortedrl.cli.main import main
 from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import read_toml
 from sortedrl.core.logs import read_metrics
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -14,7 +14,7 @@ from experiments.page import page
 from experiments.pieces import Deadline, Piece, Trial, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
-from sortedrl.core.files import read_toml
+from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parent.parent

@@ -14,13 +14,13 @@ from typing import get_type_hints
 
 import pytest
 
-from sortedrl.cli.arguments import parse, settings_from, settings_over, source_and_flags
+from sortedrl.cli.arguments import parse, settings_from, source_and_flags
 from sortedrl.cli.main import COMMANDS, main
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.spec import options_from
+from sortedrl.config.toml import settings_over, toml_text
 from sortedrl.config.train import EvaluationSettings, TrainSettings
-from sortedrl.core.files import toml_text
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.simulate.settings import Simulation
 

@@ -36,9 +36,9 @@ from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.ticks import story
 from sortedrl.report.trace import spans, trace_events
-from sortedrl.runs.evaluation import training_tasks
 from sortedrl.runs.opening import opened_run
-from sortedrl.runs.training import Stopping
+from sortedrl.runs.start import Stopping
+from sortedrl.runs.tasks import training_tasks
 from sortedrl.simulate.compare import simulated_lengths
 from sortedrl.simulate.engine import SimulatedEngine, SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.fit import fit

@@ -14,7 +14,7 @@ from experiments.record import Results
 from run_worlds import said
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.config.spec import parsed
-from sortedrl.core.files import read_toml
+from sortedrl.config.toml import read_toml
 from sortedrl.models.shape import KNOWN_SHAPES, shape_of_config
 from sortedrl.tasks.catalogue import TASKS
 

@@ -23,15 +23,15 @@ from experiments.peer_trl import Watch, arguments, save_weights
 from experiments.pieces import ROOT, Trial
 from experiments.record import Record, Results
 from sortedrl.config.schedule import EngineSettings
+from sortedrl.config.toml import read_toml
 from sortedrl.config.train import PeriodicEvaluation, RewardSettings
-from sortedrl.core.files import read_toml
 from sortedrl.core.logs import read_metrics
 from sortedrl.data.stream import PromptStream, tokenized
 from sortedrl.errors import ConfigError
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.runs.evaluation import training_tasks
+from sortedrl.runs.tasks import training_tasks
 from sortedrl.types import Prompt
 
 TINY = "tiny:hidden=16,layers=1,heads=2,context=128"

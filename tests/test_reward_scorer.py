@@ -15,9 +15,10 @@ from sortedrl.config.train import RewardSettings
 from sortedrl.core.events import Finish, Score, Update
 from sortedrl.rewards.functions import RewardSource, source_of
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
-from sortedrl.rewards.pool.score import LARGEST_REWARD, NoScoreError, checked_score, values_of_batch
+from sortedrl.rewards.pool.score import NoScoreError, checked_score, values_of_batch
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
+from sortedrl.types import LARGEST_REWARD
 from worlds import done, fresh, make_loop, simulations
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cli.arguments import all_to_toml, settings_over
 from sortedrl.config.algorithm import Algorithm, Optimisation
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import (
     Lora,
     PassSettings,
@@ -16,12 +16,11 @@ from sortedrl.config.train import (
     RewardSettings,
     Rollout,
     Saving,
+    Tracking,
     TrainSettings,
 )
-from sortedrl.core.files import read_toml
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
-from sortedrl.runs.trackers import Tracking
 
 SIBLINGS = Schedule(samples_per_prompt=4, harvest_unit="prompt")
 SETTINGS = [
@@ -46,7 +45,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_settings_are_read_back_as_they_were_written(tmp_path, settings):
     folder = RunFolder(tmp_path / "run")
-    with folder.begun(all_to_toml(settings, TrainSettings())):
+    with folder.begun(settings_to_toml(settings, TrainSettings())):
         pass
     table = read_toml(folder.config)
     found = settings_over(TrainSettings(), table, path=folder.config)
@@ -55,7 +54,7 @@ def test_settings_are_read_back_as_they_were_written(tmp_path, settings):
 
 def test_every_setting_is_written_down():
     """Also those that are as by default, which may be others in the next version."""
-    text = all_to_toml(TrainSettings(), TrainSettings())
+    text = settings_to_toml(TrainSettings(), TrainSettings())
     for line in ("seed = 0", "[schedule]", 'mode = "partial"', "learning_rate = 1e-06"):
         assert line in text.splitlines()
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from run_worlds import Nursery, checkpoints, events, metrics, run_words, weights, write_world
-from sortedrl.runs.training import Stopping
+from sortedrl.runs.start import Stopping
 
 UPDATES = 6
 

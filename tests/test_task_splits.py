@@ -8,7 +8,7 @@ import pytest
 from sortedrl.config.train import PeriodicEvaluation, TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.runs.evaluation import opened, training_tasks
+from sortedrl.runs.tasks import opened, training_tasks
 from sortedrl.tasks.catalogue import open_task, shared_rows
 from sortedrl.tasks.maths import MATHS_SETS
 

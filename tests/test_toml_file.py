@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.cli.arguments import all_to_toml, settings_over
+from sortedrl.config.toml import read_toml, settings_over, settings_to_toml, toml_text
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import read_toml, toml_text
 from sortedrl.errors import DataError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -37,7 +36,7 @@ def test_a_path_is_its_text_and_none_is_left_out():
 def test_settings_with_any_text_are_read_back_from_a_run_s_config(tmp_path_factory, text, options):
     path = tmp_path_factory.mktemp("run") / "config.toml"
     settings = TrainSettings(model=text, reward_options=tuple(options))
-    path.write_text(all_to_toml(settings, TrainSettings()), encoding="utf-8")
+    path.write_text(settings_to_toml(settings, TrainSettings()), encoding="utf-8")
     assert settings_over(TrainSettings(), read_toml(path), path=path) == settings
 
 

@@ -14,12 +14,11 @@ from sortedrl.config.algorithm import Algorithm, Correction, CorrectionName, Opt
 from sortedrl.config.schedule import Schedule
 from sortedrl.errors import CheckpointError, ModelError, TrainingError
 from sortedrl.training.advantages import RunningMoments
-from sortedrl.training.batch import LARGEST_REWARD
 from sortedrl.training.checkpoint import save
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import bounded_ratios, correction_weights
 from sortedrl.training.run_trainer import LocalTrainer, export_model, read_trainer
-from sortedrl.types import Segment, TrainBatch, impossible_logprob
+from sortedrl.types import LARGEST_REWARD, Segment, TrainBatch, impossible_logprob
 from training_worlds import train_settings, trainer_of, written
 
 LENGTHS = (5, 9, 3, 12, 7, 1)

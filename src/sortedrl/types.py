@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length"]
 _ROUNDING_NATS = 0.01
 _NO_NUMBER = -9999.0
 """What vLLM's server writes for a log-probability of minus infinity."""
+LARGEST_REWARD = 1e6
+"""Rewards beyond this size are refused like NaN: no advantage could hold them."""
+
 _NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 

@@ -17,9 +17,9 @@ from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
 from sortedrl.models.loading import load_model
 from sortedrl.report.live.view import PlainView
-from sortedrl.runs.evaluation import training_tasks
 from sortedrl.runs.opening import opened_run
-from sortedrl.runs.training import Stopping
+from sortedrl.runs.start import Stopping
+from sortedrl.runs.tasks import training_tasks
 
 pytestmark = pytest.mark.filterwarnings("default")
 OPTIONS = {"vllm": ("enforce_eager=true",), "sglang": ()}

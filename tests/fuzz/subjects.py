@@ -5,11 +5,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
 
-from sortedrl.cli.arguments import all_to_toml, parse, settings_from, settings_over, to_toml
+from sortedrl.cli.arguments import parse, settings_from, to_toml
 from sortedrl.cli.main import COMMANDS, main
 from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import DataSettings, TrainSettings
-from sortedrl.core.files import read_toml
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import SortedRLError
 from sortedrl.models.tiny import tiny_tokenizer
@@ -31,7 +31,7 @@ __all__ = [
     "SortedRLError",
     "SupervisedSettings",
     "TrainSettings",
-    "all_to_toml",
+    "settings_to_toml",
     "checked_score",
     "command_arguments",
     "fields_of",

@@ -13,9 +13,8 @@ read against them, and what is wrong with either is said in one sentence. The he
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import (
     Any,
     Literal,
     TypeVar,
-    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -33,8 +31,18 @@ from typing import (
 
 import tyro
 
-from sortedrl.config.schedule import check_text, check_values
-from sortedrl.core.files import read_toml, toml_text
+from sortedrl.config.checks import check_text, check_values
+from sortedrl.config.toml import (
+    NO_VALUE,
+    TYPE_NAMES,
+    changed,
+    field_type,
+    read_toml,
+    refuse_empty_path,
+    replaced,
+    settings_over,
+    toml_text,
+)
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.simulate.settings import PRESETS, Simulation
 
@@ -46,16 +54,8 @@ _DOTTED = (tyro.conf.FlagCreatePairsOff,)
 _Command = TypeVar("_Command", bound="DataclassInstance")
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 _POSITIONAL = get_args(tyro.conf.Positional[str])[1]
-_NONE = "None"
 _MANY = -1
 _HELP = ("-h", "--help")
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text in quotes",
-    Path: "a path in quotes",
-}
 
 
 def parse(
@@ -83,7 +83,7 @@ def parse(
         )
     line = _Line.read(arguments, _options(command, is_dotted=is_dotted))
     values = line.values(has_default=default is not None, prog=prog)
-    given = _made(command, values) if default is None else _with(default, values)
+    given = _made(command, values) if default is None else replaced(default, values)
     check_values(given)
     return given
 
@@ -148,25 +148,10 @@ def settings_from(source: str) -> Simulation:
     return settings_over(PRESETS[preset](), table, path=path)
 
 
-def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
-    """The settings that the tables of a file make of others; `path` is what errors name."""
-    try:
-        settings = _with(default, _values(type(default), table, section=""))
-        check_values(settings)
-    except ConfigError as error:
-        raise DataError(path, str(error)) from error
-    return settings
-
-
 def to_toml(simulation: Simulation) -> str:
     """The settings as a TOML file that `settings_from` reads back as the same settings."""
     default = asdict(PRESETS["paper"]())
-    return toml_text({"preset": "paper", **_changed(asdict(simulation), default)})
-
-
-def all_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
-    """Every setting as a TOML file, also those that are as by default."""
-    return toml_text(_changed(asdict(settings), asdict(default), everything=True))
+    return toml_text({"preset": "paper", **changed(asdict(simulation), default)})
 
 
 def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
@@ -176,92 +161,10 @@ def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
         value = values.get(field.name, MISSING)
         if isinstance(value, dict):
             assert field.default_factory is not MISSING, "a section has a default"
-            made[field.name] = _with(field.default_factory(), value)
+            made[field.name] = replaced(field.default_factory(), value)
         elif value is not MISSING:
             made[field.name] = value
     return command(**made)
-
-
-def _with(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
-    """Settings with these values in place of their own."""
-    changes = {
-        name: _with(getattr(settings, name), value) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return replace(settings, **changes)
-
-
-@cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    return get_type_hints(kind)
-
-
-def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, Any]:
-    """The values of a file's tables, by field."""
-    hints = _hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in hints:
-            raise ConfigError(unknown_name("key", section + key, [section + n for n in hints]))
-        if not is_dataclass(hints[key]):
-            values[key] = _typed(value, hints[key], section + key)
-        elif isinstance(value, Mapping):
-            values[key] = _values(hints[key], value, section=f"{section}{key}.")
-        else:
-            raise ConfigError(f"[{section}{key}] must be a section, got {value!r}")
-    return values
-
-
-def _typed(value: Any, hint: Any, called: str) -> object:  # noqa: ANN401  as TOML and typing give them
-    """A value of a TOML file as the field wants it."""
-    kind, is_optional = _kind(hint)
-    if is_optional and value == _NONE:
-        return None
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ConfigError(unknown_name(called, str(value), get_args(kind)))
-        return value
-    if get_origin(kind) is tuple:
-        parts = get_args(kind)
-        if isinstance(value, list) and (parts[-1] is Ellipsis or len(value) == len(parts)):
-            kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
-            return tuple(_typed(v, k, called) for v, k in zip(value, kinds, strict=True))
-        count = "a list" if parts[-1] is Ellipsis else f"a list of {len(parts)} values"
-        raise ConfigError(f"{called} must be {count}, got {value!r}")
-    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{called} must be {_KINDS[kind]}, got {value!r}")
-    if kind is Path:
-        check_text(value, called)
-        _refuse_empty_path(value, called)
-    try:
-        return kind(value)
-    except OverflowError as error:
-        raise ConfigError(f"{called} is too large a number") from error
-
-
-def _kind(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
-    """What a field holds, and whether it may hold nothing."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    assert len(kinds) == 1, f"a setting has one type, got {hint}"
-    return kinds[0], True
-
-
-def _changed(
-    settings: Mapping[str, Any], default: Mapping[str, Any], *, everything: bool = False
-) -> dict[str, Any]:
-    """What differs from the default, or everything that has a value or differs."""
-    changed: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            if everything or value != default[name]:
-                changed[name] = _changed(value, default[name], everything=everything)
-        elif value != default[name] or (everything and value is not None):
-            # the word None is read as no value
-            changed[name] = _NONE if value is None else value
-    return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +181,7 @@ class _Option:
     @property
     def takes(self) -> int:
         """How many words follow the flag; `_MANY` for any number."""
-        kind, _ = _kind(self.hint)
+        kind, _ = field_type(self.hint)
         if self.hint is bool:
             return 0
         if get_origin(kind) is not tuple:
@@ -292,8 +195,8 @@ class _Option:
 
     def value(self, words: Sequence[str]) -> object:
         """The value that the words after the flag stand for."""
-        kind, is_optional = _kind(self.hint)
-        if is_optional and list(words) == [_NONE]:
+        kind, is_optional = field_type(self.hint)
+        if is_optional and list(words) == [NO_VALUE]:
             return None
         if self.takes not in (_MANY, len(words)):
             raise ConfigError(f"{self.called} needs {_count(self.takes)}, got {_count(len(words))}")
@@ -324,11 +227,11 @@ def _from_word(word: str, kind: Any, called: str) -> object:  # noqa: ANN401
             raise ConfigError(f"{called} must be True or False, got {word!r}")
         return word == "True"
     if kind is Path:
-        _refuse_empty_path(word, called)
+        refuse_empty_path(word, called)
     try:
         return kind(word)
     except ValueError as error:
-        raise ConfigError(f"{called} must be {_KINDS[kind]}, got {word!r}") from error
+        raise ConfigError(f"{called} must be {TYPE_NAMES[kind]}, got {word!r}") from error
 
 
 @cache
@@ -441,15 +344,9 @@ def _taken(rest: list[str], count: int) -> list[str]:
     taken: list[str] = []
     while rest and not rest[0].startswith("--") and len(taken) != count:
         taken.append(rest.pop(0))
-        if taken == [_NONE]:
+        if taken == [NO_VALUE]:
             break
     return taken
-
-
-def _refuse_empty_path(text: str, called: str) -> None:
-    # An empty path would silently be the present folder.
-    if not text.strip():
-        raise ConfigError(f"{called} must be a path, got {text!r}; . is the present folder")
 
 
 def _count(values: int) -> str:

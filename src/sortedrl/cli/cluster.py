@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from sortedrl.cli.arguments import parse, settings_over, source_and_flags
+from sortedrl.cli.arguments import parse, source_and_flags
+from sortedrl.config.checks import require
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.schedule import require
-from sortedrl.core.files import read_toml
+from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.errors import DataError
 from sortedrl.report.terminal import tell
 

@@ -16,15 +16,14 @@ from typing import Literal, TypeVar
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.config.train import DataSettings
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.chat import Tokenizer, rendered
 from sortedrl.data.rows import Row
 from sortedrl.evaluation.statistics import in_order
 from sortedrl.report.terminal import one_line, refuse_unwritable, write_text
-from sortedrl.runs.build_engine import tokenizer_of
-from sortedrl.runs.evaluation import opened
+from sortedrl.runs.tasks import opened, tokenizer_of
 from sortedrl.tasks.catalogue import TASKS, Task, described, reward_from
 
 HELP = """Make tasks, look at them, measure them.

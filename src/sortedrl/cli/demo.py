@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from sortedrl.cli.arguments import parse
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.config.schedule import EngineSettings, Schedule, require, require_native
+from sortedrl.config.checks import require, require_native
+from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
 from sortedrl.core.files import refuse_foreign
@@ -27,12 +28,11 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
+from sortedrl.runs.output import duration
 from sortedrl.runs.start import train, warm_start
-from sortedrl.runs.training import duration
 
 if TYPE_CHECKING:
-    from sortedrl.runs.evaluation import Scores
-    from sortedrl.runs.training import Ending
+    from sortedrl.runs.training import Ending, Scores
 
 HELP = """Train a tiny model on the CPU: warm start, SortedRL, and the synchronous baseline.
 

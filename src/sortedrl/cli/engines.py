@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sortedrl.cli.arguments import parse
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.engines.installed import KINDS, Device, Installation, Kind, devices, installation
 from sortedrl.engines.self_test.process import Verdict, self_test, server_self_test
 from sortedrl.report.terminal import tell, thousands

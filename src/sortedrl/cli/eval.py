@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.config.schedule import check_device, require, require_native
+from sortedrl.config.checks import check_device, require, require_native
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.data.stream import tokenized
@@ -32,8 +32,7 @@ from sortedrl.evaluation.tables import (
 from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import one_line, progress, refuse_unwritable_folder, table, write_text
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.runs.build_engine import evaluation_engine, tokenizer_of
-from sortedrl.runs.evaluation import opened
+from sortedrl.runs.tasks import evaluation_engine, opened, tokenizer_of
 from sortedrl.tasks.catalogue import Task, reward_from
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.

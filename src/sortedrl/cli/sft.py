@@ -10,12 +10,12 @@ from typing import Annotated
 
 import tyro
 
-from sortedrl.cli.arguments import parse, settings_over, source_and_flags
+from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.sft import SupervisedSettings
-from sortedrl.core.files import read_toml
+from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.errors import ConfigError
+from sortedrl.runs.output import duration
 from sortedrl.runs.start import warm_start
-from sortedrl.runs.training import duration
 
 HELP = """Train a model to imitate written answers, as a warm start for sortedrl train.
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sortedrl.cli.arguments import parse, settings_over, source_and_flags
+from sortedrl.cli.arguments import parse, source_and_flags
+from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import read_toml
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.terminal import table, tell
-from sortedrl.runs.evaluation import training_tasks
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.start import train
+from sortedrl.runs.tasks import training_tasks
 
 if TYPE_CHECKING:
     from sortedrl.runs.training import Ending
@@ -134,7 +134,7 @@ def _settings_from(source: Path) -> TrainSettings:
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:
-    from sortedrl.runs.start import as_row, rows, words
+    from sortedrl.runs.output import as_row, rows, words
 
     if as_json:
         print(json.dumps(as_row(ending, settings.out), indent=2))

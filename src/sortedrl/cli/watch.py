@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.report.terminal import tell
 from sortedrl.report.watch.pages import Pages, followed
 from sortedrl.report.watch.server import Server, open_server

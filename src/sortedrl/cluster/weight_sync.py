@@ -39,8 +39,8 @@ from sortedrl.cluster.weight_transport import (
     WayFailed,
     WeightSource,
 )
+from sortedrl.config.checks import require
 from sortedrl.config.cluster import HandOverWay
-from sortedrl.config.schedule import require
 from sortedrl.errors import EngineError
 from sortedrl.types import Weights
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import unknown_name
 
 AlgorithmName = Literal[

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import unknown_name
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.config.schedule import check_device, check_values, require
+from sortedrl.config.checks import check_device, check_values, require
 from sortedrl.config.train import DataSettings, Lora, PassSettings, Precision
 
 

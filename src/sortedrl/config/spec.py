@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sortedrl.config.schedule import check_values
+from sortedrl.config.checks import check_values
 from sortedrl.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:

@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
-from sortedrl.config.cluster import Cluster, Layout
-from sortedrl.config.schedule import (
-    EngineSettings,
-    Schedule,
+from sortedrl.config.checks import (
     check_device,
     check_values,
+    is_installed,
+    is_utf8,
     require,
     require_temperature,
 )
-from sortedrl.data.rows import is_utf8
-from sortedrl.errors import unknown_name
-from sortedrl.rewards.pool.score import LARGEST_REWARD
-from sortedrl.runs.trackers import Tracking
+from sortedrl.config.cluster import Cluster, Layout
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.types import LARGEST_REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +366,32 @@ class PeriodicEvaluation:
             self.target is None or bool(self.tasks),
             f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracking:
+    """Which trackers show the run."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files into the run's folder."""
+    wandb: str | None = None
+    """Send the numbers to this project of Weights & Biases."""
+    trackio: str | None = None
+    """Send the numbers to this project of trackio."""
+
+    def check_installed(self) -> None:
+        """Refuse a tracker that was asked for and is not installed."""
+        asked = {
+            "tensorboard": self.tensorboard,
+            "wandb": self.wandb is not None,
+            "trackio": self.trackio is not None,
+        }
+        for module, is_asked in asked.items():
+            if is_asked and not is_installed(module):
+                raise ConfigError(
+                    f"tracking.{module} needs the package {module}, which is not installed; "
+                    f"pip install {module}, or leave tracking.{module} out"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

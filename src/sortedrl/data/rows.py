@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from sortedrl.config.checks import is_utf8
 from sortedrl.config.train import DataSettings
 from sortedrl.errors import ConfigError, DataError, unknown_name
 
@@ -103,15 +104,6 @@ def record_of(values: Mapping[str, object], place: str) -> Record:
         except ValueError as error:
             raise DataError(place, f"the column {name!r:.80} {error}") from error
     return Record(place, plain)
-
-
-def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can write the text: half of a surrogate pair, or a stray byte, it cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _plain(value: object, levels: int) -> object:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.config.train import ChatUse
 from sortedrl.core.randomness import mix
 from sortedrl.data.chat import Rendered, Tokenizer, rendered

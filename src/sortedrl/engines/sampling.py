@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from sortedrl.config.schedule import require, require_temperature
+from sortedrl.config.checks import require, require_temperature
 from sortedrl.errors import RequestError
 from sortedrl.types import Segment, Trajectory
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.config.spec import parsed, settings_of
 from sortedrl.tasks.knights.compact import TAGS
 

@@ -15,8 +15,8 @@ from dataclasses import astuple
 from typing import Any, TypeVar
 
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.toml import toml_value
 from sortedrl.core.events import Landed
-from sortedrl.core.files import toml_value
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose
 from sortedrl.report.advice.observed import seconds_spent

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Begin, End, Event, Score, read_events
-from sortedrl.core.files import read_toml
 from sortedrl.core.logs import LoggedAnswer, Value, read_answers, read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.core.metrics import Metrics

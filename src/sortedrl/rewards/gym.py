@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from threading import local
 from typing import Any
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import ConfigError
 from sortedrl.rewards.gym_formulas import Entry, RefusedError
 from sortedrl.rewards.gym_rules import RULES, Rule

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.spec import options_from
-from sortedrl.config.train import EvaluationSettings, Rollout, TrainSettings
+from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.data.chat import Tokenizer
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.engines.native import NativeEngine, Sampling
@@ -253,27 +253,3 @@ def _fitting_bytes(settings: TrainSettings, world: RolloutWorld, *, free: int) -
     """All slots at their longest, if that fits into a share of what is free."""
     longest = (world.context(settings) + _SPARE_TOKENS) * world.cache_token_bytes
     return min(settings.engine.slots * longest, max(longest, int(free * _SHARE_FOR_CACHE)))
-
-
-def tokenizer_of(model: str) -> Tokenizer:
-    """The tokenizer of a model; the weights stay where they are."""
-    from sortedrl.models.loading import load_tokenizer
-
-    tokenizer: Tokenizer = load_tokenizer(model)
-    return tokenizer
-
-
-def evaluation_engine(
-    model: str, tokenizer: Tokenizer, settings: EvaluationSettings, *, device: str | None
-) -> NativeEngine:
-    """The native engine with a model of its own, for the answers of an evaluation."""
-    from sortedrl.engines.native import NativeEngine, Sampling
-    from sortedrl.models.loading import load_model
-
-    return NativeEngine(
-        load_model(model, dtype=None, device=device),
-        slots=settings.slots,
-        max_tokens=settings.max_tokens,
-        sampling=Sampling(temperature=settings.sampling_temperature, top_p=settings.top_p),
-        tokenizer=tokenizer,
-    )

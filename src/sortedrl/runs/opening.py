@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sortedrl.cli.arguments import all_to_toml
+from sortedrl.config.toml import settings_to_toml
 from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
 from sortedrl.core.logs import AnswerFile, MetricsFile, read_metrics
@@ -29,12 +29,12 @@ from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
 from sortedrl.report.live.view import Source, View
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.runs.build_engine import check_engine, tokenizer_of
+from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
-from sortedrl.runs.evaluation import Evaluator
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
+from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.runs.trackers import TrackedRun, open_trackers
-from sortedrl.runs.training import Counters, Logs, TrainingRun
+from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
 from sortedrl.tasks.catalogue import Task
 from sortedrl.training.checkpoint import Checkpoints
 
@@ -99,7 +99,7 @@ def opened_run(
             tell=tell,
         )
         stack.callback(parts.close)
-        config = all_to_toml(settings, TrainSettings())
+        config = settings_to_toml(settings, TrainSettings())
         if is_begun:
             folder.write(config)  # some settings may have changed
         else:

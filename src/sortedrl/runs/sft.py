@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sortedrl.cli.arguments import all_to_toml
 from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.toml import settings_to_toml
 from sortedrl.core.logs import MetricsFile
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
@@ -19,10 +19,11 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import DataError
 from sortedrl.models.shape import shape_of
 from sortedrl.report.terminal import Advance, thousands
-from sortedrl.runs.build_engine import tokenizer_of
 from sortedrl.runs.build_training import trained_model
 from sortedrl.runs.folder import RunFolder
-from sortedrl.runs.training import Stopping, duration
+from sortedrl.runs.output import duration
+from sortedrl.runs.start import Stopping
+from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.tasks.catalogue import Task
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.forward import PackedModel
@@ -79,7 +80,7 @@ def supervised_run(
     done: list[SupervisedStep] = []
     with ExitStack() as stack:
         stack.enter_context(folder.left_as_found())
-        stack.enter_context(folder.begun(all_to_toml(settings, SupervisedSettings())))
+        stack.enter_context(folder.begun(settings_to_toml(settings, SupervisedSettings())))
         metrics = stack.enter_context(closing(MetricsFile(folder.metrics)))
         for step in supervised_steps(
             policy,

@@ -12,24 +12,25 @@ ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("ru
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
-from sortedrl.config.schedule import require_native
+from sortedrl.config.checks import require_native
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.metrics import numbers
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live.view import opened_view
-from sortedrl.report.terminal import percent, progress, refuse_unwritable_folder, tell, thousands
+from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.runs.evaluation import opened, training_tasks
-from sortedrl.runs.training import Ending, Stopping, duration
+from sortedrl.runs.tasks import opened, training_tasks
 from sortedrl.tasks.catalogue import Task
 
 if TYPE_CHECKING:
@@ -54,56 +55,6 @@ def last_words(words: str) -> Iterator[None]:
         yield
     finally:
         watcher.communicate(b"it lives")
-
-
-_REASONS = {
-    "data": "the data is used up",
-    "updates": "max_updates is reached",
-    "target": "the target score is reached",
-    "asked": "a stop was asked for",
-}
-
-
-def rows(ending: Ending) -> list[tuple[str, str]]:
-    """The closing table."""
-    figures, ledger = ending.figures, ending.figures.ledger
-    table = [
-        ("updates", f"{ending.updates:,}"),
-        ("answers trained on", f"{figures.trajectories:,}"),
-        ("tokens decoded / trained", f"{ledger.decoded:,} / {ledger.trained:,}"),
-        ("bubble", percent(figures.bubble)),
-        ("goodput", f"{thousands(figures.goodput)} tokens/s"),
-        ("staleness, mean / most", f"{figures.mean_staleness:.2f} / {figures.staleness_max}"),
-        ("time", duration(figures.seconds)),
-    ]
-    if ending.first_scores is not None and ending.last_scores is not None:
-        for task, score in ending.last_scores.by_task.items():
-            before = ending.first_scores.by_task.get(task)
-            began = "" if before is None else f"{percent(before)} -> "
-            table.append((f"right answers, {task}", began + percent(score)))
-    return table
-
-
-def words(ending: Ending, folder: Path) -> list[str]:
-    """Why it ended, and what to do next."""
-    lines = [f"Ended because {_REASONS[ending.reason]}."]
-    if ending.reason == "asked":
-        lines.append(f"Saved; go on with: sortedrl train {folder} --resume")
-    else:
-        lines.append(f"The model is in {folder / 'model'}; the run can be gone on with (--resume).")
-    return lines
-
-
-def as_row(ending: Ending, folder: Path) -> dict[str, object]:
-    """One JSON object."""
-    return {
-        "folder": str(folder),
-        "reason": ending.reason,
-        "updates": ending.updates,
-        **numbers(ending.figures),
-        "first_scores": None if ending.first_scores is None else ending.first_scores.by_task,
-        "last_scores": None if ending.last_scores is None else ending.last_scores.by_task,
-    }
 
 
 _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
@@ -177,3 +128,36 @@ def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
 
     with Stopping(tell) as stopping, progress(1.0) as advance:
         return supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)
+
+
+class Stopping:
+    """Whether a stop was asked for, while it is entered."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` is given a line for the person who asked."""
+        self.is_asked = False
+        self._tell = tell
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Stopping:
+        """Listen to the signals; outside of the main thread there are none to listen to."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the signals to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        self._tell("stopping: this round is finished and saved first (Ctrl-C again: at once)")

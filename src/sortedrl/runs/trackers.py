@@ -9,39 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from sortedrl.config.train import Tracking
 from sortedrl.core.files import write_whole
-from sortedrl.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tracking:
-    """Which trackers show the run."""
-
-    tensorboard: bool = False
-    """Write TensorBoard files into the run's folder."""
-    wandb: str | None = None
-    """Send the numbers to this project of Weights & Biases."""
-    trackio: str | None = None
-    """Send the numbers to this project of trackio."""
-
-    def check_installed(self) -> None:
-        """Refuse a tracker that was asked for and is not installed."""
-        asked = {
-            "tensorboard": self.tensorboard,
-            "wandb": self.wandb is not None,
-            "trackio": self.trackio is not None,
-        }
-        for module, is_asked in asked.items():
-            if is_asked and not _is_installed(module):
-                raise ConfigError(
-                    f"tracking.{module} needs the package {module}, which is not installed; "
-                    f"pip install {module}, or leave tracking.{module} out"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +166,6 @@ def open_trackers(tracking: Tracking, run: TrackedRun, *, warn: Callable[[str], 
     if (trackio_project := tracking.trackio) is not None:
         makers["trackio"] = lambda: trackio(trackio_project, run)
     return Trackers(makers, warn=warn)
-
-
-def _is_installed(module: str) -> bool:
-    """Whether it can be imported; a mere folder of that name, such as W&B leaves, is not it."""
-    spec = find_spec(module)
-    return spec is not None and spec.origin is not None
 
 
 def _identity(run: TrackedRun, tracker: str) -> str:

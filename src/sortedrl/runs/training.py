@@ -15,65 +15,37 @@ its newest complete checkpoint, and its logs are cut to what they were then.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import (
+    TrainSettings,
+)
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
 from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
 from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import Figures, numbers
 from sortedrl.data.chat import Tokenizer
+from sortedrl.engines.generation import Guest, RolloutEngine
+from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weights import MOST_NATS
 from sortedrl.errors import EngineError
+from sortedrl.evaluation.runner import Question, Runner
 from sortedrl.report.live.view import View
-from sortedrl.report.terminal import percent, thousands
 from sortedrl.runs.build_training import TrainingParts
-from sortedrl.runs.evaluation import Evaluator, Scores
 from sortedrl.runs.folder import RunFolder, as_saved
+from sortedrl.runs.output import evaluation_line, update_line
+from sortedrl.runs.start import Stopping
 from sortedrl.runs.trackers import Trackers
 from sortedrl.training.checkpoint import Checkpoints, write_state
-from sortedrl.types import TrainBatch, Trajectory
+from sortedrl.types import TrainBatch, Trajectory, Weights
 
-
-class Stopping:
-    """Whether a stop was asked for, while it is entered."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` is given a line for the person who asked."""
-        self.is_asked = False
-        self._tell = tell
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> Stopping:
-        """Listen to the signals; outside of the main thread there are none to listen to."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the signals to whoever had them."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.is_asked = True
-        self._tell("stopping: this round is finished and saved first (Ctrl-C again: at once)")
+if TYPE_CHECKING:
+    pass
 
 
 def write_snapshot(
@@ -134,55 +106,6 @@ def logged(
             question=question(trajectory.prompt.tokens),
             response=response(trajectory),
         )
-
-
-def update_line(
-    update: int,
-    *,
-    numbers: Mapping[str, float],
-    figures: Figures,
-    done: float,
-    seconds: float,
-) -> str:
-    """What one update did, and when the run will be over; `done` is the share behind it."""
-    words = [f"update {update:4d}"]
-    if "reward/mean" in numbers:
-        words.append(f"reward {numbers['reward/mean']:6.3f}")
-        words.append(f"length {numbers['length/mean']:5.0f}")
-    elif "held" in numbers:
-        words.append(f"held {numbers['held']:.0f} answers")
-    words += [
-        f"bubble {percent(figures.bubble):>6}",
-        f"goodput {thousands(figures.goodput):>6}/s",
-        f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}",
-    ]
-    if numbers.get("skipped_steps"):
-        words.append("SKIPPED: not finite")
-    if numbers.get("unusable_answers"):
-        words.append(f"LEFT OUT: {numbers['unusable_answers']:.0f} answers, not finite")
-    if done > 0:
-        words.append(f"{percent(done):>6}, {duration(seconds * (1 - done) / done)} left")
-    return "  ".join(words)
-
-
-def evaluation_line(update: int, scores: Mapping[str, float]) -> str:
-    """What an evaluation found."""
-    found = ", ".join(f"{task} {percent(score)}" for task, score in scores.items())
-    return f"after update {update}: {found}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them.
-
-    >>> [duration(s) for s in (8, 100, 7300)]
-    ['8 s', '1 min 40 s', '2 h 1 min']
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 Reason = Literal["data", "updates", "target", "asked"]
@@ -446,3 +369,76 @@ def _scores_json(scores: Scores | None) -> dict[str, Any] | None:
 
 def _scores(row: Mapping[str, Any] | None) -> Scores | None:
     return None if row is None else Scores(**row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How right the answers to each task were."""
+
+    by_task: dict[str, float]
+    """The share of right answers."""
+    mean_length: float
+
+    @property
+    def mean(self) -> float:
+        """The mean over the tasks."""
+        return sum(self.by_task.values()) / len(self.by_task)
+
+    def row(self) -> dict[str, float]:
+        """The scores as numbers of a metrics row."""
+        return {
+            **{f"evaluation/{task}": score for task, score in self.by_task.items()},
+            "evaluation/score": self.mean,
+            "evaluation/length": self.mean_length,
+        }
+
+
+class Evaluator:
+    """Asks the same questions again and again, with the same noise."""
+
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        engine: RolloutEngine,
+        *,
+        text: Callable[[Trajectory], str],
+        temperature: float,
+        max_tokens: int,
+        samples: int,
+        seed: int,
+    ) -> None:
+        """The engine is lent: it must be idle whenever scores are asked for."""
+        self._questions = questions
+        self._engine = engine
+        self._guest = Guest(
+            engine, sampling=Sampling(temperature=temperature), max_tokens=max_tokens
+        )
+        self._text = text
+        self._samples = samples
+        self._seed = seed
+
+    def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
+        """The scores of the weights; `advance` is told how far it has come."""
+        if self._engine.version != weights.version:
+            self._engine.load_weights(weights)
+        runner = Runner(
+            self._questions,
+            engine=self._guest,
+            text=self._text,
+            samples=self._samples,
+            seed=self._seed,
+        )
+        right: dict[str, list[bool]] = defaultdict(list)
+        tokens = 0
+        for answer in runner.run():
+            if answer is None:
+                done = runner.progress
+                advance(f"evaluating: {done.written} of {done.total} answers")
+                continue
+            right[answer.task].append(answer.is_correct)
+            tokens += answer.num_tokens
+        total = sum(len(answers) for answers in right.values())
+        return Scores(
+            by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
+            mean_length=tokens / total,
+        )

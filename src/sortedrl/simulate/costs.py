@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import unknown_name
 
 

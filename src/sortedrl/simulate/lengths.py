@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Literal, NamedTuple, Protocol, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.events import Finish, read_events
 from sortedrl.core.randomness import mix, normal
 from sortedrl.errors import DataError, unknown_name

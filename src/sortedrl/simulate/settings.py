@@ -13,7 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from sortedrl.config.schedule import EngineSettings, Schedule, check_values, require
+from sortedrl.config.checks import check_values, require
+from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.randomness import normal, uniform
 from sortedrl.errors import unknown_name
 from sortedrl.simulate.costs import CostSettings

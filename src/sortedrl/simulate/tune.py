@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 
-from sortedrl.config.schedule import ModeName, Schedule, require
+from sortedrl.config.checks import require
+from sortedrl.config.schedule import ModeName, Schedule
 from sortedrl.errors import ConfigError
 from sortedrl.simulate.compare import Outcome, simulate
 from sortedrl.simulate.settings import Simulation

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import is_utf8, require
 from sortedrl.config.spec import parsed, settings_from
 from sortedrl.config.train import DataSettings
-from sortedrl.data.rows import SUFFIXES, Row, is_utf8, read_hub, read_records, rows_of, with_system
+from sortedrl.data.rows import SUFFIXES, Row, read_hub, read_records, rows_of, with_system
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.tasks.gym import GymSettings, gym_rows

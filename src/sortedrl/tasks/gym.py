@@ -14,7 +14,7 @@ from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.config.spec import options_from
 from sortedrl.core.randomness import mix
 from sortedrl.data.rows import Row

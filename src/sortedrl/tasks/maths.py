@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.data.rows import Record, Row, read_hub, read_records
 from sortedrl.errors import DataError, unknown_name
 from sortedrl.rewards.maths.reading import boxed_answer, parts, tidied

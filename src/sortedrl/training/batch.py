@@ -29,9 +29,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix
-from sortedrl.types import TrainBatch, Trajectory, impossible_logprob
+from sortedrl.types import LARGEST_REWARD, TrainBatch, Trajectory, impossible_logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,6 @@ def fill(packs: Sequence[Pack], *, budget: int) -> float:
     return sum(pack.num_tokens for pack in packs) / room if room else 1.0
 
 
-LARGEST_REWARD = 1e6
-"""The bound of the reward workers, for answers that were scored elsewhere."""
 _NAMED = 3
 _LOG = logging.getLogger(__name__)
 

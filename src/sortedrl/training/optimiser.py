@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sortedrl.config.algorithm import Optimisation, learning_rate_at
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import CheckpointError, ModelError
 from sortedrl.models.offload import Resting
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.native.cache import BlockPool, CacheSize, cache_size
 from sortedrl.engines.native.cpu import CpuRunner

@@ -27,7 +27,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.engines.pool.members import (
     Close,
     Closed,

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import quote, unquote
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.errors import ConfigError
 from sortedrl.report.html import head_value
 from sortedrl.report.watch.pages import Pages

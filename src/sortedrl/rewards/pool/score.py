@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol, SupportsFloat, runtime_checkable
 
-from sortedrl.types import Prompt
-
-LARGEST_REWARD = 1e6
+from sortedrl.types import LARGEST_REWARD, Prompt
 
 _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 

@@ -41,7 +41,10 @@ _MEASURE_SECONDS = 0.2
 
 _SEND_SECONDS = 5
 _END_SECONDS = 5.0
-_BOOT = "import sys; sys.path[:] = {path!r}; from sortedrl.rewards.pool.worker import main; main({socket})"
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from sortedrl.rewards.pool.worker import main; main({socket})"
+)
 
 Said = Ready | Refused | Report
 

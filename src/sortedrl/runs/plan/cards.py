@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sortedrl.config.checks import require
 from sortedrl.config.cluster import Layout
-from sortedrl.config.schedule import require
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.models.shape import Shape
 from sortedrl.simulate.costs import Costs, Machine

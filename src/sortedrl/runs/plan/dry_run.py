@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from sortedrl.config.checks import require
 from sortedrl.config.cluster import Cluster, Layout
-from sortedrl.config.schedule import require
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ModelError
 from sortedrl.models.shape import KNOWN_SHAPES, Shape, shape_of
-from sortedrl.runs.build_engine import tokenizer_of
 from sortedrl.runs.plan.cards import CARDS, Card, Precision, card_named
 from sortedrl.runs.plan.memory import MemoryPlan, memory_plan
 from sortedrl.runs.plan.page import RunPlan
 from sortedrl.runs.plan.prediction import Prediction, guessed_lengths, predict
+from sortedrl.runs.tasks import tokenizer_of
 
 _GUESSED_PROMPT_TOKENS = 256
 _PROMPTS_LOOKED_AT = 2048

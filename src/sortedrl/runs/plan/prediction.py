@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from sortedrl.config.schedule import EngineSettings, Schedule, require
+from sortedrl.config.checks import require
+from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.buffer import open_group
 from sortedrl.runs.plan.cards import Card, Demand
 from sortedrl.runs.plan.memory import MemoryPlan

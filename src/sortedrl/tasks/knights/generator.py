@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.tasks.knights.puzzle import (

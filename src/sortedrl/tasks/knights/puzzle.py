@@ -31,7 +31,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import Literal, TypeAlias, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 
 Connective = Literal["not", "and", "or", "->", "<=>"]
 """How statements are joined: negation, all of, at least one of, implication, equivalence."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix, uniform
 from sortedrl.data.rows import Record, Row, read_records
 from sortedrl.errors import DataError, unknown_name

@@ -24,7 +24,7 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.tasks.knights.puzzle import (
     Assignment,
     Claim,

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 
 
 def balanced(sizes: Sequence[int], *, parts: int) -> tuple[tuple[int, ...], ...]:

@@ -6,24 +6,29 @@ The evaluations of a run: held-out tasks, answered by the engine between two upd
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sortedrl.config.schedule import require
+from sortedrl.config.checks import require
 from sortedrl.config.spec import options_from, parsed
-from sortedrl.config.train import DataSettings, PeriodicEvaluation, TrainSettings
+from sortedrl.config.train import (
+    DataSettings,
+    EvaluationSettings,
+    PeriodicEvaluation,
+    TrainSettings,
+)
+from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import SUFFIXES
-from sortedrl.engines.generation import Guest, RolloutEngine
-from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import ConfigError
-from sortedrl.evaluation.runner import Question, Runner
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.tasks.catalogue import Task, open_task, reward_from, shared_rows
 from sortedrl.tasks.knights.puzzle import Split
-from sortedrl.types import Trajectory, Weights
+
+if TYPE_CHECKING:
+    from sortedrl.engines.native import NativeEngine
 
 
 def opened(
@@ -120,74 +125,25 @@ def _with_options(task: Task, options: Mapping[str, object]) -> Task:
     return replace(task, reward=reward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """How right the answers to each task were."""
+def tokenizer_of(model: str) -> Tokenizer:
+    """The tokenizer of a model; the weights stay where they are."""
+    from sortedrl.models.loading import load_tokenizer
 
-    by_task: dict[str, float]
-    """The share of right answers."""
-    mean_length: float
-
-    @property
-    def mean(self) -> float:
-        """The mean over the tasks."""
-        return sum(self.by_task.values()) / len(self.by_task)
-
-    def row(self) -> dict[str, float]:
-        """The scores as numbers of a metrics row."""
-        return {
-            **{f"evaluation/{task}": score for task, score in self.by_task.items()},
-            "evaluation/score": self.mean,
-            "evaluation/length": self.mean_length,
-        }
+    tokenizer: Tokenizer = load_tokenizer(model)
+    return tokenizer
 
 
-class Evaluator:
-    """Asks the same questions again and again, with the same noise."""
+def evaluation_engine(
+    model: str, tokenizer: Tokenizer, settings: EvaluationSettings, *, device: str | None
+) -> NativeEngine:
+    """The native engine with a model of its own, for the answers of an evaluation."""
+    from sortedrl.engines.native import NativeEngine, Sampling
+    from sortedrl.models.loading import load_model
 
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        engine: RolloutEngine,
-        *,
-        text: Callable[[Trajectory], str],
-        temperature: float,
-        max_tokens: int,
-        samples: int,
-        seed: int,
-    ) -> None:
-        """The engine is lent: it must be idle whenever scores are asked for."""
-        self._questions = questions
-        self._engine = engine
-        self._guest = Guest(
-            engine, sampling=Sampling(temperature=temperature), max_tokens=max_tokens
-        )
-        self._text = text
-        self._samples = samples
-        self._seed = seed
-
-    def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
-        """The scores of the weights; `advance` is told how far it has come."""
-        if self._engine.version != weights.version:
-            self._engine.load_weights(weights)
-        runner = Runner(
-            self._questions,
-            engine=self._guest,
-            text=self._text,
-            samples=self._samples,
-            seed=self._seed,
-        )
-        right: dict[str, list[bool]] = defaultdict(list)
-        tokens = 0
-        for answer in runner.run():
-            if answer is None:
-                done = runner.progress
-                advance(f"evaluating: {done.written} of {done.total} answers")
-                continue
-            right[answer.task].append(answer.is_correct)
-            tokens += answer.num_tokens
-        total = sum(len(answers) for answers in right.values())
-        return Scores(
-            by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
-            mean_length=tokens / total,
-        )
+    return NativeEngine(
+        load_model(model, dtype=None, device=device),
+        slots=settings.slots,
+        max_tokens=settings.max_tokens,
+        sampling=Sampling(temperature=settings.sampling_temperature, top_p=settings.top_p),
+        tokenizer=tokenizer,
+    )

@@ -1,0 +1,183 @@
+"""Settings from TOML and back: the fields of a dataclass are the only list of keys.
+
+A file has the keys of the settings, by section. What is wrong with it is said in one sentence; what
+`settings_to_toml` writes, `settings_over` reads back as the same settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from sortedrl.config.checks import check_text, check_values
+from sortedrl.errors import ConfigError, DataError, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
+NO_VALUE = "None"
+TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text in quotes",
+    Path: "a path in quotes",
+}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
+    # A number of thousands of digits is a plain ValueError, and so is a NUL in the path.
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, f"not TOML: {error}") from error
+
+
+def toml_text(tables: Mapping[str, Any]) -> str:
+    """Tables as the text of a TOML file; a path is its text, and `None` is left out.
+
+    >>> print(toml_text({"out": Path("runs/a"), "limit": None, "a b": {"c.d": 1e-8}}), end="")
+    out = "runs/a"
+    <BLANKLINE>
+    ["a b"]
+    "c.d" = 1e-08
+    """
+    return tomli_w.dumps(_plain(tables))
+
+
+def toml_value(value: object) -> str:
+    """A value on one line, as TOML shows it.
+
+    >>> toml_value(True), toml_value("a"), toml_value([1, 2.5]), toml_value({"a b": 1e-8})
+    ('true', '"a"', '[1, 2.5]', '{"a b" = 1e-08}')
+    """
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(part) for part in value)}]"
+    if isinstance(value, Mapping):
+        names = {name: tomli_w.dumps({str(name): 0}).removesuffix(" = 0\n") for name in value}
+        parts = (f"{names[name]} = {toml_value(part)}" for name, part in value.items())
+        return f"{{{', '.join(parts)}}}"
+    return tomli_w.dumps({"x": _plain(value)}).removeprefix("x = ").removesuffix("\n")
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
+    """The settings that the tables of a file make of others; `path` is what errors name."""
+    try:
+        settings = replaced(default, _values(type(default), table, section=""))
+        check_values(settings)
+    except ConfigError as error:
+        raise DataError(path, str(error)) from error
+    return settings
+
+
+def settings_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
+    """Every setting as a TOML file, also those that are as by default."""
+    return toml_text(changed(asdict(settings), asdict(default), everything=True))
+
+
+def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
+    """Settings with these values in place of their own."""
+    changes = {
+        name: replaced(getattr(settings, name), value) if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return replace(settings, **changes)
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, Any]:
+    """The values of a file's tables, by field."""
+    hints = _hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(unknown_name("key", section + key, [section + n for n in hints]))
+        if not is_dataclass(hints[key]):
+            values[key] = _typed(value, hints[key], section + key)
+        elif isinstance(value, Mapping):
+            values[key] = _values(hints[key], value, section=f"{section}{key}.")
+        else:
+            raise ConfigError(f"[{section}{key}] must be a section, got {value!r}")
+    return values
+
+
+def _typed(value: Any, hint: Any, called: str) -> object:  # noqa: ANN401  as TOML and typing give them
+    """A value of a TOML file as the field wants it."""
+    kind, is_optional = field_type(hint)
+    if is_optional and value == NO_VALUE:
+        return None
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ConfigError(unknown_name(called, str(value), get_args(kind)))
+        return value
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        if isinstance(value, list) and (parts[-1] is Ellipsis or len(value) == len(parts)):
+            kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+            return tuple(_typed(v, k, called) for v, k in zip(value, kinds, strict=True))
+        count = "a list" if parts[-1] is Ellipsis else f"a list of {len(parts)} values"
+        raise ConfigError(f"{called} must be {count}, got {value!r}")
+    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{called} must be {TYPE_NAMES[kind]}, got {value!r}")
+    if kind is Path:
+        check_text(value, called)
+        refuse_empty_path(value, called)
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise ConfigError(f"{called} is too large a number") from error
+
+
+def field_type(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
+    """What a field holds, and whether it may hold nothing."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    assert len(kinds) == 1, f"a setting has one type, got {hint}"
+    return kinds[0], True
+
+
+def changed(
+    settings: Mapping[str, Any], default: Mapping[str, Any], *, everything: bool = False
+) -> dict[str, Any]:
+    """What differs from the default, or everything that has a value or differs."""
+    changed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            if everything or value != default[name]:
+                changed[name] = changed(value, default[name], everything=everything)
+        elif value != default[name] or (everything and value is not None):
+            # the word None is read as no value
+            changed[name] = NO_VALUE if value is None else value
+    return changed
+
+
+def refuse_empty_path(text: str, called: str) -> None:
+    """Refuse an empty path, which would silently be the present folder."""
+    if not text.strip():
+        raise ConfigError(f"{called} must be a path, got {text!r}; . is the present folder")

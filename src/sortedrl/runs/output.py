@@ -1,0 +1,112 @@
+"""How a run is shown in a terminal and to a script: a line per update, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sortedrl.core.metrics import Figures, numbers
+from sortedrl.report.terminal import percent, thousands
+
+if TYPE_CHECKING:
+    from sortedrl.runs.training import Ending
+
+
+def update_line(
+    update: int,
+    *,
+    numbers: Mapping[str, float],
+    figures: Figures,
+    done: float,
+    seconds: float,
+) -> str:
+    """What one update did, and when the run will be over; `done` is the share behind it."""
+    words = [f"update {update:4d}"]
+    if "reward/mean" in numbers:
+        words.append(f"reward {numbers['reward/mean']:6.3f}")
+        words.append(f"length {numbers['length/mean']:5.0f}")
+    elif "held" in numbers:
+        words.append(f"held {numbers['held']:.0f} answers")
+    words += [
+        f"bubble {percent(figures.bubble):>6}",
+        f"goodput {thousands(figures.goodput):>6}/s",
+        f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}",
+    ]
+    if numbers.get("skipped_steps"):
+        words.append("SKIPPED: not finite")
+    if numbers.get("unusable_answers"):
+        words.append(f"LEFT OUT: {numbers['unusable_answers']:.0f} answers, not finite")
+    if done > 0:
+        words.append(f"{percent(done):>6}, {duration(seconds * (1 - done) / done)} left")
+    return "  ".join(words)
+
+
+def evaluation_line(update: int, scores: Mapping[str, float]) -> str:
+    """What an evaluation found."""
+    found = ", ".join(f"{task} {percent(score)}" for task, score in scores.items())
+    return f"after update {update}: {found}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> [duration(s) for s in (8, 100, 7300)]
+    ['8 s', '1 min 40 s', '2 h 1 min']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+_REASONS = {
+    "data": "the data is used up",
+    "updates": "max_updates is reached",
+    "target": "the target score is reached",
+    "asked": "a stop was asked for",
+}
+
+
+def rows(ending: Ending) -> list[tuple[str, str]]:
+    """The closing table."""
+    figures, ledger = ending.figures, ending.figures.ledger
+    table = [
+        ("updates", f"{ending.updates:,}"),
+        ("answers trained on", f"{figures.trajectories:,}"),
+        ("tokens decoded / trained", f"{ledger.decoded:,} / {ledger.trained:,}"),
+        ("bubble", percent(figures.bubble)),
+        ("goodput", f"{thousands(figures.goodput)} tokens/s"),
+        ("staleness, mean / most", f"{figures.mean_staleness:.2f} / {figures.staleness_max}"),
+        ("time", duration(figures.seconds)),
+    ]
+    if ending.first_scores is not None and ending.last_scores is not None:
+        for task, score in ending.last_scores.by_task.items():
+            before = ending.first_scores.by_task.get(task)
+            began = "" if before is None else f"{percent(before)} -> "
+            table.append((f"right answers, {task}", began + percent(score)))
+    return table
+
+
+def words(ending: Ending, folder: Path) -> list[str]:
+    """Why it ended, and what to do next."""
+    lines = [f"Ended because {_REASONS[ending.reason]}."]
+    if ending.reason == "asked":
+        lines.append(f"Saved; go on with: sortedrl train {folder} --resume")
+    else:
+        lines.append(f"The model is in {folder / 'model'}; the run can be gone on with (--resume).")
+    return lines
+
+
+def as_row(ending: Ending, folder: Path) -> dict[str, object]:
+    """One JSON object."""
+    return {
+        "folder": str(folder),
+        "reason": ending.reason,
+        "updates": ending.updates,
+        **numbers(ending.figures),
+        "first_scores": None if ending.first_scores is None else ending.first_scores.by_task,
+        "last_scores": None if ending.last_scores is None else ending.last_scores.by_task,
+    }
