@@ -24,8 +24,9 @@ from sortedrl.errors import ConfigError, ModelError
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
+from sortedrl.rewards.tags import TAGS
 from sortedrl.tasks.catalogue import open_task
-from sortedrl.tasks.knights.compact import ALPHABET, TAGS, split_symbols
+from sortedrl.tasks.knights.compact import ALPHABET, split_symbols
 
 # Products this small are slower on two threads, many times so if others want the cores too.
 torch.set_num_threads(1)

@@ -35,7 +35,7 @@ from sortedrl.config.checks import check_text, check_values
 from sortedrl.config.toml import (
     NO_VALUE,
     TYPE_NAMES,
-    changed,
+    changed_values,
     field_type,
     read_toml,
     refuse_empty_path,
@@ -151,7 +151,7 @@ def settings_from(source: str) -> Simulation:
 def to_toml(simulation: Simulation) -> str:
     """The settings as a TOML file that `settings_from` reads back as the same settings."""
     default = asdict(PRESETS["paper"]())
-    return toml_text({"preset": "paper", **changed(asdict(simulation), default)})
+    return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
 
 
 def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:

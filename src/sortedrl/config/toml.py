@@ -92,7 +92,7 @@ def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -
 
 def settings_to_toml(settings: DataclassInstance, default: DataclassInstance) -> str:
     """Every setting as a TOML file, also those that are as by default."""
-    return toml_text(changed(asdict(settings), asdict(default), everything=True))
+    return toml_text(changed_values(asdict(settings), asdict(default), everything=True))
 
 
 def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
@@ -162,7 +162,7 @@ def field_type(hint: Any) -> tuple[Any, bool]:  # noqa: ANN401
     return kinds[0], True
 
 
-def changed(
+def changed_values(
     settings: Mapping[str, Any], default: Mapping[str, Any], *, everything: bool = False
 ) -> dict[str, Any]:
     """What differs from the default, or everything that has a value or differs."""
@@ -170,7 +170,7 @@ def changed(
     for name, value in settings.items():
         if isinstance(value, Mapping):
             if everything or value != default[name]:
-                changed[name] = changed(value, default[name], everything=everything)
+                changed[name] = changed_values(value, default[name], everything=everything)
         elif value != default[name] or (everything and value is not None):
             # the word None is read as no value
             changed[name] = NO_VALUE if value is None else value

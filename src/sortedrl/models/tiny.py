@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
 from sortedrl.config.spec import parsed, settings_of
-from sortedrl.tasks.knights.compact import TAGS
+from sortedrl.rewards.tags import TAGS
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

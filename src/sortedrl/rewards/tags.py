@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from sortedrl.types import Prompt
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ def read_tags(response: str, *, is_prefilled: bool = False) -> Tagged | Untagged
     `is_prefilled` says that the text the model saw ends in `<think>`: the response starts inside
     the thought and must not open it again.
     """
-    rest = _TAGS[0] + response if is_prefilled else response
-    for tag in _TAGS:
+    rest = TAGS[0] + response if is_prefilled else response
+    for tag in TAGS:
         count = rest.count(tag)
         if count != 1:
             seen = ", counting the one the prompt ends in" if is_prefilled and count > 1 else ""
             return Untagged(f"{tag} must stand exactly once, found {count}{seen}")
     parts = []
-    for tag in _TAGS:
+    for tag in TAGS:
         part, found, rest = rest.partition(tag)
         if not found:
-            return Untagged(f"the tags must come in the order {' '.join(_TAGS)}, {tag} comes early")
+            return Untagged(f"the tags must come in the order {' '.join(TAGS)}, {tag} comes early")
         parts.append(part)
     before, think, between, answer = parts
     gaps = {"before <think>": before, "between the parts": between, "after </answer>": rest}
@@ -64,7 +64,7 @@ def conclusion(response: str, *, is_prefilled: bool = False) -> str:
 
     Thoughts that are begun again after they ended, and not ended again, never end either.
     """
-    opening, closing = _TAGS[:2]
+    opening, closing = TAGS[:2]
     _, found, rest = response.rpartition(closing)
     return "" if opening in rest or (is_prefilled and not found) else rest
 
@@ -80,4 +80,4 @@ def starts_in_thoughts(prompt: Prompt) -> bool:
     if isinstance(seen, Sequence) and not isinstance(seen, str):
         last = seen[-1] if seen else None
         seen = last.get("content") if isinstance(last, Mapping) else None
-    return isinstance(seen, str) and seen.rstrip().endswith(_TAGS[0])
+    return isinstance(seen, str) and seen.rstrip().endswith(TAGS[0])

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from sortedrl.rewards.tags import TAGS
 from sortedrl.tasks.knights.puzzle import (
     MAX_DEPTH,
     Assignment,
@@ -35,7 +36,6 @@ from sortedrl.tasks.knights.puzzle import (
 )
 
 PEOPLE = "ABCDEFGH"
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ALPHABET: tuple[str, ...] = (*TAGS, *PEOPLE, *PEOPLE.lower(), *":;?!&|>=()#/01+-")
 """Every symbol of prompts and responses; a tag is one symbol."""
 
