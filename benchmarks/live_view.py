@@ -57,7 +57,7 @@ EVENTS_PER_FRAME = 50
 ACCOUNTED = """
 import json, sys, time
 from pathlib import Path
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.report.live.view import LiveView
 
 spent = dict.fromkeys(("__call__", "updated", "advance", "refresh"), 0.0)

@@ -152,7 +152,7 @@ def later_wins(*words):
 
 def said(capsys, words, *, code=0):
     """Run a command here, which must end with this code; gives what it said on both streams."""
-    from sortedrl.cli.main import main
+    from sortedrl.cli import main
 
     try:
         found = main([str(word) for word in words])
@@ -330,7 +330,7 @@ def _serve():
 
 
 def _become(words, folder, log, file_bytes):
-    from sortedrl.cli.main import main
+    from sortedrl.cli import main
 
     os.chdir(folder)
     for number, suffix in ((1, ".out"), (2, ".err")):

@@ -5,8 +5,8 @@ import tomllib
 
 import pytest
 
+from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import settings_from, to_toml
-from sortedrl.cli.main import COMMANDS, main
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
 from sortedrl.simulate.settings import PRESETS
@@ -43,7 +43,7 @@ def refused(capsys):
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_teaches_by_example_without_torch_or_numpy(words):
     program = (
-        "import sys; from sortedrl.cli.main import main\n"
+        "import sys; from sortedrl.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
@@ -61,7 +61,7 @@ def test_help_teaches_by_example_without_torch_or_numpy(words):
 
 def test_a_simulation_runs_without_torch_or_numpy():
     program = (
-        "import sys; from sortedrl.cli.main import main\n"
+        "import sys; from sortedrl.cli import main\n"
         "assert main(['simulate', 'six']) == 0\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )

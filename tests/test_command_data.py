@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.logs import read_metrics

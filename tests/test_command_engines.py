@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cli import engines
-from sortedrl.cli.main import main
+from sortedrl.cli import engines, main
 from sortedrl.engines import installed
 from sortedrl.engines import installed as versions
 from sortedrl.engines.installed import Device
@@ -108,7 +107,7 @@ def test_the_bare_package_lists_too_and_says_what_is_missing():
         "    if name in absent: raise importlib.metadata.PackageNotFoundError(name)\n"
         "    return known(name)\n"
         "importlib.metadata.version = version\n"
-        "from sortedrl.cli.main import main\n"
+        "from sortedrl.cli import main\n"
         "sys.exit(main(['engines', '--urls', 'http://localhost:1', *sys.argv[1:]]))"
     )
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.evaluation.results import read_results
 from sortedrl.tasks.knights.compact import ALPHABET
 

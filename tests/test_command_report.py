@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.core.events import EventFile
 from sortedrl.core.meter import measure
 from sortedrl.core.metrics import numbers
@@ -87,7 +87,7 @@ def test_settings_that_are_not_toml_are_named(tmp_path):
 def test_the_views_need_no_torch(tmp_path):
     write_run(tmp_path / "logic")
     program = (
-        "import sys; from sortedrl.cli.main import main; "
+        "import sys; from sortedrl.cli import main; "
         "assert main(['report', 'logic']) == 0; assert main(['trace', 'logic']) == 0; "
         "assert main(['plot', 'bubble', 'logic', '--out', 'b.svg']) == 0; "
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from native_worlds import tiny_model
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import TrainSettings

@@ -14,8 +14,8 @@ from typing import get_type_hints
 
 import pytest
 
+from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import parse, settings_from, source_and_flags
-from sortedrl.cli.main import COMMANDS, main
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.spec import options_from
@@ -313,7 +313,7 @@ sys.meta_path.insert(0, Blocked())
 from importlib import util
 whole = util.find_spec
 util.find_spec = lambda name, *more: None if name in {blocked} else whole(name, *more)
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -609,7 +609,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_heavy_is_loaded(t
         paths[-1].write_text(content)
     script = """
 import sys
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 for words in [[path] for path in sys.argv[1:]] + [["nowhere"], ["nowhere.toml"]]:
     try:
         code = main(["train", *words, "--out", "refused"])

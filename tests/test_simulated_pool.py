@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.clock import VirtualClock

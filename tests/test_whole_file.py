@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 from sortedrl.core.files import write_whole
 
 

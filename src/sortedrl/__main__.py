@@ -2,6 +2,6 @@
 
 import sys
 
-from sortedrl.cli.main import main
+from sortedrl.cli import main
 
 sys.exit(main())

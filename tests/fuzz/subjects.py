@@ -5,8 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
 
+from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import parse, settings_from, to_toml
-from sortedrl.cli.main import COMMANDS, main
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import DataSettings, TrainSettings

@@ -1,4 +1,114 @@
-"""One module per command: its flags, its words, what it prints. Each has a `run(arguments)`.
+"""The command line: one module per command, each with `run(arguments)`; errors in one sentence."""
 
-`opening` is no command: it opens tasks for those that look at them.
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+
+from sortedrl import __version__
+from sortedrl.errors import SortedRLError, unknown_name
+
+COMMANDS = (
+    *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
+    *("report", "watch", "trace", "plot", "engines", "cluster"),
+)
+
+HELP = """\
+SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
+
+Train a model with rewards:
+
+  sortedrl demo                         a tiny model on the CPU, start to end, in minutes
+  sortedrl sft sft.toml                 a warm start on written answers
+  sortedrl train config.toml            the main job; --dry-run plans it, --resume goes on with it
+
+See the run:
+
+  sortedrl report runs/logic            one page: slots, bubble, learning, answers, advice
+  sortedrl watch runs/logic             the same page, fresh while the run goes on
+  sortedrl trace runs/logic             for Perfetto: slots, updates, hand-overs, rewards
+  sortedrl plot learning runs/*         pictures for docs and papers, SVG or PNG
+
+Know before you rent: these commands run the real scheduler on a simulated engine, in seconds.
+
+  sortedrl compare paper                all strategies side by side, on the paper's workload
+  sortedrl compare paper --plot c.svg   the same, as a picture
+  sortedrl simulate paper --lookahead 2 one strategy, round by round
+  sortedrl tune paper                   the best settings for these lengths and this hardware
+  sortedrl fit events.jsonl             the constants of your machine, from a run's events
+  sortedrl presets                      the named workloads and hardware, with their arithmetic
+
+What it is trained and evaluated on:
+
+  sortedrl data show knights_knaves     tasks, as a person reads them; sortedrl data --help
+  sortedrl eval MODEL --tasks gsm8k     models on tasks, with intervals; two models, compared
+
+What writes the answers:
+
+  sortedrl engines                      native, vLLM, SGLang: what is installed, and does it work
+  sortedrl cluster check                Ray: placement, versions, memory, all-reduce
+
+Every command explains itself: sortedrl compare --help
 """
+
+_EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "safetensors", "numpy", "tokenizers"), "native"),
+    **dict.fromkeys(("httpx", "packaging"), "servers"),
+    **dict.fromkeys(("datasets", "pyarrow"), "data"),
+    **dict.fromkeys(("gguf", "accelerate"), "gguf"),
+    **{"peft": "lora", "math_verify": "maths", "reasoning_gym": "gym", "ray": "cluster"},
+}
+"""The extra that brings a package which not every command needs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it went well, 2 if the input cannot be used, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A character that the terminal's encoding lacks is written in another way, not refused.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"sortedrl {__version__}")
+        return 0
+    name, *rest = words
+    if name.startswith("-") and any(word in COMMANDS for word in rest):
+        return _refuse(f"the command comes first, then its options; {name} stands before it")
+    if name not in COMMANDS:
+        return _refuse(unknown_name("command", name, COMMANDS) + "; see sortedrl --help")
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    try:
+        import_module(f"sortedrl.cli.{name}").run(arguments)
+    except SortedRLError as error:
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        return _refuse(
+            f"sortedrl {name} needs {package}, not installed; "
+            f"pip install 'sortedrl[{_EXTRAS[package]}]'"
+        )
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; check the path and its permissions")
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print(f"sortedrl: {message}", file=sys.stderr)
+    return 2

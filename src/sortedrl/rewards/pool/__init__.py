@@ -1,1 +1,1 @@
-"""TODO docstring."""
+"""Reward functions in worker processes with limits of time and memory."""
