@@ -125,32 +125,35 @@ def test_a_log_with_a_line_missing_is_read_or_refused_and_measured_without_a_fau
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"event":"resume","seconds":"6","round":3,"version":4}', "resume.seconds"),
+        ('{"event":"resume","seconds":"6","round":3,"version":4}', "field 'seconds'"),
         ('{"event":"resume","seconds":NaN,"round":3,"version":4}', "finite"),
         ('{"event":"resume","seconds":1e999,"round":3,"version":4}', "finite"),
-        ('{"event":"resume","seconds":6,"round":true,"version":4}', "resume.round"),
-        ('{"event":"resume","seconds":6,"round":{},"version":4}', "resume.round"),
-        ('{"event":"resume","seconds":6,"round":3,"version":1' + "0" * 30 + "}", "must lie in"),
-        ('{"event":"resume","seconds":6,"round":3,"version":-1}', "must lie in 0.."),
+        ('{"event":"resume","seconds":6,"round":true,"version":4}', "field 'round'"),
+        ('{"event":"resume","seconds":6,"round":{},"version":4}', "field 'round'"),
+        ('{"event":"resume","seconds":6,"round":3,"version":1' + "0" * 30 + "}", "field 'version'"),
+        ('{"event":"resume","seconds":6,"round":3,"version":-1}', "field 'version'"),
         ('{"event":"resume","seconds":1e300,"round":3,"version":4}', "finite"),
         ('{"event":["resume"],"seconds":6}', "unknown event"),
-        ('{"event":"score","seconds":6,"round":3,"waited_seconds":1,"scored":[[1]]}', "missing"),
+        (
+            '{"event":"score","seconds":6,"round":3,"waited_seconds":1,"scored":[[1]]}',
+            "an entry must be a list of prompt",
+        ),
         (
             '{"event":"score","seconds":6,"round":3,"waited_seconds":1,'
             '"scored":[["a",0,1.0,null,null,null]]}',
-            "scored.prompt",
+            "field 'prompt'",
         ),
         (
             '{"event":"update","seconds":6,"round":3,"version":1,"took_seconds":1,"trained":[],'
             '"closed":[null]}',
-            "closed groups must be whole numbers",
+            "field 'closed' must hold numbers of groups",
         ),
         (
             '{"event":"finish","seconds":6,"prompt":0,"sample":0,"tokens":1,"decoded":1,'
             '"reason":"tired","running":0,"engine_decoded":1,"engine_prefilled":1}',
             "unknown reason 'tired'",
         ),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_line(line, said, tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.events import Begin, Load, Update
 from sortedrl.core.meter import measure
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice import simulation as simulation_module
 from sortedrl.report.advice.diagnosis import changed, diagnose
 from sortedrl.report.advice.observed import Idle, idle, observed_schedule
@@ -163,15 +164,15 @@ def test_a_gain_within_the_error_of_its_prediction_is_noted_and_not_advised(
     )
     found = diagnose(events)
     gain = 1 + max(entry.gain - 1 for entry in diagnosed(simulation).advice)
-    assert found.doubt >= error
-    assert all(entry.gain - 1 > found.doubt for entry in found.advice)
-    if gain - 1 > found.doubt:
+    assert found.prediction_error >= error
+    assert all(entry.gain - 1 > found.prediction_error for entry in found.advice)
+    if gain - 1 > found.prediction_error:
         assert found.summary.startswith("Set schedule.lookahead")
     else:
-        assert f"by more than the prediction's own error of {100 * error:.0f} %" in found.summary
-        assert any(f"own error of {100 * error:.1f} %, not advised" in n for n in found.notes)
+        assert f"more than the prediction error of {percent(error)}" in found.summary
+        assert any(f"prediction error of {percent(error)}, not advised" in n for n in found.notes)
     if error:
-        assert f"this error of {100 * error:.1f} % are not advised" in found.trust
+        assert f"this error of {percent(error)} are not advised" in found.trust
 
 
 def test_updates_that_cost_by_the_token_are_not_made_cheaper_by_larger_ones():

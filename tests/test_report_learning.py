@@ -141,8 +141,8 @@ def test_the_page_says_how_many_of_how_many_answers_it_shows(monkeypatch):
     runs = [answered("a", kept), answered("b", []), answered("c", kept[:3])]
     text = learning.answers_section(runs)
     assert "10 of 43 answers that the runs logged as text" in text
-    assert "chosen evenly" in text
-    assert "None of b." in text
+    assert "sampled evenly" in text
+    assert "No answers from b." in text
     assert learning.answers_data(runs)["run"] == [0] * 7 + [2] * 3
 
 

@@ -339,7 +339,8 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     record = RunRecord(name="a run", events=log_of(BASE))
     with pytest.raises(DataError, match="cannot be written"):
         write_trace(record, tmp_path / "missing" / "trace.json")
-    (tmp_path / "trace.json").write_text("old")
+    write_trace(record, tmp_path / "trace.json")
+    old = (tmp_path / "trace.json").read_bytes()
     bad = [
         replace(event, scored=[s._replace(reward=math.nan) for s in event.scored])
         if isinstance(event, Score)
@@ -348,5 +349,5 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
     ]
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_trace(replace(record, events=bad), tmp_path / "trace.json")
-    assert (tmp_path / "trace.json").read_text() == "old"
+    assert (tmp_path / "trace.json").read_bytes() == old
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

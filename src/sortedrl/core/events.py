@@ -308,11 +308,13 @@ def _check(row: Mapping[str, object], checks: Sequence[tuple[str, frozenset[type
     for name, types in checks:
         value = row[name]
         most = math.inf if name == "reward" else _MOST
-        if type(value) not in types or (
-            isinstance(value, int | float) and not -most < value < most
-        ):
+        least = 0 if type(value) is int and name not in ("seed", "reward") else -most
+        is_number = isinstance(value, int | float)
+        if type(value) not in types or (is_number and not least <= value < most):
             kinds = " or ".join(sorted(kind.__name__ for kind in types))
-            raise ValueError(f"field {name!r} must be a value of type {kinds}, got {value!r:.80}")
+            raise ValueError(
+                f"field {name!r} must be a finite value of type {kinds}, got {value!r:.80}"
+            )
 
 
 _Entry = TypeVar("_Entry", Scored, Trained)
