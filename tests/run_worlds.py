@@ -42,12 +42,6 @@ def rarely(prompt, response):
 CALLS = []
 
 
-def huge(prompt, response, first=0, last=10**9):
-    CALLS.append(response)
-    is_huge = first <= len(CALLS) <= last
-    return 1.7e308 / (1 + len(CALLS) % 2) if is_huge else letters(prompt, response)
-
-
 def scripted(prompt, response, right=()):
     CALLS.append(response)
     return {"reward": letters(prompt, response), "correct": len(CALLS) in right}

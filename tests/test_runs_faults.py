@@ -425,7 +425,7 @@ def test_two_processes_never_go_on_with_one_run(runs, copied):
             assert child.wait() == 2
             assert f"another process is running the run in {copied.name}" in child.err
         child = nursery.start(
-            ["train", copied.name, "--resume", "--epochs", "99", "--max-updates", "999"]
+            ["train", copied.name, "--resume", "--epochs", "9999", "--max-updates", "99999"]
         )
         assert child.until(lambda: "going on from" in child.err)
         with pytest.raises(ConfigError, match="another process"), held.taken_up():
