@@ -1,8 +1,7 @@
-"""transformers without its progress bars: a run has its own.
+"""Loads a model and its tokenizer: from the hub, a folder, a GGUF file or the spec `tiny`.
 
-A model and its tokenizer: from the hub, a folder, a GGUF file, or made from the spec `tiny`.
-
-Nothing here pads, and a tokenizer without a pad token or a chat template is as good as any.
+Nothing here pads, and a tokenizer needs neither a pad token nor a chat template. transformers shows
+no progress bars meanwhile: a run has its own.
 """
 
 from __future__ import annotations
