@@ -1,4 +1,4 @@
-"""Connects to a running inference server by its URL, after asking it whether it is vLLM or SGLang."""
+"""Connects to a running inference server by its URL; asks it whether it is vLLM or SGLang."""
 
 from __future__ import annotations
 
