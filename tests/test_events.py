@@ -253,13 +253,22 @@ def test_a_log_cut_at_any_byte_reads_as_its_whole_lines(length):
         (b'{"event":"resume","seconds":1.0}\n', "'resume' must have the fields seconds, round"),
         (b'{"event":"\xff"}\n', "not UTF-8"),
         (b'{"event":{},"seconds":1.0}\n', "unknown event"),
-        (b'{"event":"resume","seconds":"1","round":3,"version":4}\n', "'seconds' must be a finite value"),
+        (
+            b'{"event":"resume","seconds":"1","round":3,"version":4}\n',
+            "'seconds' must be a finite value",
+        ),
         (
             b'{"event":"resume","seconds":1e999,"round":3,"version":4}\n',
             "'seconds' must be a finite value",
         ),
-        (b'{"event":"resume","seconds":NaN,"round":3,"version":4}\n', "'seconds' must be a finite value"),
-        (b'{"event":"resume","seconds":1,"round":true,"version":4}\n', "'round' must be a finite value"),
+        (
+            b'{"event":"resume","seconds":NaN,"round":3,"version":4}\n',
+            "'seconds' must be a finite value",
+        ),
+        (
+            b'{"event":"resume","seconds":1,"round":true,"version":4}\n',
+            "'round' must be a finite value",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number_wherever_it_stands(tmp_path, line, said):

@@ -1,19 +1,17 @@
-"""Tensors as plain bytes, in parts of a few hundred megabytes: what travels as weights.
+"""Weights as buckets of bytes, broadcast from one sender to the workers over a process group.
 
-Bytes and not arrays, because numpy has no bfloat16. Only names, dtypes, shapes and bytes travel.
-
-A bucket of tensors as one row of bytes, with a small front that says how long it is.
+A bucket holds tensors of up to a few hundred megabytes together. Only names, dtypes, shapes and
+bytes travel; bytes and not arrays, because numpy has no bfloat16. In a broadcast a bucket is one
+flat tensor of bytes, announced by a small front:
 
     front   bytes of the header, bytes of header and tensors; 0, 0 is the end
     flat    header | tensor | tensor ...     each begins at a multiple of 16 bytes
 
 The header has names, dtypes and shapes, as JSON.
 
-A process group between the sender of weights and the workers, beside torch's default group.
-
-Trainer and engines may have a default group of their own, which stays as it is. Rank 0 sends:
-while one bucket travels, the next is gathered and packed. A group in which something failed is
-closed, and never used again.
+The process group stands beside torch's default group, which trainer and engines may use for
+themselves. Rank 0 sends: while one bucket travels, the next is gathered and packed. A group in
+which something failed is closed, and never used again.
 """
 
 from __future__ import annotations

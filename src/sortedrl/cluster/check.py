@@ -1,8 +1,7 @@
-"""What is asked of a machine before a run: its versions, its memory, and whether ranks can meet.
+"""Checks whether a cluster has what a run needs: placement, versions, free memory, an all-reduce.
 
-Is the cluster what a run needs? Placement, versions, free memory, and an all-reduce.
-
-Everything a run would place is placed, tried, and given back.
+Everything that a run would place is placed, tried, and released again. A probe on each machine
+reports its versions and its memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A Ray to run on: one of our own on this machine, or one that runs already.
+"""A connection to Ray: a local one that we start, or a cluster that is already running.
 
-One of our own ends with the run; one that runs already is left as it was.
+The local one ends with the run; a running cluster is left as it was.
 """
 
 from __future__ import annotations

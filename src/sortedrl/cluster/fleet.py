@@ -1,13 +1,9 @@
-"""All rollout workers of a run: started together, behind one engine; new ones may join.
+"""All rollout workers of a run behind one engine: lost workers are replaced, new ones join.
 
 The engine of the run is `Fleet.pool`. A worker that dies is left out by the pool; `refill` starts
 another in its bundle, which Ray moves if the node is gone. A new worker has the present weights
-before it joins.
-
-The engine of a run on a cluster: lost workers are replaced, and new machines are made use of.
-
-Both happen when new weights come, because nothing runs then. A cluster that has no room is asked
-again at the next hand-over; the run goes on with the workers it has.
+before it joins. Workers are replaced and added at a weight sync, because nothing runs then. If the
+cluster has no room the run continues with the workers it has, and asks again at the next sync.
 """
 
 from __future__ import annotations

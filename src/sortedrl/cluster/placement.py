@@ -1,8 +1,7 @@
-"""The nodes of the Ray that this process is connected to, and what they have.
+"""Which resources each rollout worker and each trainer rank gets: a Ray placement group.
 
-Which resources each rollout worker and each rank of the trainer gets: a Ray placement group.
-
-All bundles of a run are placed together or not at all, so no run begins with half its workers.
+All bundles of a run are placed together or not at all, so no run begins with half its workers. What
+the living nodes have and what is free on them is read here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The controller's side of one rollout worker: an engine, to be put into a pool.
+"""The controller's side of one rollout worker: an engine, used as a member of a pool.
 
-Nothing that a worker was writing is kept here: if its process dies, the pool that handed it its
-work knows that work. A worker that is lost stays lost.
+Unfinished work of the worker is not kept here: if its process dies, the pool that assigned the work
+knows it. A worker that is lost stays lost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The controller's side of the trainer's ranks: the trainer of a run.
+"""The controller's side of the trainer ranks: the trainer of a run.
 
-All ranks are asked together. If one of them is lost, none can go on: the trainer is lost, and the
-run goes on from its last checkpoint with new ranks.
+All ranks are called together. If one of them is lost, none can continue: the trainer is lost, and
+the run restarts from its last checkpoint with new ranks.
 """
 
 from __future__ import annotations

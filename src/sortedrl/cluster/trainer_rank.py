@@ -1,6 +1,6 @@
-"""The actor of one rank of the trainer: a part of every weight, and its share of every update.
+"""The actor of one trainer rank: a shard of every weight, and its share of every update.
 
-Whatever is asked of one rank is asked of all of them at the same time, with the same words.
+Every call goes to all ranks at the same time, with the same arguments.
 """
 
 from __future__ import annotations

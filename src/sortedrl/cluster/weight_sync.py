@@ -1,20 +1,13 @@
-"""The groups of a run as the controller calls them: who is in one, and what it is called.
+"""Weight sync from the trainer to all workers: by broadcast, through the object store, or on disk.
 
-The same members meet under the same key, so they keep their group. As soon as a member changes or
-anything fails in a group, the next one has a new key.
-
-One broadcast of a source, in a thread of its own: the workers receive at the same time.
-
-Weights on their way: what was made of them for the workers, and who has them.
-
-Weights on their way to many workers: over a group, through the object store, or on disk.
-
-    group     the workers meet here, then all of them receive what the source broadcasts
+    group     sender and workers join a process group, and the source broadcasts
     objects   the source puts the weights into the object store once, each worker fetches them
     disk      the source writes a file once, each worker reads it
 
-Where a way fails for a worker, this worker takes the next. Objects and file stay until every
-worker that is alive has the weights, and no longer.
+Where one transport fails for a worker, that worker uses the next. Objects and file stay until every
+living worker has the weights, and no longer. A broadcast runs in a thread of its own, while the
+workers receive. The same workers keep their process group from sync to sync; as soon as a worker
+changes or anything fails in a group, the next one has a new key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Where weights come from on their way to the workers: a trainer here, or one of many ranks.
+"""The sources of weights, a trainer here or one of many ranks, and how a worker receives them.
 
-A source knows three ways. One that cannot bring the weights raises `WayFailed`, and the next way
-is taken; anything else that it raises ends the hand-over.
-
-What a worker is offered as new weights, and how it takes each of them.
+A source can broadcast the weights, put them into the object store, or write them to a file, and a
+worker is told which of the three to expect. A source that cannot use a transport raises
+`WayFailed`, and the next one is used; anything else that it raises ends the sync.
 """
 
 from __future__ import annotations

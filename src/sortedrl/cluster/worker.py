@@ -1,18 +1,14 @@
-"""How an engine is made inside a worker: a small frozen value that can be sent there.
+"""The actor of a rollout worker: one engine, driven by a thread of its own.
 
-Two workers with the same recipe have the same engine with the same weights, so what one of them
-can write, the other can too.
+The engine is made inside the worker from a small frozen value. Two workers with equal values have
+the same engine with the same weights, so one can continue what the other began.
 
-Where the words of a worker go: a file in the folder of the run.
+The engine decodes while the controller is busy elsewhere; a call to `step` returns what was done
+since the last one. So the controller is never waited for between two tokens, and the slower it is,
+the more one call returns. The thread is that of a pool with one member.
 
-A worker on another machine may not see that folder. It then writes to a file of its own, and the
-controller brings the text over when it closes the worker.
-
-The actor of a rollout worker: one engine, driven by a thread of its own.
-
-The engine goes on from token to token while the controller is busy elsewhere; a call to `step`
-takes what was done since the last one. So the controller is never asked between two tokens, and
-the slower it is, the more it is told at once. The thread is that of a pool with one member.
+A worker logs to a file in the run folder. Where its machine does not see that folder it logs to a
+local file, and the controller fetches the text when it closes the worker.
 """
 
 from __future__ import annotations

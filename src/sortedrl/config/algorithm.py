@@ -1,14 +1,11 @@
-"""The algorithm of an update: one name, and the few numbers it leaves open.
+"""The settings of an update: algorithm, off-policy correction and optimiser.
 
-A field left at `None` takes the value that belongs to the name; the properties `used_*` give
-what holds in the end. Formulas: docs/algorithms.md.
+The algorithm is one name and the few numbers it leaves open. A field left at `None` takes the value
+that belongs to the name; the properties `used_*` give the value that holds in the end.
 
-The settings of the off-policy correction: what to do about tokens of older weights.
-
-Three log-probabilities of a token exist: under the weights that sampled it (behaviour), under the
-weights at the start of the update (proximal), under the weights being trained (current).
-
-The settings of the optimiser: how gradients become steps, and how fast.
+The correction deals with tokens of older weights. A token has three log-probabilities: under the
+weights that sampled it (behaviour), under the weights at the start of the update (proximal), and
+under the weights being trained (current). Formulas: docs/algorithms.md.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The settings of the layout: how many GPUs a run has, and how they share the work.
+"""The settings of several GPUs and of a Ray cluster.
 
-They are shared by engines and trainer, which take turns. The trainer's weights, masters, moments
-and gradients are spread evenly over all of them; every `tensor_parallel` of them hold one engine
-with a copy of the weights, and `engine.slots` are the slots of all engines together.
+In a layout, engines and trainer take turns on all GPUs. The trainer's weights, master weights,
+moments and gradients are sharded evenly over all of them; every `tensor_parallel` GPUs hold one
+engine with a copy of the weights, and `engine.slots` are the slots of all engines together.
 
-The settings of the cluster: where Ray runs, and what is placed on it.
+On a cluster, Ray places the processes:
 
-separated   every rollout worker and every rank of the trainer has resources of its own
-colocated   worker and rank share a bundle, one pair in each, and take turns
+    separated   every rollout worker and every trainer rank has resources of its own
+    colocated   worker and rank share a bundle, one pair in each, and take turns
 """
 
 from __future__ import annotations

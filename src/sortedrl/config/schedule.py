@@ -1,4 +1,4 @@
-"""Every knob of the scheduler and the engine, checked before anything heavy is loaded.
+"""Every setting of the scheduler and the engine, checked before anything heavy is loaded.
 
 The string under a field is its only documentation, and the text of `--help`.
 Values that follow from others are read-only properties.

@@ -1,4 +1,4 @@
-"""Every knob of a supervised warm start."""
+"""Every setting of a supervised warm start."""
 
 from __future__ import annotations
 

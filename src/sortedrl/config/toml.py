@@ -1,6 +1,6 @@
 """Settings from TOML and back: the fields of a dataclass are the only list of keys.
 
-A file has the keys of the settings, by section. What is wrong with it is said in one sentence; what
+A file has the keys of the settings, by section. An error in it is reported in one sentence; what
 `settings_to_toml` writes, `settings_over` reads back as the same settings.
 """
 

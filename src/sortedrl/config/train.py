@@ -1,16 +1,8 @@
-"""What is saved while a run goes on: checkpoints, and some answers as text.
+"""Every setting of a training run, by section, checked before anything heavy is loaded.
 
-The settings of the rollout: which engine writes the answers, and how they are drawn.
-
-The settings of station 1: what of a row is the prompt, and how the model sees it.
-
-The settings of station 5: which workers score, how long they may take, what a failure means.
-
-The settings of an evaluation.
-
-Every knob of a training run, checked before anything heavy is loaded.
-
-One file, one tree: the keys of `config.toml` are the fields here, section by section.
+The keys of `config.toml` are the fields of `TrainSettings` and of its sections: data, rollout,
+rewards, passes, adapters, evaluation, saving and tracking stand here; schedule, algorithm and
+cluster have modules of their own.
 """
 
 from __future__ import annotations

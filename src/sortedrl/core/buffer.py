@@ -10,9 +10,8 @@ Nothing is lost, nothing is trained twice, nothing is copied.
 Waiting work comes in two kinds: *fresh* (never started) and *returned* (put back).
 Ready work comes in two kinds as well: *harvestable* (its unit is complete) and *partnered*
 (complete, but siblings of the same prompt are not; only with `unit_size` > 1).
-A group is open from its load until its last trajectory is trained.
-
-Station 1: from prompts to the trajectories of a group.
+A group is open from its load until its last trajectory is trained; `open_group` makes the
+trajectories of one from its prompts.
 """
 
 from __future__ import annotations

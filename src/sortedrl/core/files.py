@@ -1,12 +1,9 @@
-"""A file written whole or not at all, and never over one that is not ours.
+"""Files that are written whole or not at all, and files that grow line by line.
 
-A file that grows line by line, and can be cut back to a length it once had.
-
-Only whole lines count: a last line without its newline belongs to a run that was killed or is
-still writing, and readers leave it out. A run that is resumed cuts its files to the lengths they
-had at the checkpoint, so what was written after it is written again, once.
-
-TOML files: read into tables, and written so that any reader gets the same tables back.
+A file is never written over one that is not ours. Of a file of lines only whole lines count: a last
+line without its newline belongs to a run that was killed or is still writing, and readers leave it
+out. A resumed run cuts its files to the lengths they had at the checkpoint, so what was written
+after it is written again, once.
 """
 
 from __future__ import annotations

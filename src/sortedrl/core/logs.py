@@ -1,10 +1,8 @@
-"""The numbers of a run on disk: one JSON object per update, in `metrics.jsonl`.
+"""The logs of a run for people and scripts: `metrics.jsonl` and `answers.jsonl`.
 
-A number that is not finite is written as null, so any JSON reader can read the file.
-
-Some answers of every update as text, in `answers.jsonl`: what the model wrote, for people.
-
-One JSON object per answer. It is a sample to look at; nothing is computed from it.
+`metrics.jsonl` has one JSON object of numbers per update; a number that is not finite is written as
+null, so any JSON reader can read the file. `answers.jsonl` has some answers of every update as
+text, one JSON object each: a sample to look at, from which nothing is computed.
 """
 
 from __future__ import annotations

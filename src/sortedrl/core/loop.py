@@ -1,13 +1,14 @@
 """Stations 1 to 8 in order: one round after another, the same for simulated and real parts.
 
-A round: hand over new weights, renew what they made stale, feed the engine and let it write until
-the controller says harvest, put unfinished work back, train, and yield each update batch.
-Whenever a batch is yielded nothing runs, so buffer and journal can be saved there. A loop made of
-what was saved finishes the round that was cut, and then goes on: it trains on the same batches.
+A round: sync new weights, renew what they made stale, feed the engine and let it write until the
+controller says harvest, put unfinished work back, train, and yield each update batch.
+Whenever a batch is yielded nothing runs, so the state of buffer and recorder can be saved there. A
+loop made from what was saved finishes the interrupted round and continues: it trains on the same
+batches.
 
 With an `Overlap`, the last update of a round runs beside the rollout of the next one. It begins
-when the engine has the weights before it, and lands before the next update: what is trained on is
-at most one version older, whatever takes how long. Its batch is yielded when it has landed.
+when the engine has the weights before it, and ends before the next update: what is trained on is
+at most one version older, regardless of timing. Its batch is yielded when it has ended.
 """
 
 from __future__ import annotations

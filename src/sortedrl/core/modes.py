@@ -1,4 +1,4 @@
-"""What becomes of interrupted work: one small object per mode.
+"""How interrupted generations are handled: one small object per mode.
 
 A mode is asked three questions, each about one trajectory:
 `interrupted` (it ran when the engine was stopped), `renewed` (it is complete but waited through

@@ -1,4 +1,4 @@
-"""The seams: what a station must offer to be used by the loop.
+"""The protocols of the loop: what a prompt source, an engine, a scorer and a trainer must offer.
 
 Any object with these methods fits; nothing has to be inherited or registered.
 """

@@ -1,14 +1,10 @@
-"""One row of a data set, before a tokenizer has seen it.
+"""Rows of a data set, from files (JSON lines, a JSON list, Parquet) or the `datasets` library.
 
-Records from files: JSON lines, a JSON list or Parquet, each with the place where it stands.
+    file, hub or folder -> Record, with its place -> Row: prompt, fields, place
 
-A file is read as a stream. What is malformed is refused with file, line and reason. What comes out
-can be written as JSON again, sent to another process and encoded as UTF-8, whatever went in:
+A file is read as a stream, and a malformed record is refused with file, line and reason. What comes
+out can be written as JSON again, sent to another process and encoded as UTF-8, whatever went in:
 text, whole numbers, finite numbers, booleans, nothing, and lists and objects of these.
-
-Records from the `datasets` library: a name on the hub, or a folder it saved.
-
-From records to rows: which column is the prompt, which the answer.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Station 4: from decisions to tokens. One module per engine."""
+"""Station 4: from decisions to tokens. One package per engine."""

@@ -1,6 +1,6 @@
-"""The engine on its own: prompts in, answers out, with a progress bar.
+"""What evaluation and generation ask of an engine: prompts in, complete answers out.
 
-An engine as a guest uses it between updates: other sampling, the same weights.
+An evaluation borrows the engine of a run between two updates: other sampling, the same weights.
 """
 
 from __future__ import annotations

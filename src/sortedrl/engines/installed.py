@@ -1,10 +1,7 @@
-"""The ranges of versions of vLLM and SGLang whose ends were tried, and what is said to others.
+"""Which rollout engines this Python has: versions, the tested ranges of versions, and devices.
 
-Nothing here imports them: that takes seconds.
-
-Which rollout engines this Python has, in which versions, and on which devices they would write.
-
-Nothing heavy is imported to find out; only the devices ask torch, where there is one.
+vLLM and SGLang are not imported to find out, which would take seconds; only the list of devices
+asks torch, where it is installed.
 """
 
 from __future__ import annotations

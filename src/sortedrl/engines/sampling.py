@@ -1,9 +1,4 @@
-"""The rules by which an engine chooses tokens, the same for every engine.
-
-What an engine can be asked to write, whichever engine it is.
-
-The segments of an answer that grows.
-"""
+"""What requests to all engines share: sampling settings, limits, and segments of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running server of answers, by its address: what it is, it says itself."""
+"""Connects to a running inference server by its URL; asks it whether it is vLLM or SGLang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two evaluations of the same prompts, compared prompt by prompt.
 
-A pair is one prompt that both have answers to. What is resampled is the pair (see `intervals`), so
+A pair is one prompt that both have answers to. What is resampled is the pair (see `statistics`), so
 that a prompt that is hard for both says nothing about which is better. Prompts that only one has
 answers to are counted and left out. Intervals are for single comparisons: of twenty levels that do
 not differ, one is expected to look different.

@@ -1,39 +1,35 @@
-"""What an evaluation is made of: scored answers of one model to the prompts of some tasks.
+"""The statistics of an evaluation: mean@k, pass@k, reward, length, failures, with 95 % intervals.
 
 An answer is named by its task, its prompt (the row's place in the task) and its sample index; each
 name occurs once. All answers of a prompt share its question, gold answer and level.
-
-95 % intervals for means over prompts, and for differences between two evaluations.
-
-The answers to one prompt resemble each other, so the prompt is what is resampled, never the
-answer: a set of 30 prompts says the same about the next prompt whether each was answered 4 or 400
-times. The intervals are about prompts like these, not about these prompts answered once more.
-
-The resampling is the Bayesian bootstrap: instead of drawing prompts with replacement, every prompt
-is given a random weight, all together Dirichlet. Prompts of equal values share one weight (a sum of
-exponentials is a gamma number), so thousands of prompts with a handful of values cost a handful of
-draws.
-
-The plain bootstrap is wrong where it matters: 30 prompts all answered right resample to 30 prompts
-all answered right, an interval without width; and with 5 % wrong answers in truth its interval
-holds the truth in 77 % of the cases. So imagined prompts join the real ones:
-
-- for rates, half a prompt that is all right and half a prompt that is all wrong; with one answer
-  for each prompt this is the Jeffreys interval of a proportion;
-- for differences, one prompt for each side, as different as those that differ are on average; with
-  one answer for each prompt this is the custom of adding one pair to each of the two ways in which
-  a pair can differ.
-
-An interval always holds the value it belongs to. Everything is a function of the values and of a
-key in words, so the same answers give the same interval.
-
-The numbers of an evaluation: mean@k, pass@k, reward, length and failures.
 
 Every prompt counts the same, however many of its answers are there. mean@k is the share of right
 answers; pass@k the chance that at least one of k answers is right. pass@k uses only prompts with k
 answers or more; `Estimate.num_prompts` says how many those are. In a run that was cut off the
 missing answers are rather the long ones, so `num_short` and `num_missing` belong beside its
 numbers.
+
+Intervals resample prompts, never answers, because the answers to one prompt resemble each other: a
+set of 30 prompts says the same about the next prompt whether each was answered 4 or 400 times. They
+are about prompts like these, not about these prompts answered once more.
+
+The resampling is the Bayesian bootstrap: instead of drawing prompts with replacement, every prompt
+gets a random weight, all together Dirichlet. Prompts of equal values share one weight (a sum of
+exponentials is a gamma number), so thousands of prompts with a handful of values cost a handful of
+draws.
+
+The plain bootstrap fails where it matters: 30 prompts all answered right resample to 30 prompts
+all answered right, an interval without width; and with a true rate of 5 % wrong answers its
+interval covers the truth in 77 % of the cases. So pseudo-prompts join the real ones:
+
+- for rates, half a prompt that is all right and half a prompt that is all wrong; with one answer
+  per prompt this is the Jeffreys interval of a proportion;
+- for differences, one prompt for each side, as different as those that differ are on average; with
+  one answer per prompt this is the usual correction of adding one pair to each of the two ways in
+  which a pair can differ.
+
+An interval always contains the value it belongs to. Everything is a function of the values and of a
+key in words, so the same answers give the same interval.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What rollout and training ask of a model's attention, which both exchange for their own.
+"""What rollout and training need from a model: attention that can be replaced, and finite numbers.
 
-What a model computes on its own: one text, one pass, no cache. The yardstick of every engine.
-
-And whether its weights are numbers at all.
+`plain_logprobs` is what a model computes on its own, one text in one pass without a cache: every
+engine is compared with it.
 
 Axes: T positions of a text, V vocabulary.
 """

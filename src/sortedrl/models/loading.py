@@ -1,8 +1,7 @@
-"""transformers without its progress bars: a run has its own.
+"""Loads a model and its tokenizer: from the hub, a folder, a GGUF file or the spec `tiny`.
 
-A model and its tokenizer: from the hub, a folder, a GGUF file, or made from the spec `tiny`.
-
-Nothing here pads, and a tokenizer without a pad token or a chat template is as good as any.
+Nothing here pads, and a tokenizer needs neither a pad token nor a chat template. transformers shows
+no progress bars meanwhile: a run has its own.
 """
 
 from __future__ import annotations
@@ -14,15 +13,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
-
 from sortedrl.errors import ModelError
 from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
+
+try:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+    from transformers.utils.logging import (
+        disable_progress_bar,
+        enable_progress_bar,
+        is_progress_bar_enabled,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
+    ) from error
+
+_GIB = 1 << 30
+_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error)
+"""What transformers raises for a model that is missing, damaged or of an unknown kind."""
 
 
 @contextmanager
@@ -35,21 +45,6 @@ def without_bars() -> Iterator[None]:
     finally:
         if had_bars:
             enable_progress_bar()
-
-
-try:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-    from sortedrl.models.loading import without_bars
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"a model needs {error.name}; pip install 'sortedrl[native]'", name=error.name
-    ) from error
-
-_GIB = 1 << 30
-_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error)
-"""What transformers raises for a model that is missing, damaged or of an unknown kind."""
 
 
 def load_model(

@@ -1,4 +1,4 @@
-"""Memory of tensors, let go of for a while: engine and trainer that share a GPU take turns.
+"""Offloading of tensors: engine and trainer that share a GPU release their memory in turn.
 
 The tensors stay the same objects, so whoever holds one need not know. Between `rest` and `wake`
 nobody may read or write them.

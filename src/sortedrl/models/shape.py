@@ -1,12 +1,11 @@
 """The sizes of a model, known without its weights.
 
-A hub name or a folder is asked for its config, a GGUF file for its header, and the spec `tiny`
-for itself; parameters are counted on a model that has no memory behind it, so they are exact.
+They come from the config of a hub name or a folder, the header of a GGUF file, or the spec `tiny`;
+parameters are counted on a model without memory (the meta device), so they are exact.
 
-The shapes of a few public models, for planning where their configs are out of reach.
-
-Both families are the same decoder: queries, keys, values and their output, then three matrices of
-the feed-forward part, with a norm before each. Qwen2.5 has a bias on queries, keys and values.
+For a few public models the shapes are known here, for planning without a network. They are one kind
+of decoder: queries, keys, values and their output, then three matrices of the feed-forward part,
+with a norm before each. Qwen2.5 has a bias on queries, keys and values.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     form      right: <think>...</think><answer>...</answer>, see `tags`
     answer    right: everybody's role; partly right: somebody's; wrong: nobody's;
-              unparsable: not in the form, or not to be understood, see `claims`
+              unparsable: not in the form, or not to be understood, see `knights_claims`
 
 A prompt has the fields `names` and `solution` (for each name, whether it is a knight), and may have
 `roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (what the model saw).

@@ -1,6 +1,6 @@
-"""A run on a cluster: the engine over rollout workers, and the trainer over ranks.
+"""Builds a run on a cluster: the engine over rollout workers, and the trainer over ranks.
 
-The recipes travel to the processes of workers and ranks and are cooked there, so that weights are
+Factories travel to the processes of workers and ranks and are called there, so that weights are
 read where they are needed and never pass through the controller.
 """
 

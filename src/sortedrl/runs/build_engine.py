@@ -1,7 +1,4 @@
-"""The engine of a training run, from its settings: our own, or one from outside.
-
-What an evaluation needs, from its settings.
-"""
+"""Builds the engine of a training run: native, vLLM, SGLang, or a pool of servers."""
 
 from __future__ import annotations
 

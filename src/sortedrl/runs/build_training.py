@@ -1,7 +1,4 @@
-"""The models of a training run, from its settings.
-
-A training run from its settings, new or as a checkpoint has it.
-"""
+"""Builds a training run, new or from a checkpoint: models, trainer, engine, loop."""
 
 from __future__ import annotations
 

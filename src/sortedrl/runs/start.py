@@ -1,13 +1,10 @@
-"""Words for the person whose run ends without any: its process was killed, or Ray has ended it.
+"""Whole runs in one call each, with progress and a clean stop: what the commands and Python use.
 
-Ray ends every process that uses it when its own processes on this machine are gone, and no code of
-ours runs then. So another process, which has the words, waits for this one to end.
+    ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("runs/gsm8k")))
 
-How a run ended, for a person and for a script.
-
-Whole runs in one call each, with progress and a clean stop: what the commands and Python use.
-
-ending = train(TrainSettings(model="runs/warm/model", task="gsm8k", out=Path("runs/gsm8k")))
+The first Ctrl-C or SIGTERM asks for a stop, which finishes and saves the round; a second Ctrl-C
+stops at once. Ray ends every process that uses it when its own processes on this machine are gone,
+and no code of ours runs then: so another process waits for this one to end, and says how to resume.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tasks as commands and runs open them: files from a named folder, progress on long work.
+"""The tasks of a run: opened with progress, training rows kept apart from held-out ones.
 
-The evaluations of a run: held-out tasks, answered by the engine between two updates.
+Tokenizer and engine of an evaluation are opened here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a run's numbers go to be looked at: TensorBoard, Weights & Biases, trackio.
 
-A tracker is a window onto a run and never stops it: one that fails is warned of once and switched
-off. The numbers themselves are in `metrics.jsonl`.
+A tracker never stops a run: one that fails is disabled after one warning. The numbers themselves
+are in `metrics.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""A clean stop: the first Ctrl-C or SIGTERM asks for one, the second Ctrl-C stops at once.
+"""A training run from its beginning, or a checkpoint, to its end.
 
-What a checkpoint of a training run holds, written at an update boundary, when nothing runs.
-
-Which answers of an update are kept as text: some of every length.
-
-A training run in lines: one for each update, short enough for a terminal.
-
-A training run from its beginning, or a checkpoint, to its end.
-
-After every update, in this order: the numbers are written down, the model is evaluated and saved
-where that is due, and it is decided whether to go on. Killed at any instant, the run goes on from
-its newest complete checkpoint, and its logs are cut to what they were then.
+After every update, in this order: the numbers and some answers of every length are logged, the
+model is evaluated and saved where that is due, and it is decided whether to continue. A checkpoint
+is written at an update boundary, when nothing runs. Killed at any instant, the run resumes from its
+newest complete checkpoint, and its logs are cut to what they were then.
 """
 
 from __future__ import annotations
@@ -19,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sortedrl.config.train import (
     TrainSettings,
@@ -43,9 +36,6 @@ from sortedrl.runs.start import Stopping
 from sortedrl.runs.trackers import Trackers
 from sortedrl.training.checkpoint import Checkpoints, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
-
-if TYPE_CHECKING:
-    pass
 
 
 def write_snapshot(

@@ -1,4 +1,4 @@
-"""The world a simulated run lives in: lengths, costs, presets, and constants fitted to real runs.
+"""Simulated runs: lengths, costs, presets, engines on a virtual clock, constants fitted to runs.
 
 The controller, the buffer and the loop are the real ones; only engine, trainer and clock are not.
 """

@@ -1,6 +1,6 @@
-"""A simulated run from its settings.
+"""Simulated runs from their settings: one, or strategies and modes side by side.
 
-Strategies and modes side by side, on the same prompts and the same seed.
+Runs that are compared have the same prompts and the same seed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""What runs in one simulated engine: the sequences in its slots, counted in decode steps.
+"""The simulated engine: it writes no text but takes as long; with trainer, scorer and prompts.
 
-Between two finished answers every running answer grows by one token per step, so the seconds of
-any number of steps are a closed form. Who owns the batch turns steps into time. Its policy is
-certain of itself: the token at position `i` is `i`, with log-probability 0. An answer that parted
-from its cached tokens under version `v` goes on with other tokens, `v * BRANCH + i`, so its
-tokens say where it parted.
-
-An engine that writes no text but takes as long, and the trainer and prompts that go with it.
-
-It jumps from one finished answer to the next: see `simulated_batch` for what it writes.
+The engine jumps from one finished answer to the next. In between every running answer grows by one
+token per step, so the seconds of any number of steps are a closed form. Its policy is certain of
+itself: the token at position `i` is `i`, with log-probability 0. An answer that diverged from its
+cached tokens under version `v` continues with other tokens, `v * BRANCH + i`, so its tokens say
+where it diverged.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Observed answer lengths from a file: CSV, JSONL, or the events of a run.
-
-How long simulated answers are.
+"""How long simulated answers are: drawn from a distribution, or from lengths observed in a file.
 
 The length of an answer is a quantile of the distribution at a normal number `z`. A share of the
 variance of `z` belongs to the prompt, so siblings and redraws of one prompt resemble each other;
-the rest belongs to the answer's noise stream, keyed by its seed and attempt.
+the rest belongs to the answer's noise stream, keyed by its seed and attempt. Observed lengths come
+from a CSV or JSONL file, or from the events of a run.
 """
 
 from __future__ import annotations

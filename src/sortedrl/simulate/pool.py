@@ -1,17 +1,14 @@
-"""One engine of a simulated pool: a batch, its place in time, and whether it lives.
-
-A member is looked at only when something happens to it. In between it is `start` plus the
-seconds of its prefill and of the steps since, so it costs nothing while others work.
-
-Many simulated engines as one, on one virtual clock: uneven, failing, reached over a network.
+"""Many simulated engines as one, on one virtual clock: uneven, failing, reached over a network.
 
 It places work as the real pool does: with the engine that was given the prompt since the weights
-last changed, else with the emptiest. An engine that fails gives its work to the others, and comes
-back with the present weights. Nothing is drawn anew: the weights are the same, so every mode may
-keep what was written. Every trajectory that was submitted comes back once.
+last changed, else with the least loaded. An engine that fails gives its work to the others, and
+comes back with the present weights. Nothing is drawn anew: the weights are the same, so every mode
+may keep what was written. Every trajectory that was submitted comes back once.
 
-All costs are those of one engine. So a step of an engine is read off its own sequences and cached
-tokens, and a hardware preset of eight cards makes every engine a machine of eight cards.
+All costs are those of one engine. So a step of an engine follows from its own sequences and cached
+tokens, and a hardware preset of eight cards makes every engine a machine of eight cards. An engine
+is looked at only when something happens to it: in between it is `start` plus the seconds of its
+prefill and of the steps since, so it costs nothing while others work.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Many engines in place of one: how fast each is, how often one fails, how weights reach them.
+"""The settings of a simulated run, and named presets that flags and files change.
 
-The default is one engine that never fails, with weights that need no network.
-
-The settings of a simulated run: the real schedule and engine settings, and a made-up world.
-
-Named simulations, each a starting point that flags and files change.
+Schedule and engine settings are the real ones. A pool is many engines in place of one: how fast
+each is, how often one fails, how weights reach them; by default it is one engine that never fails,
+with weights that need no network.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""A task: rows, the reward that scores their answers, and when an answer counts as right.
-
-A model that is evaluated on what it was trained on is measured for its memory. So rows can be
-compared by what they ask: the same question is the same in other white space, under another system
-message, with and without the instruction after it; and a puzzle is the same under other names.
-
-All tasks by name: what a spec such as `gsm8k:split=train` stands for.
+"""All tasks by name: what a spec such as `gsm8k:split=train` stands for, as rows with their reward.
 
 knights_knaves    generated puzzles                people=3-7,count=1000,seed=0,split=train
 logic_rl          the published puzzles            path=FOLDER,split=train
@@ -16,6 +10,10 @@ owner/name        the user's own data set by its hub name, or a folder with it: 
 
 Where a spec names no split, it is the one that its user asks for: training takes train, evaluation
 takes test. A set that has no such split is refused, so that nobody trains on test rows unawares.
+
+Held-out rows must not ask what is trained on, so rows are compared by what they ask: the same
+question is the same in other white space, under another system message, with and without the
+instruction after it; and a puzzle is the same under other names.
 """
 
 from __future__ import annotations

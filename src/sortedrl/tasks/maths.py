@@ -1,10 +1,8 @@
-"""The maths sets: where each one lies, and how one of its records becomes a question and a gold.
+"""The maths sets: where each one lies, and how its records become rows that `math_reward` scores.
 
 A set is a description, not a class. Its columns are named differently on the hub and in the files
 that go round, so a reader knows both names; a record that has neither is refused with its place.
-Golds come out normal: no `$`, no thousands separators, `27` instead of `27.0`.
-
-Rows of the maths sets: a question with an instruction, and a gold that `math_reward` knows.
+Golds are normalised: no `$`, no thousands separators, `27` instead of `27.0`.
 
 The rows of a set come in its order, so the same settings give the same rows. Only rows of `train`
 carry a `response` to imitate.

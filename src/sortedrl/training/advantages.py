@@ -1,16 +1,12 @@
-"""Mean and spread over the tokens of the last updates, to whiten what one update cannot.
+"""Rewards become advantages, one per token, and targets of the critic.
+
+Everything is computed in float64 and returned in float32. Values that are all equal give
+advantages of exactly 0, and so does an answer without siblings where siblings are compared.
+Formulas: docs/algorithms.md.
 
 Update batches come sorted by length. Where length and reward go together, the answers of a batch
 are alike, and whitened among themselves they do not show that long ones did better than short
-ones. Over as many updates as a group has, all lengths are in it.
-
-Equal values give exactly 0, as they do within one batch. Axes: V values of one update.
-
-Rewards become advantages, one per token; and the critic's targets.
-
-Everything is computed in float64 and given back in float32. Values that are all equal give
-advantages of exactly 0, and so does an answer without siblings where siblings are compared.
-Formulas: docs/algorithms.md.
+ones. `RunningMoments` whitens over as many updates as a group has, which cover all lengths.
 
 Axes: N answers, T answer tokens of all of them together, V any values, G their groups.
 """

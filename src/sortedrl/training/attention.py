@@ -1,13 +1,10 @@
-"""Decoder layers whose small operations torch.compile has fused, for the time of a pass.
+"""Attention over a packed row: every sequence sees its own past and nothing of its neighbours.
 
-The fused layer keeps less for the backward pass than the plain one, and launches fewer kernels.
-
-Attention over a packed row: every sequence sees its own past and nothing of its neighbours.
-
-The model stays as it is: its attention is exchanged through transformers' attention interface
-while a packed row goes through it, also when gradient checkpointing runs a layer once more in the
-backward pass, and is put back afterwards. Dropout is off meanwhile, as it is in rollout: otherwise
-the ratio of new to old probabilities would be noise.
+The model stays as it is: its attention is replaced through transformers' attention interface while
+a packed row goes through it, also when gradient checkpointing runs a layer once more in the
+backward pass, and is restored afterwards. Dropout is off meanwhile, as it is in rollout: otherwise
+the ratio of new to old probabilities would be noise. For the same time decoder layers may be
+compiled, which keeps less for the backward pass and launches fewer kernels.
 
 Axes: R tokens of the row, H query heads, K key/value heads, D head dimension, L tokens of one
 sequence.

@@ -1,20 +1,14 @@
-"""Packs: sequences of any length laid end to end in rows of at most `budget` tokens.
+"""The answers of one update as flat tensors, in mini-batches for steps and packs for passes.
 
-Every sequence is in exactly one pack, and the same lengths always give the same packs. A sequence
-longer than the budget has a pack of its own, so nothing is ever cut or left out.
+Only answer tokens have an entry, answer after answer, so there is no padding and nothing to mask
+for it. A pack is sequences laid end to end in a row of at most `budget` tokens. Every sequence is
+in exactly one pack, and the same lengths always give the same packs; a sequence longer than the
+budget has a pack of its own, so nothing is ever cut or left out.
 
-The answers of one update as flat tensors: answer after answer, one entry per token.
-
-Only answer tokens have an entry, so there is no padding and nothing to mask for it.
+Several ranks may make an update together. Each knows all answers and passes over a share of them,
+and all make the same number of passes: a rank with fewer makes empty ones.
 
 Axes: N answers, T answer tokens of all of them together.
-
-How an update goes through its answers: mini-batches for steps, packs for passes.
-
-Several processes may make an update together. Each knows all answers and goes through a share of
-them, and all make the same number of passes: who has fewer makes empty ones.
-
-Axes: T answer tokens of an update's answers.
 """
 
 from __future__ import annotations

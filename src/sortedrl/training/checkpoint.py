@@ -1,25 +1,20 @@
-"""One checkpoint: a folder that is there as a whole or not at all.
+"""The checkpoints of a run: the last few and the best, each a folder that is complete or ignored.
 
-    update-000120/
+    update-000100/             the best
+    update-000200/             the last
       model/                   a Hugging Face folder: weights, config, tokenizer
       optimiser.safetensors    tensors by name; a critic has such files too
       buffer.bin               answers begun and not yet trained on
       state.json               counters, and everything small
       manifest.json            what this is; the size and the checksum of every other file
+    update-000250.partial/     being written, or left by a process that was killed
 
-It is written beside its place under the name `update-000120.partial`, to the disk, the manifest
-last, and then renamed. So what has its final name is complete, and older ones are never touched.
-Only safetensors, JSON and our own buffer files are read; a folder with a pickle is refused.
+A checkpoint is written under its name with `.partial`, flushed to disk, the manifest last, and then
+renamed. So what has its final name is complete, and older ones are never touched. Only safetensors,
+JSON and our own buffer files are read; a folder with a pickle is refused.
 
-The checkpoints of a run: the last few and the best, each a folder that is complete or ignored.
-
-    update-000100/            the best
-    update-000150/            the last but one
-    update-000200/            the last
-    update-000250.partial/    being written, or left by a process that was killed
-
-Nothing outside of these folders is remembered: a checkpoint carries its own score, so a process
-killed between saving and deleting leaves nothing but a folder too many for the next save.
+Nothing is remembered outside these folders: a checkpoint carries its own score, so a process killed
+between saving and deleting leaves nothing but a folder too many for the next save.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""Probability ratios, and the weights by which they correct for tokens of older weights.
+"""The loss of an update: importance ratios, corrections, token losses, and their aggregation.
 
-A ratio is the exponential of a difference of log-probabilities. Corrections are numbers, never
-part of a gradient.
-
-Axes: N answers, T answer tokens of all of them together.
-
-The loss of an update: token losses, and the weights that join them.
-
-The weights follow from the lengths of an optimiser step's answers alone, so the loss of the step
-is the sum of its parts, in whatever packing they come. Formulas: docs/algorithms.md.
+A ratio is the exponential of a difference of log-probabilities. Corrections for tokens of older
+weights are numbers, never part of a gradient. The weight of a token follows from the lengths of an
+optimiser step's answers alone, so the loss of the step is the sum of its parts, in whatever packing
+they come. Formulas: docs/algorithms.md.
 
 Axes: N answers, T answer tokens, of a whole optimiser step or of a part of it.
 """

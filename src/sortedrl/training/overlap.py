@@ -1,11 +1,11 @@
 """A trainer whose updates run beside the rollout, in a thread, one at a time.
 
-    update -> taken on -> begin -> under way -> settle -> landed
+    update -> accepted -> begin -> in progress -> settle -> finished
 
-While an update is taken on, the trainer within is idle, and its weights are those before the
-update: this is when the engine gets them. While it is under way, nobody else touches that trainer;
-version and numbers stay those before it until it has landed. So nothing depends on which of the
-two is faster.
+While an update is only accepted, the inner trainer is idle, and its weights are those before the
+update: this is when the engine gets them. While it is in progress, nobody else touches that
+trainer; version and numbers stay those before it until it has finished. So nothing depends on which
+of the two is faster.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A trained model as a folder that transformers reads, with its tokenizer; adapters folded in.
+"""The trainer of a run: beyond updates, it writes checkpoints and the trained model.
 
-A trainer in a checkpoint: its tensors in safetensors files, its counters in JSON.
-
-The trainer of a run: beyond updates, it writes checkpoints and the trained model.
-
-`LocalTrainer` trains in this process; a cluster has one that speaks to ranks elsewhere.
+`LocalTrainer` trains in this process; a cluster has one that calls ranks elsewhere. In a checkpoint
+the tensors of a trainer are safetensors files and its counters JSON. The trained model is exported
+as a folder that transformers reads, with its tokenizer and with adapters merged.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""What the passes of an update leave behind for its statistics.
+"""The numbers that are logged for one update, and what its passes record for them.
 
-Each process sees the answers that it goes through; after every step all of them know of all.
-
-Axes: T answer tokens of the update.
-
-The numbers that are logged of one update.
-
-They are computed once, after the update, from what it left behind; nothing has a gradient. A
-number that does not exist, such as the gap without fresh tokens, has no entry.
+They are computed once, after the update; nothing has a gradient. Each rank records the answers that
+it passes over, and after every step all ranks know all of them. A number that does not exist, such
+as the gap without fresh tokens, has no entry.
 
 Axes: T answer tokens of the update.
 """

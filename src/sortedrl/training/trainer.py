@@ -1,12 +1,11 @@
-"""The policy that the run began with, which the trained one is kept close to.
-
-One policy update from one batch of answers, in packed passes without padding.
+"""One policy update from one batch of answers, in packed passes without padding.
 
     answers -> (log-probabilities before, reference, values) -> advantages
             -> for each mini-batch: passes forward and backward, then one optimiser step
 
-An answer is gone through whole in one pass, and each token has its weight in the loss before the
-first pass begins, so how answers are packed into passes changes nothing but rounding.
+An answer is passed over whole in one pass, and each token has its weight in the loss before the
+first pass begins, so how answers are packed into passes changes nothing but rounding. The reference
+is the policy that the run began with, a copy or the model without its adapters.
 
 Axes: N answers, T answer tokens of all of them together.
 """

@@ -1,12 +1,17 @@
 """The native engine: continuous batching in PyTorch that owns its randomness.
 
-request    one trajectory while it is written
-blocks     who holds which block of the cache
-planner    requests -> the rows of the next pass
-driver     the Hugging Face module, driven as it is
-cpu, cuda  rows -> tokens, on their device
-sampling   logits and keyed noise -> tokens
-engine     submit, step, interrupt, load_weights
+engine             submit, step, interrupt, load_weights
+request            one trajectory while it is generated
+planner            requests -> the rows of the next pass
+cache              the blocks of the KV cache, and how many there are
+driver             the Hugging Face module, used as it is
+cpu, cuda          rows -> tokens, on their device
+products           matrix products with the same bits in any batch
+attention_kernels  Triton: write keys and values, attend to them
+sampling, noise    logits and keyed noise -> tokens
+sampling_kernels   Triton: the same in one pass over the logits
+slot_state         what the GPU knows of each slot
+weights            checks new weights and copies them in
 """
 
 try:

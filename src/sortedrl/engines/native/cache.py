@@ -1,13 +1,11 @@
-"""The cache's blocks: who holds which, and what the free ones still remember.
+"""The blocks of the KV cache: which sequence holds which, and how many there are.
 
     free  --allocate/hold-->  held by one or more sequences  --release-->  free
 
-A block is held by at least one sequence or free, never both; block 0 is nobody's: padding rows
-write there. A full block may be *remembered* by its content, the tokens from the start of the
-text to its end, so that another text with the same beginning holds it too and does not compute it
-again. Free blocks keep their content until they are given away, the longest free first.
-
-How many blocks the cache gets, and what to say when they are too few.
+A block is held by at least one sequence or free, never both; block 0 is never allocated: padding
+rows write there. A full block may be *remembered* by its content, the tokens from the start of the
+text to its end, so that another text with the same prefix holds it too and does not compute it
+again. Free blocks keep their content until they are allocated, the longest free first.
 """
 
 from __future__ import annotations

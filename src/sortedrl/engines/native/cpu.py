@@ -1,12 +1,11 @@
-"""Linear layers for rollout on the CPU: weights packed once per version, same bits in any batch.
+"""Forward passes on the CPU: rows packed without padding, attention by SDPA over the cache.
 
-oneDNN's packed products read the weights in the order they are used, which for a few dozen rows
-is up to twice as fast, and sum each row in an order that does not depend on the number of rows.
-The packed copy doubles the memory of the linear weights and must be made again when they change.
+A request whose blocks are contiguous is read in place; others are gathered first.
 
-Forward passes on the CPU: rows packed without padding, attention by SDPA over the cache.
-
-A request whose blocks lie side by side is read in place; others are gathered first.
+Linear layers use oneDNN's packed products. These read the weights in the order they are used, which
+for a few dozen rows is up to twice as fast, and sum each row in an order that does not depend on
+the number of rows. The packed copy doubles the memory of the linear weights and is made again for
+every version.
 
 Two paddings make every row come out with the same bits in any batch, because the matrix products
 below choose their order of summation by shape: query rows come in multiples of 4, and the number

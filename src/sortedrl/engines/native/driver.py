@@ -1,13 +1,12 @@
-"""A Hugging Face model at the wheel: one forward pass over loose rows, on the module as it is.
+"""One forward pass of a Hugging Face model over rows of many requests, on the module as it is.
 
 The module that is trained is the module that rolls out. Only while the engine drives it are two
 things changed, and put back after: its attention goes through transformers' attention interface
 to the engine's cache, and its linear layers may be replaced by faster ones that give every row
-the same bits in any batch.
+the same bits in any batch. Before a model is used it is tried: it must compute the same in the
+engine as on its own.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D head dimension.
-
-A model on trial: it must compute the same in the engine as on its own.
 """
 
 from __future__ import annotations

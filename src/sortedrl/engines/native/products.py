@@ -1,14 +1,12 @@
-"""Matrix products: the same bits for a row in any batch, and logits in fp32.
+"""Matrix products on the GPU: the same bits for a row in any batch, and logits in fp32.
 
-On a GPU, cuBLAS sums a row in one order whatever the number of rows, as long as it does not split
-the sum: so splitting is forbidden while the engine runs or records a pass. That holds for 16-bit
-weights; in fp32, small batches still differ in the last bits.
+cuBLAS sums a row in one order whatever the number of rows, as long as it does not split the sum: so
+splitting is disabled while the engine runs or captures a pass. That holds for 16-bit weights; in
+fp32, small batches still differ in the last bits.
 
-The fewest rows that a pass on the GPU is given: below them, passes take longer, not shorter.
-
-With sums that may not be split, the library's products for few rows can be several times slower
-than those for a hundred. Rows beyond those needed are padding, which costs little: a decode step
-is bound by reading the weights. So the products of the model are timed once for each size.
+With sums that may not be split, the products for few rows can be several times slower than those
+for a hundred. So the products of the model are timed once for each size, and a pass with fewer rows
+than pays is padded, which costs little: a decode step is bound by reading the weights.
 """
 
 from __future__ import annotations

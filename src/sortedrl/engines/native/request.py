@@ -1,13 +1,12 @@
-"""One trajectory while the engine writes it: what is known, what is computed, what is in flight.
+"""One trajectory while the engine generates it: what is known, what is computed, what is in flight.
 
     tokens    prompt and answer as far as the host has read them
     pending   tokens sampled after those but not read yet: the device runs ahead of the host
-    fed       positions whose row was handed to the device, so that their keys are in the cache
+    fed       positions whose row was given to the device, so that their keys are in the cache
 
 A row is one position of one request. The row at position `p` takes in the token at `p`; if it is
-sampled it gives the token at `p + 1`.
-
-From trajectories to requests: what can be written is made ready, what cannot is refused.
+sampled it gives the token at `p + 1`. A trajectory that cannot be generated is refused before it
+becomes a request.
 """
 
 from __future__ import annotations

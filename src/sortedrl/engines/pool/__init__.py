@@ -1,11 +1,7 @@
 """Several engines of any kind as one.
 
-member     what an engine must offer to be in a pool, and the work it is handed
-thread     drives one member, and reports what it did
-seat       what one member was handed, and the count of its tokens
-placement  which member takes a trajectory
-crew       all seats: reports, deaths, and what came back
-engine     submit, step, interrupt, load_weights
+members    what an engine must offer to be in a pool; the thread that drives it, its share of work
+pool       the engine over all of them: placement, reports, lost members
 """
 
 from sortedrl.engines.pool.members import Member

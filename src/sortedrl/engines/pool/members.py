@@ -1,22 +1,18 @@
-"""What an engine must offer to be a member of a pool, and the work that it is handed.
+"""One member of an engine pool: its protocol, its work, and the thread that drives it.
 
-What one member was handed, and the count of its tokens.
+Work that was assigned to a member leaves it once: finished, given back, refused, or taken away
+because the member is lost. Tokens are counted three times:
 
-A trajectory that was handed to the member leaves the seat once: finished, given back, not taken,
-or taken away because the member is gone.
+    counted    tokens that the pool has reported
+    reported   tokens that the steps of the member reported
+    returned   tokens in the trajectories that came back
 
-    counted    tokens that the pool has told of
-    reported   tokens that the steps of the member told of
-    returned   tokens that were written into the trajectories that came back
+When all work has left, `counted` and `returned` are made equal: so what was written after the last
+step is reported, and what a dead member lost stays part of what was decoded.
 
-When the seat is emptied, `counted` and `returned` are made equal: so what was written after the
-last step is told of, and what a dead member lost stays part of what was decoded.
-
-The thread of one member: the only one that works with it.
-
-It obeys commands in order, and steps the member whenever it has work and no command waits.
-Every step and every command is followed by exactly one report in the inbox of the pool. After
-`Lost` it does nothing more but close the member.
+The thread is the only one that uses the member. It obeys commands in order, and steps the member
+whenever it has work and no command waits. Every step and every command is followed by exactly one
+report in the inbox of the pool. After `Lost` it only closes the member.
 """
 
 from __future__ import annotations

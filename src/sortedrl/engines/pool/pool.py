@@ -1,19 +1,13 @@
-"""Which member takes a trajectory: the one that holds its beginning, else the emptiest.
+"""A pool of engines that is an engine itself: it continues while one of its members lives.
 
-A beginning is held from the placing of a trajectory until the weights change: then every cached
-key and value is worth nothing.
+    submit -> queue -> members -> their threads -> reports -> step, interrupt
 
-All members of a pool: what they report, how they die, and what comes back from them.
+Every trajectory that was submitted comes back once: it is with one member, in the queue, or
+complete. What a member gives back unfinished goes to the front of the queue. Only the caller's
+thread moves trajectories; the threads of the members only report.
 
-What comes back unfinished goes to the front of the queue, what is complete waits for the next
-step. So a trajectory that was handed out is in one seat, in the queue, or complete.
-
-A pool of engines that is an engine itself: it goes on while one of its members lives.
-
-    submit -> queue -> seats -> threads of the members -> reports -> step, interrupt
-
-Every trajectory that was submitted comes back once. Only the caller's thread moves trajectories
-from place to place; the threads of the members do nothing but report.
+A trajectory is placed with the member that holds its prefix, else with the least loaded one. A
+prefix is held until the weights change, which makes all cached keys and values worthless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process in which an engine is on trial: prints its verdict as one line of JSON.
+"""The process of a self-test: prints its verdict as one line of JSON.
 
     python -m sortedrl.engines.self_test native
     python -m sortedrl.engines.self_test server http://localhost:8000

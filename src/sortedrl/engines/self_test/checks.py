@@ -1,16 +1,13 @@
-"""Answers on their way through an engine that is on trial: each must come back exactly once.
-
-The tiny model of the self-test, as it is before an update and after it.
-
-Both have opinions. At the usual first weights all tokens are alike, and an engine that writes with
-the wrong weights, or tells log-probabilities of the wrong temperature, would hardly show.
-
-What a run relies on, checked one after the other on a few answers.
+"""The checks of the self-test: what a run relies on, tried on a few answers.
 
     8 answers in 4 slots -> interruption -> new weights -> the same answers to their end -> greedy
 
-Nothing is lost or counted twice, what was cached stays, every token has the version that wrote it
-and the log-probability that a plain forward pass of that version gives it.
+Nothing is lost or counted twice, cached tokens stay, every token has the version that wrote it and
+the log-probability that a plain forward pass of that version gives it.
+
+The tiny model, before and after its update, has weights larger than the usual initial ones, at
+which all tokens are about equally likely: an engine with the wrong weights, or one that reports
+log-probabilities of the wrong temperature, would hardly show.
 """
 
 from __future__ import annotations

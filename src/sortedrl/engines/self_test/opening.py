@@ -1,8 +1,7 @@
-"""The vocabulary of a server whose model is not known here.
+"""Opens an engine for its self-test, as small as it gets, or connects to a running server.
 
-No server tells it when asked. But all name it when they refuse a token that no model has.
-
-An engine opened for its self-test, as small as it gets.
+No server reports its vocabulary when asked; but all name it when they refuse a token that no model
+has.
 """
 
 from __future__ import annotations

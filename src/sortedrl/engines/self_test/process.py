@@ -1,9 +1,8 @@
-"""What comes out of a self-test: passed, or failed for a reason that fits one line.
-
-The self-test in a process of its own: an engine that hangs or crashes takes nothing with it.
+"""Runs the self-test in a process of its own, so an engine that hangs or crashes harms nothing.
 
 The process gets a session of its own, and when it is over nothing of that session is left, neither
-the engine's children nor theirs. What they print goes to a file, whose end is shown on failure.
+the engine's children nor theirs. What they print goes to a file, whose end is shown on failure. The
+verdict is passed, or failed for a reason that fits one line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""SGLang in child processes of its own, driven from here.
+"""SGLang in child processes, driven from here.
 
-    ask -> SGLang's manager (on our event loop) -> scheduler and model (child processes) -> pieces
+    request -> SGLang's manager (our event loop) -> scheduler and model (child processes) -> tokens
 
 A child that dies ends every stream with `EngineLost`, and nothing else.
 """

@@ -1,8 +1,8 @@
-"""One answer in SGLang's words: the request that asks for it, and what its chunks say.
+"""One request in SGLang's format, and how its response chunks are read.
 
 SGLang repeats itself: a chunk may hold the whole answer so far or only what is new, and the chunk
-that ends a broken-off answer may hold either. `completion_tokens` counts the whole answer in every
-chunk, and so tells what is new. Each token is handed on exactly once.
+that ends an aborted answer may hold either. `completion_tokens` counts the whole answer in every
+chunk, and so tells what is new. Each token is passed on exactly once.
 """
 
 from __future__ import annotations

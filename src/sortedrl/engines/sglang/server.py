@@ -1,14 +1,10 @@
-"""An SGLang server on trial, before anything depends on it.
+"""A running SGLang server, reached over HTTP and checked before it is used.
 
-It passes if it can be asked for what a run asks for. If not, it is refused with what was found and
-the command that starts it right.
+    request -> POST /generate -> events -> tokens
 
-A running SGLang server, reached over HTTP.
-
-    ask -> POST /generate -> events -> pieces
-
-The server belongs to one run: its weights are those of the run. It survives the run, and the run
-survives it: a server that dies ends the streams with `EngineLost`.
+The server belongs to one run: its weights are those of the run. It outlives the run, and a server
+that dies ends the streams with `EngineLost`. One that cannot do what a run asks for is refused,
+with what was found and the command that starts it correctly.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Engines outside of this process's own code: answers come as streams of tokens."""
+"""External engines, as processes or servers: answers come as streams of tokens."""

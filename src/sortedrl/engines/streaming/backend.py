@@ -1,16 +1,13 @@
-"""The seam to an outside engine: a question in, a stream of tokens out.
+"""The protocol of an external engine: a request in, a stream of tokens out.
 
-    ask -> stream of pieces -> the last piece says how it ended
+    request -> stream of chunks of tokens -> the last chunk says how it ended
 
-A backend keeps no books: it hands on what the outside engine says, in order. Who asked, which
-weights wrote and what was cached before is known to the `StreamedEngine` above it.
+A backend keeps no state about answers: it passes on what the external engine says, in order. Who
+asked, which weights wrote and what was cached before is known to the `StreamedEngine` above it.
 
-An event loop in a thread of its own, for a caller that waits.
-
-The streams of a backend: they run in the background, and what they give is read here.
-
-The event loop's thread only fills the inbox. A stream is there from its start until its end was
-read, so no word of it is lost; the last one is `None`, or the error that ended it.
+The streams run on an event loop in a thread of its own, which only fills an inbox; the caller reads
+it. A stream exists from its start until its end was read, so nothing of it is lost; its last entry
+is `None`, or the error that ended it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""One trajectory while an outside engine writes it: what came of it so far.
+"""An external engine behind the engine protocol, over streams of tokens.
 
-An outside engine as ours: submit, step, interrupt, load_weights, over streams of tokens.
-
-    trajectories -> asks -> backend, on its own event loop -> pieces -> tallies -> trajectories
+    trajectories -> requests -> backend, on its own event loop -> chunks -> trajectories
 
 The streams run in the background; everything else happens in the caller's thread. So an answer is
-in exactly one place: a tally that is open, or complete, or given back. The tokens of a tally are
-those that were read from its stream, whatever becomes of the engine meanwhile.
+in exactly one place: being generated, complete, or given back. Its tokens are those that were read
+from its stream, whatever happens to the engine meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A server of answers over HTTP: short calls with a time limit, and streams of events.
+"""An HTTP client for inference servers: short calls with a time limit, and streams of events.
 
-It knows nothing of any engine. Trouble with the connection is `EngineLost`; an answer that says no
-is `Refused`, which has the status and the words of the server.
+It is the same for every engine. A broken connection is `EngineLost`; a response with an error is
+`Refused`, which has the status and the text of the server.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Weights on their way to an engine in another process: a folder with one safetensors file.
+"""Weights for an engine in another process, as a folder with one safetensors file.
 
-The folder of a version is complete as soon as it is there, and the one before it is gone.
-
-An outside engine on trial: it must have the model that is trained, and its tokenizer.
+The folder of a version is complete as soon as it has its name, and the one before it is gone. That
+the engine has the model that is trained, and its tokenizer, is checked here too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""vLLM in child processes of its own, driven through its `AsyncLLM`.
+"""vLLM in child processes, driven through its `AsyncLLM`.
 
-    ask -> AsyncLLM (here) -> scheduler and model (child process) -> pieces
+    request -> AsyncLLM (here) -> scheduler and model (child process) -> tokens
 
-An answer is known to vLLM from the first step of its stream on. One that is broken off earlier
-never reaches it.
+An answer is known to vLLM from the first step of its stream on. One that is aborted earlier never
+reaches it.
 """
 
 from __future__ import annotations

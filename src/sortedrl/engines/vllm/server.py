@@ -1,11 +1,8 @@
-"""What a running vLLM server must be like before anything is asked of it.
+"""A running vLLM server, driven over HTTP and checked before it is used.
 
-Every refusal says what was found and the command that starts the server right.
-
-A vLLM server that somebody has started, driven over HTTP.
-
-Prompts go as token ids and answers come as token ids. What the server has sent counts: nothing
-else is known of an answer, so nothing is lost or counted twice when one is broken off.
+Prompts and answers travel as token ids. Only what the server has sent counts, so nothing is lost or
+counted twice when an answer is aborted. A server that cannot do what a run asks for is refused,
+with what was found and the command that starts it correctly.
 """
 
 from __future__ import annotations

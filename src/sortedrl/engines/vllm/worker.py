@@ -1,9 +1,8 @@
-"""What is added to the workers of vLLM: weights are read where the trainer has them on the GPU.
+"""An extension of vLLM's workers: weights are read from where the trainer has them on the GPU.
 
 A tensor travels as its address: plain numbers, texts and bytes, so nothing is copied on the way
-and nothing is unpickled. The trainer keeps its tensors as they are until the worker has answered.
-
-The name by which vLLM finds our part of its workers; the part itself needs torch.
+and nothing is unpickled. The trainer keeps its tensors unchanged until the worker has answered.
+vLLM finds the extension by its name; the extension itself needs torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""All the processes that a reward starts: found, measured and killed, wherever they hide.
+"""Process limits of rewards: everything a worker starts is found, measured and killed with it.
 
     pool ── guard ── worker ── what the reward starts
-               └──── what it leaves behind: daemons, processes of sessions of their own
+               └──── what it leaves behind: daemons, processes in sessions of their own
 
 On Linux every worker has a guard, a process that adopts whatever loses its parent below it. So
-everything a worker starts stays under its guard, and is killed when the worker ends, the pool lets
-go of it, or the pool's process is killed. The guard runs none of the reward's code.
+everything a worker starts stays under its guard, and is killed when the worker ends, the pool
+releases it, or the pool's process is killed. The guard runs none of the reward's code.
 
 A worker that kills its guard gets away: a reward is trusted, the answers it scores are not.
 """

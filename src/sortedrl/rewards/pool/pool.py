@@ -1,9 +1,8 @@
 """The reward pool: answers in, scores out in the order in which they are done.
 
-A thread of its own watches over the workers, so that scoring goes on while the engine writes.
-`submit` and `cancel` never wait.
-
-A `Scorer` over a reward pool: every complete answer is scored while others are written.
+A thread of its own supervises the workers, so that scoring goes on while the engine generates.
+`submit` and `cancel` never wait. `PoolScorer` puts the pool behind the protocol of the loop: every
+complete answer is scored while others are generated.
 """
 
 from __future__ import annotations

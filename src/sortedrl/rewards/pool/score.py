@@ -1,4 +1,4 @@
-"""What a reward function gives, checked.
+"""The value that a reward function returns, checked; and the record of one call.
 
 A function may return a number, or named parts. A number may be of any type that has a float value,
 such as a numpy scalar or a tensor of one element:
@@ -11,8 +11,6 @@ A part named `correct` says whether the answer counts as right in an evaluation.
 A batched function returns one of these for each answer, as a list, an array or a tensor, or it
 returns named parts with such a column each. A reward is finite and at most `LARGEST_REWARD` in
 size: one larger value would decide a whole update.
-
-A call of a reward function for one answer, and what became of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A worker process: loads a reward function, scores what it is sent, and says how it went.
+"""A worker process: loads a reward function, scores the answers it is sent, and reports each.
 
     parent -> worker    Setup, then Work after Work
     worker -> parent    Ready or Refused, then one Report for each answer, as it is done
 
-The socket is the lifeline: when it closes the worker ends at once, with everything it started.
+When the socket closes the worker ends at once, with everything it started.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The worker processes and who does what: started, given work, measured, killed and replaced.
+"""The group of worker processes: started, given work, measured, killed and replaced.
 
     waiting -> under way -> delivered          a score, or a failure
                  |  the worker died, or answers that shared a call failed together
                  v
                alone -> under way -> delivered  tried once more, with a worker to itself
 
-Every call taken on is delivered exactly once, unless it is cancelled or the function raises.
-A worker that dies, or is killed for a call that takes too long, is replaced.
-`WorkerGroup` is an object of one thread, without locks.
+Every call that was accepted is delivered exactly once, unless it is cancelled or the function
+raises. A worker that dies, or is killed for a call that takes too long, is replaced.
+`WorkerGroup` is used by one thread, without locks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run will need and take, worked out before any weights are loaded.
+"""What a run will need, and how long it will take, worked out before any weights are loaded.
 
-cards       what hardware can do
-demand      what memory depends on
+dry_run     settings -> the plan below
+cards       what hardware can do, and what the memory of a run depends on
 memory      a run -> bytes, part by part
 advice      a run that does not fit into memory -> changes that make it fit
 prediction  a run -> rounds, updates, bubble, goodput and hours, from the simulator

@@ -1,16 +1,14 @@
-"""What devices can do, and what a model's shape then costs on them.
+"""What devices can do, what a model costs on them, and what the memory of a run depends on.
 
-The arithmetic is that of the simulator's machines. What differs from their data sheets: launching
-the kernels of a step costs the same for every layer, matrices narrower than `full_width` reach a
-share of the speed of wide ones, and on one device the weights are shared, so handing them over
+The arithmetic is that of the simulator's hardware presets. What differs from their data sheets:
+launching the kernels of a step costs the same for every layer, matrices narrower than `full_width`
+reach a share of the speed of wide ones, and on one device the weights are shared, so a weight sync
 takes no time.
 
-Several devices, of one machine, share the work evenly. A layer that is spread over some of them
-adds up its results twice in a step. In every pass of an update the trainer brings its weights
-together, forward and backward, and spreads its gradients out; that hides behind the computing as
-far as the computing takes longer.
-
-What the memory of a run depends on: the model, the answers, the passes, the devices.
+Several devices of one machine share the work evenly. A layer that is spread over some of them
+needs two all-reduces in a step. In every pass of an update the trainer gathers its weights, forward
+and backward, and scatters its gradients; that overlaps with computing as far as computing takes
+longer.
 """
 
 from __future__ import annotations

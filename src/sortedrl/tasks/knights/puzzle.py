@@ -1,25 +1,20 @@
-"""A puzzle: one statement per person, and what a statement says under an assignment of roles.
+"""A puzzle: one statement per person, its solutions, and a key that is the same under other names.
 
 Everything here is frozen and can be compared and hashed.
 `Puzzle.text` and `parse_puzzle` are inverse to each other; the text is that of the published sets:
 
     (('lying', 1), ('and', ('telling-truth', 0), ('not', ('telling-truth', 1))))
 
-Every solution of a puzzle, from sets of assignments kept as the bits of one integer.
+Solutions come from sets of assignments kept as the bits of one integer. Person `i` is a knave
+exactly if bit `i` of the number of an assignment is set, so number 0 makes everyone a knight and
+person 0 changes fastest. A statement is the set of the numbers under which it is true, so `and` is
+`&` and `or` is `|`.
 
-Assignments are numbered: person `i` is a knave exactly if bit `i` of the number is set, so that
-number 0 makes everyone a knight and person 0 changes fastest.
-A statement is the set of the numbers under which it is true, so `and` is `&` and `or` is `|`.
-
-One key for all puzzles that differ only in who is who.
-
-Two puzzles have the same key exactly if renaming and reordering the people, and reordering the
-parts of `and`, `or` and `<=>`, turns one into the other.
-
-People are coloured by what they say and by who speaks of them, until the colours settle.
-Where people still share a colour, each of them is singled out in turn, and the smallest text
-that comes of it is the key. People whose exchange changes nothing stand for each other, so
-puzzles full of symmetry stay quick as well.
+Two puzzles have the same canonical key exactly if renaming and reordering the people, and
+reordering the parts of `and`, `or` and `<=>`, turns one into the other. People are coloured by what
+they say and by who speaks of them, until the colours are stable. Where people still share a colour,
+each of them is singled out in turn, and the smallest text that results is the key. People whose
+exchange changes nothing stand for each other, so puzzles full of symmetry stay quick as well.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Rows of generated puzzles, in words for a language model or compact for a tiny one.
+"""Rows of Knights and Knaves: generated, in words or compact, or from published Parquet files.
 
-Rows go round the numbers of people, so every stretch of them is spread evenly over the levels.
-The same settings give the same rows, and rows of `train` and `test` never share a puzzle, not
-even under other names, whatever their seeds and counts.
+Generated rows go round the numbers of people, so every stretch of them is spread evenly over the
+levels. The same settings give the same rows, and rows of `train` and `test` never share a puzzle,
+not even under other names, whatever their seeds and counts.
 
-Rows from published Knights-and-Knaves sets in Parquet files.
-
-The prompt is made from the column `quiz`; ready-made prompts in the file are not looked at.
-Every row is checked: its solution must be the only one of its statements.
+The prompt of a published row is made from its column `quiz`; ready-made prompts in the file are
+ignored. Every row is checked: its solution must be the only one of its statements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Who appears in a puzzle: first names, and the words for the two roles.
+"""A puzzle in plain English: its people, its statements, its solution, and a way to find it.
 
 No name is a part of another, so that a name found in a text is always the person meant.
-
-A puzzle in plain English, and its solution as numbered lines.
 
 The words determine the puzzle: `reading.read_puzzle` gives it back, part by part.
 Claims joined once are worded plainly (`Ada is a knight and Bruno is a knave`).
@@ -10,11 +8,10 @@ Inside another statement a join says first what it joins and how many parts foll
 (`both ... and ...`, `at least one of these three holds: ...`), so that no reader has to guess
 where it ends.
 
-A way to the solution in words, to be imitated before reinforcement learning starts.
-
-People are given roles in turn, knight first. As soon as a speaker's role and words cannot both
-stand, whatever the others are, the last role is taken back. So each line follows from the roles
-it names and one statement, and hard puzzles take many more lines than easy ones.
+A trace, to be imitated before reinforcement learning starts, gives people roles in turn, knight
+first. As soon as a speaker's role and words cannot both stand, whatever the others are, the last
+role is taken back. So each line follows from the roles it names and one statement, and hard puzzles
+take many more lines than easy ones.
 """
 
 from __future__ import annotations

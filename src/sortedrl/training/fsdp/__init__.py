@@ -1,10 +1,7 @@
-"""The trainer over several processes, each with a part of every weight.
+"""The trainer over several processes (FSDP2), each with a shard of every weight.
 
-ranks       the processes, and what they do together
-shares      which answers each of them goes through
-model       a model of which every process has a part
+ranks       the processes, what they do together, and which answers each of them passes over
+model       a model of which every rank has a shard; whole tensors, a bucket at a time
 trainer     the update that they make together
-weights     whole tensors, a bucket at a time
-shards      one file per process, and who has what
-checkpoint  the files that one process writes, or shards
+checkpoint  full checkpoints as one process writes them, or one file per rank
 """

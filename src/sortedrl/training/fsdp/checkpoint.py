@@ -1,14 +1,4 @@
-"""Tensors in one safetensors file per rank, and a JSON file that says who has which rows.
-
-    shards/rank-00000.safetensors   the rows of rank 0 of every tensor, as `group/name`
-    shards/rank-00001.safetensors
-    shards.json                     {"groups": {"optimiser": {"first_moment.lm_head.weight":
-                                        {"shape": [128, 48], "rows": [[0, 64], [64, 128]]}, ...
-
-Any rows can be read from it, however many ranks there were, and only they are read. A tensor that
-is not spread lies whole with rank 0.
-
-A sharded trainer in a checkpoint: the files of one process, or one file per rank.
+"""Checkpoints of a sharded trainer: the files of one process, or one file per rank.
 
     full                         sharded
       model/                       model/         config and tokenizer only
@@ -18,11 +8,19 @@ A sharded trainer in a checkpoint: the files of one process, or one file per ran
 
 A full one is what the trainer of one process writes and reads; the first rank gathers one file
 after the other in its main memory. A sharded one is written by all ranks at once into a folder
-that all of them see, and read by any number of ranks, or by one process (`read_joined`).
+that all of them see, and read by any number of ranks, or by one process (`read_joined`):
+
+    shards/rank-00000.safetensors   the rows of rank 0 of every tensor, as `group/name`
+    shards/rank-00001.safetensors
+    shards.json                     {"groups": {"optimiser": {"first_moment.lm_head.weight":
+                                        {"shape": [128, 48], "rows": [[0, 64], [64, 128]]}, ...
+
+Any rows can be read from it, however many ranks there were, and only they are read. A tensor that
+is not sharded lies whole with rank 0.
 
 The functions are called by all ranks together, and written inside `save` of `training.checkpoint`,
 which makes the folder and seals it. A rank that cannot write says so only after it has done its
-part of what all do together; then all of them raise.
+part of the collective operations; then all of them raise.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""A model of which every rank has a part: FSDP2, layer by layer.
+"""A model of which every rank has a shard: FSDP2, layer by layer.
 
-The weights of a layer are gathered when the layer is passed through, and let go of afterwards; the
-gradients of a pass are added up over the ranks, and each rank keeps those of its part. So between
-passes a rank holds its part and nothing else. Every weight is split by its first axis.
+The weights of a layer are gathered when the layer is run, and freed afterwards; the gradients of a
+pass are reduced over the ranks, and each rank keeps those of its shard. So between passes a rank
+holds its shard and nothing else. Every weight is split by its first axis. Gradients are summed, not
+averaged: each token has its weight in the loss of the whole step.
 
-Gradients are summed, not averaged: each token has its weight in the loss of the whole step.
-
-Whole tensors of a model that is spread over ranks, a bucket at a time.
-
-No rank ever holds more than its part of the model and one bucket. All ranks must go through the
-buckets together, to the end, and each sees all of them.
+Whole tensors are gathered a bucket at a time, so no rank ever holds more than its shard and one
+bucket. All ranks must go through the buckets together, to the end, and each sees all of them.
 """
 
 from __future__ import annotations

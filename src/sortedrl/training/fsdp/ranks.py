@@ -1,13 +1,12 @@
-"""Shares: sequences split over processes so that all have about the same number of tokens.
+"""The ranks of a trainer: their collective operations, and how answers are divided among them.
 
-Every sequence is in exactly one share, and the same sizes always give the same shares. Two shares
-differ by at most the longest sequence. Each process finds the shares of all by itself.
+What is done together must be done by all ranks in the same order: a missing rank keeps the others
+waiting until the timeout. Every rank gets the same result, bit for bit, so that all come to the
+same decisions.
 
-The processes of a trainer, numbered from 0, and what they do together.
-
-What is done together must be done by all ranks in the same order: a rank that does not come keeps
-the others waiting until the time limit. Every rank gets the same result, bit for bit, so that all
-come to the same decisions.
+Sequences are divided so that all ranks have about the same number of tokens. Every sequence is in
+exactly one share, two shares differ by at most the longest sequence, and the same sizes always give
+the same shares, so each rank computes the shares of all by itself.
 
 Axes: T values, of which ranks may have different numbers.
 """

@@ -1,11 +1,11 @@
-"""One policy update made by several ranks, each with a part of the weights and of the answers.
+"""One policy update made by several ranks, each with a shard of the weights and of the answers.
 
     the same batch on every rank -> each passes over its share of the answers
                                  -> gradients are summed over the ranks
-                                 -> each changes its part of the weights
+                                 -> each updates its shard of the weights
 
-It is the trainer of one process, with a team: every number that a decision hangs on is summed over
-the ranks, so all skip a step or none does.
+It is the trainer of one process, with a team: every number that a decision depends on is summed
+over the ranks, so all skip a step or none does.
 """
 
 from __future__ import annotations
