@@ -56,7 +56,7 @@ class Config:
 
     seconds = 20.0
     _DOTTED = ("train", "sft")
-    _MOST_ANSWERS, _MOST_SLOTS, _MOST_FAILURES = 300, 64, 10.0
+    _MOST_ANSWERS, _MOST_SLOTS = 300, 64
 
     def __init__(self, scratch):
         """The fields of all commands, and a whole file of each kind."""
@@ -154,8 +154,7 @@ class Config:
 
     def _simulate(self, settings):
         answers = settings.num_prompts * settings.schedule.samples_per_prompt
-        is_small = answers <= self._MOST_ANSWERS and settings.engine.slots <= self._MOST_SLOTS
-        if is_small and settings.pool.failures_per_hour <= self._MOST_FAILURES:
+        if answers <= self._MOST_ANSWERS and settings.engine.slots <= self._MOST_SLOTS:
             outcome = sut.simulate(settings)
             json.dumps(sut.row(outcome), allow_nan=False)
 
@@ -262,7 +261,7 @@ class Answers:
         "exec(\"open('pwned','w')\")",
         "().__class__.__class_getitem__",
         "open('pwned','w')",
-        "lambda: 0",
+        "(lambda: 0)()",
         "9**9**9**9",
         "10**10**10",
         "'a'*10**10",
