@@ -252,6 +252,16 @@ def test_bad_input_is_refused_before_a_model_is_loaded(
     assert reason in refused(capsys, *words)
 
 
+@pytest.mark.parametrize("name", ["m/page.html", "m/summary.json", "m-and-other.html"])
+def test_files_of_others_are_refused_before_a_model_is_loaded(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evals" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert "left alone" in refused(capsys, "some/m", "some/other", "--tasks", PUZZLES)
+    assert path.read_text() == "mine"
+
+
 def test_other_settings_do_not_go_on_with_the_same_folder(evaluated, two_models, capsys):
     evaluated(two_models[0], "--tasks", PUZZLES)
     again = [two_models[0], "--tasks", PUZZLES, "--max-tokens", "12", "--slots", "4"]

@@ -182,6 +182,28 @@ def test_ctrl_c_keeps_what_was_learnt(tmp_path):
         assert weights(tmp_path / "run") != (tmp_path / "model" / "model.safetensors").read_bytes()
 
 
+def test_a_disk_that_is_full_at_the_end_is_told_and_what_was_logged_stays(tmp_path):
+    write_world(tmp_path)
+    with Nursery(tmp_path) as nursery:
+        words = sft_words(tmp_path / "run", "--max-steps", "2", model="begun")
+        child = nursery.start(words, file_bytes=20_000)
+        assert child.wait() == 2, child.err
+    assert "run/model: the trained model cannot be written: File too large; " in child.err
+    assert "Traceback" not in child.err
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {"run.json", "config.toml", "metrics.jsonl"}
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_disk_without_room_for_the_model_is_refused_before_training(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))
+    _, err = said(capsys, sft_words(tmp_path / "run"), code=2)
+    assert "run: must have room for the trained model of 0 MiB" in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_gguf_file_is_trained_on_answers_that_end_as_it_says(capsys, tmp_path, gguf_file):
     rows = [{"prompt": "who lies?", "response": "he"} for _ in range(8)]
     task = write_rows(tmp_path / "rows.jsonl", rows)

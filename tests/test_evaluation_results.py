@@ -256,6 +256,16 @@ def test_a_damaged_summary_is_refused(tmp_path, content):
         read_results(tmp_path)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", [SUMMARY, SAMPLES])
+@pytest.mark.parametrize("content", ['{"mine": 1}', "x", '{\n  "labels": 3\n}\n'])
+def test_files_of_others_by_our_names_are_left_alone(tmp_path, name, content, resume):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"{name}: is a file that .* left alone"):
+        opened(tmp_path, resume=resume)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
+
+
 def test_a_folder_without_answers_is_named(tmp_path):
     with pytest.raises(DataError, match=r"absent: .* must hold samples.jsonl"):
         read_results(tmp_path / "absent")

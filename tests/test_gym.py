@@ -2,8 +2,10 @@
 
 import ast
 import builtins
+import datetime
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 from time import process_time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ from sortedrl.rewards.gym_formulas import (
 )
 from sortedrl.rewards.gym_rules import RULES
 from sortedrl.rewards.pool.score import NoScoreError, checked_score
-from sortedrl.tasks.gym import INSTRUCTION, GymSettings, gym_rows
+from sortedrl.tasks.gym import INSTRUCTION, GymSettings, gym_rows, gym_rows_here
 from sortedrl.types import Prompt
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'sortedrl[gym]'")
@@ -73,7 +75,7 @@ SILLY = [
 
 
 def rows_of(name, *, count=3, **options):
-    return gym_rows(GymSettings(name=name, count=count, **options))
+    return gym_rows_here(GymSettings(name=name, count=count, **options))
 
 
 def prompt_of(row):
@@ -146,6 +148,67 @@ def test_the_same_settings_give_the_same_rows_and_another_seed_others(name):
     assert rows == rows_of(name, count=20)
     assert rows[:5] == rows_of(name, count=5)
     assert not {row.text for row in rows} & {row.text for row in others}
+
+
+GENERATE = """
+import json, sys
+from sortedrl.tasks.gym import GymSettings, gym_rows, gym_rows_here
+def made(make, name):
+    rows = make(GymSettings(name=name, count=8))
+    return json.dumps([[row.prompt, row.fields, row.place, row.question] for row in rows])
+makers = (gym_rows, gym_rows_here)
+print(json.dumps([[made(make, name) for name in sys.argv[1:]] for make in makers]))
+"""
+
+
+def generated(*names, hash_seed):
+    """What another process makes of some tasks: through a child process, and by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, *names],
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_rows_are_the_same_in_processes_that_shuffle_sets_otherwise():
+    names = ("polynomial_multiplication", "ransom_note")
+    one, other = (generated(*names, hash_seed=seed) for seed in (1, 2))
+    assert one[0] == other[0]
+    assert not set(one[1]) & set(other[1]), "these tasks need no child process any more"
+
+
+def test_rows_are_the_same_on_another_day(monkeypatch):
+    today = rows_of("time_intervals", count=20)
+
+    class Day(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2001, 2, 3)
+
+    class Moment(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2001, 2, 3, tzinfo=tz)
+
+    monkeypatch.setattr("reasoning_gym.arithmetic.time_intervals.date", Day)
+    other = SimpleNamespace(**{**vars(datetime), "date": Day, "datetime": Moment})
+    monkeypatch.setattr("dateutil.parser._parser.datetime", other)
+    assert rows_of("time_intervals", count=20) == today
+
+
+@pytest.mark.parametrize("name", ["boxnet", "time_intervals"])
+def test_rows_of_the_child_process_are_those_made_here(name):
+    settings = GymSettings(name=name, count=4)
+    assert gym_rows(settings) == gym_rows_here(settings)
+
+
+def test_a_child_process_that_fails_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("sortedrl.tasks.gym._CHILD", "raise MemoryError('no room') or {path!r}")
+    with pytest.raises(ConfigError, match=r"2 rows of gcd .* MemoryError: no room;"):
+        gym_rows(GymSettings(name="gcd", count=2))
 
 
 # The rows.

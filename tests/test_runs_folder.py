@@ -28,7 +28,8 @@ SETTINGS = [
     TrainSettings(model="some/model", out=Path("a b/c"), seed=7, max_updates=3, threads=2),
     TrainSettings(reward='my "own".py:f', reward_options=("a=1", "b=[1, 2]"), folder=Path("d")),
     TrainSettings(schedule=Schedule(mode="coupled", tolerance=math.inf, lookahead=2)),
-    TrainSettings(algorithm=Algorithm(value_clip=None, dual_clip=3.0, kl=1e-3, kl_place="loss")),
+    TrainSettings(algorithm=Algorithm(dual_clip=3.0, kl=1e-3, kl_place="loss")),
+    TrainSettings(algorithm=Algorithm(name="ppo", value_clip=None)),
     TrainSettings(optimiser=Optimisation(max_norm=None, learning_rate=1e-06, schedule="cosine")),
     TrainSettings(lora=Lora(rank=8, targets=("q_proj", "v_proj")), precision="bfloat16"),
     TrainSettings(

@@ -301,6 +301,17 @@ def test_what_a_failed_engine_had_written_is_kept_or_counted_as_lost():
     assert lost.seconds > kept.seconds
 
 
+def test_engines_that_never_stay_up_for_an_answer_are_refused_in_time():
+    simulation = replace(
+        six(),
+        engine=EngineSettings(slots=4, max_tokens=10_000),
+        lengths=LengthSettings(values=(5_000,), prompt_tokens=0),
+        pool=PoolSettings(engines=2, failures_per_hour=60.0, failures_lose_tokens=True),
+    )
+    with pytest.raises(ConfigError, match="failed 200 times in a row without finishing one"):
+        simulate(simulation)
+
+
 def test_slots_that_wait_for_a_restart_count_as_idle():
     simulation = replace(
         six(),
@@ -421,6 +432,8 @@ def test_failures_come_as_often_as_they_should():
         ({"slow_factor": 0.5}, "2 is half the speed"),
         ({"straggler_sigma": -1.0}, "pool.straggler_sigma must be a number of 0 or more, got -1"),
         ({"failures_per_hour": float("inf")}, "pool.failures_per_hour"),
+        ({"failures_per_hour": 61.0}, "pool.failures_per_hour must be at most 60"),
+        ({"failures_per_hour": 1e18}, "pool.failures_per_hour must be at most 60"),
         ({"network_gigabytes_per_second": 0.0}, "must be positive, got 0"),
         ({"broadcast": "trees"}, "did you mean 'tree'"),
     ],

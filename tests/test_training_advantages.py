@@ -102,17 +102,20 @@ def batches(draw):
     )
 
 
-def algorithms(names=NAMES):
-    return st.builds(
-        Algorithm,
-        name=st.sampled_from(names),
-        kl=st.sampled_from((0.0, 0.01, 0.5)),
-        kl_place=st.sampled_from((None, "reward", "loss")),
-        discount=st.sampled_from((1.0, 0.99, 0.5, 0.0)),
-        gae_lambda=st.sampled_from((1.0, 0.95, 0.0)),
-        overlong_tokens=st.sampled_from((None, 1, 5, 20)),
-        overlong_penalty=st.sampled_from((1.0, 0.25)),
-    )
+@st.composite
+def algorithms(draw, names=NAMES):
+    given = {
+        "name": draw(st.sampled_from(names)),
+        "kl": draw(st.sampled_from((0.0, 0.01, 0.5))),
+        "kl_place": draw(st.sampled_from((None, "reward", "loss"))),
+        "overlong_tokens": draw(st.sampled_from((None, 1, 5, 20))),
+    }
+    if given["overlong_tokens"] is not None:
+        given["overlong_penalty"] = draw(st.sampled_from((1.0, 0.25)))
+    if given["name"] == "ppo":
+        given["discount"] = draw(st.sampled_from((1.0, 0.99, 0.5, 0.0)))
+        given["gae_lambda"] = draw(st.sampled_from((1.0, 0.95, 0.0)))
+    return Algorithm(**given)
 
 
 @settings(max_examples=200)

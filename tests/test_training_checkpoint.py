@@ -28,6 +28,7 @@ from sortedrl.training.checkpoint import (
     read_tensors,
     save,
     verify,
+    write_model,
     write_state,
     write_tensors,
 )
@@ -285,6 +286,30 @@ def test_on_a_disk_that_is_really_full_the_old_checkpoint_stands(tmp_path):
             assert checkpoints.newest() == old
         assert checkpoints.save(2, writer(2)) == checkpoints.newest()
     assert warnings == []
+
+
+def test_a_model_appears_whole_or_not_at_all_and_other_files_stay(tmp_path):
+    def write(folder):
+        (folder / "inner").mkdir()
+        (folder / "inner" / "config.json").write_text("{}")
+
+    def write_to_full_disk(folder):
+        write(folder)
+        raise RuntimeError("no room (os error 28)")
+
+    model = tmp_path / "model"
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; resume"):
+        write_model(model, write_to_full_disk, otherwise="resume")
+    assert names(tmp_path) == []
+    model.mkdir()
+    (model / "mine.gguf").write_text("mine")
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_model(model, write_to_full_disk, otherwise="resume")
+    assert names(model) == ["mine.gguf"]
+    write_model(model, write, otherwise="resume")
+    assert names(model) == ["inner", "mine.gguf"]
+    assert (model / "inner" / "config.json").read_text() == "{}"
+    assert names(tmp_path) == ["model"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):

@@ -90,6 +90,10 @@ def test_the_upper_clip_is_the_lower_one_but_for_dapo():
         ({"drop_equal": True}, "drop_equal compares the answers"),
         ({"overlong_tokens": 0}, "overlong_tokens must be at least 1"),
         ({"overlong_penalty": -1.0}, "overlong_penalty must be 0 or more"),
+        ({"overlong_penalty": 0.5}, "overlong_penalty needs overlong_tokens, got 0.5 without"),
+        ({"discount": 0.99}, "discount belongs to 'ppo', got 0.99 with 'reinforce_pp'"),
+        ({"name": "grpo", "gae_lambda": 0.95}, "gae_lambda belongs to 'ppo', got 0.95 with 'grpo'"),
+        ({"value_clip": None}, "value_clip belongs to 'ppo', got None"),
     ],
 )
 def test_an_algorithm_that_cannot_work_is_refused(given, message):

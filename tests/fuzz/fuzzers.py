@@ -56,15 +56,15 @@ class Config:
 
     seconds = 20.0
     _DOTTED = ("train", "sft")
-    _MOST_ANSWERS, _MOST_SLOTS, _MOST_FAILURES = 300, 64, 10.0
+    _MOST_ANSWERS, _MOST_SLOTS = 300, 64
 
     def __init__(self, scratch):
         """The fields of all commands, and a whole file of each kind."""
         self._kinds = {name: sut.command_arguments(name) for name in sut.COMMANDS}
         self._fields = {name: list(sut.fields_of(kind)) for name, kind in self._kinds.items()}
         self._files = {
-            "train": sut.all_to_toml(sut.TrainSettings(), sut.TrainSettings()),
-            "sft": sut.all_to_toml(sut.SupervisedSettings(), sut.SupervisedSettings()),
+            "train": sut.settings_to_toml(sut.TrainSettings(), sut.TrainSettings()),
+            "sft": sut.settings_to_toml(sut.SupervisedSettings(), sut.SupervisedSettings()),
             "simulate": sut.to_toml(sut.PRESETS["six"]()),
         }
 
@@ -148,14 +148,13 @@ class Config:
             return
         kind = {"train": sut.TrainSettings, "sft": sut.SupervisedSettings}[case["file"]]
         settings = sut.settings_over(kind(), sut.read_toml(path), path=path)
-        path.write_text(sut.all_to_toml(settings, kind()), encoding="utf-8")
+        path.write_text(sut.settings_to_toml(settings, kind()), encoding="utf-8")
         if sut.settings_over(kind(), sut.read_toml(path), path=path) != settings:
             raise Broken("written settings are read back as others")
 
     def _simulate(self, settings):
         answers = settings.num_prompts * settings.schedule.samples_per_prompt
-        is_small = answers <= self._MOST_ANSWERS and settings.engine.slots <= self._MOST_SLOTS
-        if is_small and settings.pool.failures_per_hour <= self._MOST_FAILURES:
+        if answers <= self._MOST_ANSWERS and settings.engine.slots <= self._MOST_SLOTS:
             outcome = sut.simulate(settings)
             json.dumps(sut.row(outcome), allow_nan=False)
 
@@ -262,7 +261,7 @@ class Answers:
         "exec(\"open('pwned','w')\")",
         "().__class__.__class_getitem__",
         "open('pwned','w')",
-        "lambda: 0",
+        "(lambda: 0)()",
         "9**9**9**9",
         "10**10**10",
         "'a'*10**10",
@@ -287,7 +286,8 @@ class Answers:
         self._gym = sut.gym_names()
         self._gym_rows = {}
         self._rewards = {
-            name: sut.load(sut.reward_from(name))[0] for name in ("logic", "maths", "reasoning_gym")
+            name: sut.load(sut.reward_from(name)).function
+            for name in ("logic", "maths", "reasoning_gym")
         }
 
     def case(self, random):
@@ -303,6 +303,7 @@ class Answers:
         else:
             fields = {"gym": random.choice(self._gym), "number": random.randrange(3)}
             gold = ""
+            self._gym_row(**fields)  # some take longer to generate than an answer may take
         answer, trick = self._answer(gold, random)
         wrap = random.choice(("box", "tags", "tags", "tags and box", "none"))
         return {"kind": kind, "fields": fields, "answer": answer, "trick": trick, "wrap": wrap}
@@ -354,10 +355,10 @@ class Answers:
                 return "".join(letters), False
         return "".join(random.choices(self._PIECES, k=random.randint(1, 30))), False
 
-    def _gym_row(self, name, number):
-        rows = self._gym_rows.setdefault(name, [])
+    def _gym_row(self, gym, number):
+        rows = self._gym_rows.setdefault(gym, [])
         if not rows:
-            rows += sut.open_task(f"reasoning_gym:name={name},count=3").rows
+            rows += sut.gym_rows_here(sut.GymSettings(name=gym, count=3))
         return rows[number].fields
 
     @staticmethod

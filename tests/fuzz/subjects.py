@@ -19,12 +19,14 @@ from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.lengths import read_lengths
 from sortedrl.simulate.settings import PRESETS, Simulation
 from sortedrl.tasks.catalogue import open_task, reward_from
+from sortedrl.tasks.gym import GymSettings, gym_rows_here
 from sortedrl.types import Prompt
 
 __all__ = [
     "COMMANDS",
     "PRESETS",
     "DataSettings",
+    "GymSettings",
     "NoScoreError",
     "Prompt",
     "Simulation",
@@ -36,6 +38,7 @@ __all__ = [
     "command_arguments",
     "fields_of",
     "gym_names",
+    "gym_rows_here",
     "load",
     "main",
     "open_task",

@@ -73,9 +73,10 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_over_settings(
         lambda base: Arguments(simulation=base), arguments, name="compare", description=HELP
     )
+    beside = None
     if given.plot is not None:
         refuse_unwritable(given.plot)
-    beside = given.plot and given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
+        beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
     outcomes = _outcomes(given)

@@ -16,6 +16,7 @@ from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import check_device, require, require_native
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
+from sortedrl.core.files import refuse_foreign
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.comparison import Comparison, compare
@@ -30,6 +31,7 @@ from sortedrl.evaluation.tables import (
     summary_table,
 )
 from sortedrl.report.evaluation import evaluation_page, notes
+from sortedrl.report.terminal import PAGE as PAGE_MARK
 from sortedrl.report.terminal import one_line, progress, refuse_unwritable_folder, table, write_text
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.tasks import evaluation_engine, opened, tokenizer_of
@@ -87,6 +89,12 @@ def run(arguments: Sequence[str]) -> None:
     if not all(is_saved):
         require_native("sortedrl eval")
     refuse_unwritable_folder(given.out)
+    pages = [given.out / f"{labels[0]}-and-{label}.html" for label in labels[1:]]
+    pages += [
+        given.out / label / PAGE for label, saved in zip(labels, is_saved, strict=True) if not saved
+    ]
+    for path in pages:
+        refuse_foreign(path, mark=PAGE_MARK)
     tasks = [] if all(is_saved) else _tasks(given)
     evaluations = [
         replace(read_results(Path(model)), label=label)

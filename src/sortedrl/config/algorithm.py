@@ -150,6 +150,15 @@ class Algorithm:
     def _check_rewards(self) -> None:
         for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
+        for field, value, default in (
+            ("discount", self.discount, 1.0),
+            ("gae_lambda", self.gae_lambda, 1.0),
+            ("value_clip", self.value_clip, 0.2),
+        ):
+            require(
+                value == default or self.has_critic,
+                f"algorithm.{field} belongs to 'ppo', got {value} with {self.name!r}; leave it out",
+            )
         require(
             self.whiten == "batch" or self.name == "reinforce_pp",
             f"algorithm.whiten {self.whiten!r} belongs to 'reinforce_pp', got it with "
@@ -167,6 +176,11 @@ class Algorithm:
         require(
             0 <= self.overlong_penalty < math.inf,
             f"algorithm.overlong_penalty must be 0 or more, got {self.overlong_penalty}",
+        )
+        require(
+            self.overlong_penalty == 1.0 or self.overlong_tokens is not None,
+            f"algorithm.overlong_penalty needs overlong_tokens, got {self.overlong_penalty} "
+            "without; set overlong_tokens or leave it out",
         )
 
     @property
@@ -318,6 +332,11 @@ class Optimisation:
         require(
             0 <= self.final_share <= 1,
             f"optimiser.final_share must lie in 0..1, got {self.final_share}",
+        )
+        require(
+            self.final_share == 0.1 or self.schedule == "cosine",
+            f"optimiser.final_share belongs to the schedule 'cosine', got {self.final_share} with "
+            f"{self.schedule!r}; set schedule to 'cosine' or leave it out",
         )
         require(
             0 < self.epsilon < math.inf,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, NoReturn, Self, get_args
 
-from sortedrl.core.files import write_whole
+from sortedrl.core.files import refuse_foreign, write_whole
 from sortedrl.errors import DataError, unknown_name
 from sortedrl.evaluation.statistics import Answer, AnswerKey, Asked, Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import summary_rows
@@ -34,6 +34,8 @@ PAGE = "page.html"
 
 _NAMES = tuple(field.name for field in fields(Answer))
 _VALUES = attrgetter(*_NAMES)
+_SUMMARY_MARK = b'{\n  "label": '
+_SAMPLES_MARK = f'{{"{_NAMES[0]}":'.encode()
 _WHOLE = ("prompt_id", "sample_index", "num_tokens")
 _WORDS = ("task", "question", "response")
 _WORDS_OR_NOTHING = ("level", "gold")
@@ -63,6 +65,7 @@ class ResultsWriter:
         self._head = Evaluation(
             label=label, answers=(), asked=dict(asked), settings=_plain(folder, settings)
         )
+        _refuse_foreign_files(folder)
         self._answers = _taken_up(folder, head=self._head, resume=resume)
         _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
@@ -156,6 +159,19 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
         _check_same(folder, before, head)
     _check_asked(folder, answers, head.asked)
     return answers
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """Refuse a folder with files of our names that no evaluation has written."""
+    refuse_foreign(folder / SUMMARY, mark=_SUMMARY_MARK)
+    samples = folder / SAMPLES
+    try:
+        with samples.open("rb") as file:
+            beginning = file.read(len(_SAMPLES_MARK))
+    except OSError:
+        return  # there is none, or it is refused when it is read
+    if not _SAMPLES_MARK.startswith(beginning):  # a first line of ours may be cut off
+        refuse_foreign(samples, mark=_SAMPLES_MARK)
 
 
 def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, Asked]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_to_toml
@@ -26,6 +29,7 @@ from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.tasks.catalogue import Task
 from sortedrl.training.batch import TokenSequence
+from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.lora import trained_parameters
 from sortedrl.training.optimiser import Optimiser
@@ -76,6 +80,7 @@ def supervised_run(
         total_steps=len(rows),
         computes_in=model.dtype,
     )
+    _refuse_no_room(settings.out, model)
     policy = PackedModel(model)
     done: list[SupervisedStep] = []
     with ExitStack() as stack:
@@ -98,7 +103,12 @@ def supervised_run(
                 tell(line)
             if stopping.is_asked:
                 break
-        export_model(model, tokenizer, folder.model)
+        write_model(
+            folder.model,
+            lambda place: export_model(model, tokenizer, place),
+            otherwise="supervised training keeps no checkpoints, so it must run again: free space "
+            "there, and choose another folder (--out)",
+        )
     return SupervisedEnding(
         steps=len(done),
         is_complete=len(done) == len(rows),
@@ -106,6 +116,19 @@ def supervised_run(
         answer_tokens=sum(step.answer_tokens for step in done),
         seconds=sum(step.seconds for step in done),
     )
+
+
+def _refuse_no_room(out: Path, model: PreTrainedModel) -> None:
+    """Refuse a disk that cannot take the model at the end, before anything is trained."""
+    size = sum(weight.nbytes for weight in model.parameters())
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise DataError(
+            out,
+            f"must have room for the trained model of {size / 2**20:,.0f} MiB, and its disk has "
+            f"{free / 2**20:,.0f} MiB free; free space there, or choose another folder (--out)",
+        )
 
 
 def _sequences(

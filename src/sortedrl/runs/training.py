@@ -34,7 +34,7 @@ from sortedrl.runs.folder import RunFolder, as_saved
 from sortedrl.runs.output import evaluation_line, update_line
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.trackers import Trackers
-from sortedrl.training.checkpoint import Checkpoints, write_state
+from sortedrl.training.checkpoint import Checkpoints, write_model, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
 
 
@@ -324,7 +324,12 @@ class TrainingRun:
             self._evaluate()
         self._save()
         if reason != "asked":
-            self.parts.trainer.export(self.folder.model, tokenizer=self.tokenizer)
+            write_model(
+                self.folder.model,
+                lambda folder: self.parts.trainer.export(folder, tokenizer=self.tokenizer),
+                otherwise="the last checkpoint holds the same weights; free space there, and "
+                "resume to write the model again",
+            )
         return Ending(
             reason=reason,
             updates=counters.updates,

@@ -20,12 +20,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
+from sortedrl.config.checks import require
 from sortedrl.core.clock import VirtualClock
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.engine import SimulatedBatch, Work
 from sortedrl.simulate.lengths import Lengths
 from sortedrl.simulate.settings import PoolSettings
 from sortedrl.types import Key, Step, Trajectory, Weights
+
+_MOST_IN_A_ROW = 100
+"""Failures of an engine while no answer is finished anywhere, after which none ever will be."""
 
 
 class SimulatedMember:
@@ -219,6 +223,7 @@ class SimulatedPool:
         self._decoded = self._prefilled = 0
         self._slots = slots
         self._unfinished = 0
+        self._failures_in_a_row = 0
         for member in self._members:
             self._await_failure(member, since=0.0)
 
@@ -309,6 +314,7 @@ class SimulatedPool:
             member = self._members[number]
             if kind is _Kind.FINISH and turn == member.turn:
                 finished += member.finish()
+                self._failures_in_a_row = 0
                 self._count(member)
                 self._touched.add(number)
                 self._placement.changed(member)
@@ -322,6 +328,13 @@ class SimulatedPool:
         return finished
 
     def _fail(self, member: SimulatedMember, seconds: float) -> None:
+        self._failures_in_a_row += 1
+        require(
+            self._failures_in_a_row <= _MOST_IN_A_ROW * len(self._members),
+            f"engines must stay up long enough to finish answers, but all {len(self._members)} "
+            f"together failed {self._failures_in_a_row - 1:,} times in a row without finishing "
+            "one; lower pool.failures_per_hour, engine.max_tokens or the seconds of an update",
+        )
         works = member.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
         self._count(member)
         self._touched.discard(member.number)

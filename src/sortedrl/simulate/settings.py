@@ -24,6 +24,7 @@ _SPREAD_KEY = 0x737072656164
 _SLOW_KEY = 0x736C6F77
 _FAILURE_KEY = 0x6661696C
 _MOST_SIGMA = 10.0
+_MOST_FAILURES = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class PoolSettings:
     slow_factor: float = 2.0
     """How many times as long a slow engine takes."""
     failures_per_hour: float = 0.0
-    """Failures of each engine in an hour that it is up, at random times."""
+    """Failures of each engine in an hour that it is up, at random times; at most 60."""
     restart_seconds: float = 120.0
     """Seconds until a failed engine is back with the present weights."""
     failures_lose_tokens: bool = False
@@ -83,6 +84,11 @@ class PoolSettings:
         require(
             self.straggler_sigma <= _MOST_SIGMA,
             f"pool.straggler_sigma must be at most {_MOST_SIGMA}, got {self.straggler_sigma}",
+        )
+        require(
+            not _MOST_FAILURES < self.failures_per_hour < math.inf,
+            f"pool.failures_per_hour must be at most {_MOST_FAILURES:.0f}, one a minute for each "
+            f"engine, got {self.failures_per_hour}; engines that fail sooner hardly finish answers",
         )
         for name, value in (
             ("straggler_sigma", self.straggler_sigma),

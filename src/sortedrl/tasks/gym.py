@@ -1,16 +1,26 @@
 """Rows of reasoning-gym: any of its tasks by name, generated from a seed.
 
-The same settings give the same rows. The library numbers its entries `seed + index`, so that its
-seeds 0 and 1 share all entries but one; ours are spread out, and rows of two seeds differ.
+The same settings give the same rows, in every process and on every day. Some tasks of the library
+take things in the order of a set, which Python shuffles per process, so entries are generated in a
+child process with a fixed order. One task writes today's date beside a time of day; it is removed.
+
+The library numbers its entries `seed + index`, so that its seeds 0 and 1 share all entries but one;
+ours are spread out, and rows of two seeds differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from io import StringIO
 from itertools import islice
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,8 +28,8 @@ from sortedrl.config.checks import require
 from sortedrl.config.spec import options_from
 from sortedrl.core.randomness import mix
 from sortedrl.data.rows import Row
-from sortedrl.errors import ConfigError, unknown_name
-from sortedrl.rewards.gym import packed, rule_of
+from sortedrl.errors import ConfigError, SortedRLError, unknown_name
+from sortedrl.rewards.gym import packed, rule_of, unpacked
 
 INSTRUCTION = (
     "Think it through first. Then give the final answer, and nothing else, inside "
@@ -53,19 +63,84 @@ class GymSettings:
 
 
 def gym_rows(settings: GymSettings) -> list[Row]:
-    """The rows of these settings."""
-    options = options_from(settings.options)
-    dataset = _dataset(settings, options)
+    """The rows of these settings, generated in a child process."""
+    _dataset(settings, options_from(settings.options))  # what cannot work is refused at once
+    return _rows(_child_entries(settings), settings)
+
+
+def gym_rows_here(settings: GymSettings) -> list[Row]:
+    """Rows generated in this process: for most tasks those of `gym_rows`, and sooner.
+
+    Those of tasks that go through a set differ from process to process.
+    """
+    return _rows(_entries(settings), settings)
+
+
+def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
+    """The entries, generated where sets have the same order each time."""
+    path = [str(Path(part).absolute()) for part in sys.path]  # also "", which is this folder
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD.format(path=path)],
+        input=json.dumps(asdict(settings)),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        raise ConfigError(
+            f"reasoning-gym cannot generate {settings.count} rows of {settings.name} with these "
+            f"options: {said[-1]}; change gym.options, or take another task"
+        )
+    told = json.loads(done.stdout)
+    if "refused" in told:
+        raise ConfigError(told["refused"])
+    return [_unpacked_entry(entry) for entry in told["entries"]]
+
+
+_CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.tasks.gym import be_child; be_child()"
+
+
+def be_child() -> None:
+    """Generate the entries of the settings on standard input, as a child process does."""
+    told = json.load(sys.stdin)
+    settings = GymSettings(**{**told, "options": tuple(told["options"])})
+    random.seed(settings.seed)
+    try:
+        answer = {"entries": [packed(entry) for entry in _entries(settings)]}
+    except SortedRLError as error:
+        answer = {"refused": str(error)}
+    sys.stdout.write(json.dumps(answer))
+
+
+def _unpacked_entry(entry: object) -> dict[str, Any]:
+    found = unpacked(entry)
+    assert isinstance(found, dict)
+    return found
+
+
+def _entries(settings: GymSettings) -> list[Mapping[str, Any]]:
+    """The entries of these settings."""
+    dataset = _dataset(settings, options_from(settings.options))
     # One of the tasks prints dots, and one runs programs that write files where they are run.
     with redirect_stdout(StringIO()), TemporaryDirectory() as folder, chdir(folder):
-        entries = list(_entries(dataset, settings))
-    return [
-        _row(entry, number, settings=settings, options=options)
-        for number, entry in enumerate(entries)
-    ]
+        entries = list(_fair_entries(dataset, settings))
+    if settings.name == "time_intervals":
+        for entry in entries:
+            _remove_today(entry["metadata"])
+    return entries
 
 
-def _entries(dataset: Any, settings: GymSettings) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
+def _remove_today(metadata: dict[str, Any]) -> None:
+    """Leave the time of day alone, where that is all the question gives."""
+    if metadata["task_type"].startswith("time"):
+        for name in ("start_time", "end_time"):
+            metadata[name] = metadata[name].partition(" ")[2]
+
+
+def _fair_entries(dataset: Any, settings: GymSettings) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
     """The first entries that have a right answer."""
     is_fair = rule_of(settings.name).is_fair
     if is_fair is None:
@@ -107,6 +182,14 @@ def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # no
         raise ConfigError(
             f"reasoning-gym refuses the options of {name}: {error}; given: {given}"
         ) from error
+
+
+def _rows(entries: Sequence[Mapping[str, Any]], settings: GymSettings) -> list[Row]:
+    options = options_from(settings.options)
+    return [
+        _row(entry, number, settings=settings, options=options)
+        for number, entry in enumerate(entries)
+    ]
 
 
 def _row(

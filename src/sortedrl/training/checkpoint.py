@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,36 @@ def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None =
     finally:
         # A full disk gets its space back.
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_model(folder: Path, write: Callable[[Path], None], *, otherwise: str) -> None:
+    """Let `write` fill the folder of a trained model: all of its files appear, or none.
+
+    Other files that are there already stay. `otherwise` is told where the disk does not take it.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        for path in _files(partial):
+            place = folder / path.relative_to(partial)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _to_disk(path)
+            path.replace(place)
+    except Exception as error:
+        number = _number_in(error)
+        if not isinstance(error, OSError) and number is None:
+            raise
+        reason = os.strerror(number) if number is not None else str(error)
+        raise CheckpointError(
+            f"{folder}: the trained model cannot be written: {reason}; {otherwise}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # one that holds anything stays
+            folder.rmdir()
 
 
 def settle(folder: Path) -> None:
