@@ -33,6 +33,9 @@ browser: ## Chromium, for the tests of the report page, where it can be installe
 test: check browser ## everything CI runs: check, then the tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
+test-experiments: setup ## the tests of the experiments and of their tables of results (minutes)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal experiments
+
 test-engines: test-vllm test-sglang ## the same laws for vLLM and SGLang, without a GPU (minutes)
 
 ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
@@ -83,4 +86,4 @@ format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: help setup demo check browser test test-engines test-vllm test-sglang fuzz bench format
+.PHONY: help setup demo check browser test test-experiments test-engines test-vllm test-sglang fuzz bench format

@@ -1,6 +1,28 @@
-"""What is collected: modules that need Triton or Ray only where these are installed."""
+"""How hard the laws are tried, and what is collected.
 
+`pytest --hypothesis-profile=hunt` looks for bugs for longer.
+On CI the examples are the same every time; elsewhere they are new ones.
+Modules that need Triton, Ray or TRL are collected only where these are installed.
+"""
+
+import os
 from importlib.util import find_spec
+
+from hypothesis import HealthCheck, settings
+
+_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+settings.register_profile(
+    "modest",
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=_SLOW_IS_FINE,
+    derandomize="CI" in os.environ,
+)
+settings.register_profile(
+    "hunt", max_examples=4000, deadline=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.load_profile("modest")
 
 _NEEDS = {
     "triton": [

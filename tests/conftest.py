@@ -1,28 +1,9 @@
-"""How hard the laws are tried, where the published data sets lie, and a real browser.
-
-`pytest --hypothesis-profile=hunt` looks for bugs for longer.
-On CI the examples are the same every time; elsewhere they are new ones.
-"""
+"""Where the published data sets lie, a world for training runs, and a real browser."""
 
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
-
-_SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
-
-settings.register_profile(
-    "modest",
-    max_examples=200,
-    deadline=None,
-    suppress_health_check=_SLOW_IS_FINE,
-    derandomize="CI" in os.environ,
-)
-settings.register_profile(
-    "hunt", max_examples=4000, deadline=None, suppress_health_check=_SLOW_IS_FINE
-)
-settings.load_profile("modest")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from sortedrl.core.logs import read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.models.loading import load_model
 
-ROWS = 96
+ROWS = 48
 PATIENCE_SECONDS = 200
 OWN_RAY = "dashboard = false\nobject_store_gib = 0.1\n"
 _CONFIG = """\
@@ -41,7 +41,7 @@ update_batch = 8
 
 [engine]
 slots = 8
-max_tokens = 96
+max_tokens = 64
 
 [optimiser]
 learning_rate = 1e-2
@@ -185,7 +185,7 @@ class Run(Family):
             assert time.monotonic() < end, self.err
             time.sleep(every)
 
-    def until_mid(self, *events, updates=3):
+    def until_mid(self, *events, updates=2):
         """Wait until the last that happened, after so many updates, is one of these."""
         self.until(lambda: self.updates >= updates, every=0.05)
         self.until(lambda: self.last_event in events)

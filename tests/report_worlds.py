@@ -24,6 +24,11 @@ SHOWN = re.sub(
     "[\x00\x1b\u200b\u2028\ud800\u202e]", lambda sign: f"\u2039U+{ord(sign[0]):04X}\u203a", NASTY
 )
 """That text as a reader sees it."""
+MARKUP = (
+    *("[easy]", "[/]", "[/nope]", "[bold]x[/bold]", "[link=http://a]b[/link]", "[#ff0000]c", ":x:"),
+    *("\\[d]", "{task.description}", "%s", "[@click=e]", "[[", "]"),
+)
+"""Words that a terminal, or what formats text for one, could take for more than words."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 _BASE = Schedule(group_prompts=8, samples_per_prompt=2, update_batch=5)

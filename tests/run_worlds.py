@@ -4,13 +4,16 @@ The nursery is one process that has imported everything heavy, and forks a child
 A child is a process like any other, to be killed or interrupted, that starts in no time.
 """
 
+import atexit
 import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 from sortedrl.core.logs import read_metrics
@@ -259,38 +262,51 @@ class Child:
         return True
 
 
+@cache
+def _process():
+    """The one process that forks the children of all nurseries; it ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@atexit.register
+def _end_process():
+    if _process.cache_info().currsize:
+        with _process() as process:
+            process.stdin.close()
+
+
 class Nursery:
-    """Starts commands, one at a time."""
+    """Starts commands in a folder, one at a time; a child that still runs ends with it."""
 
     def __init__(self, folder):
         self._folder = folder
         self._count = 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=environment,
-        )
+        self._child = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.wait(PATIENCE_SECONDS)
-        self._process.stdout.close()
+        if self._child is not None and not self._child.is_over:
+            self._child.signal(signal.SIGKILL)
+            self._child.wait()
 
     def start(self, words, *, file_bytes=None):
         """Start a command in the nursery's folder; no file of it may grow beyond `file_bytes`."""
         self._count += 1
         log = self._folder / f"child-{self._count}"
         for suffix in (".out", ".err"):
-            log.with_suffix(suffix).touch()
+            log.with_suffix(suffix).write_bytes(b"")
         order = [list(words), str(self._folder), str(log), file_bytes]
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        return Child(self, self.heard(), log)
+        _process().stdin.write(json.dumps(order).encode() + b"\n")
+        self._child = Child(self, self.heard(), log)
+        return self._child
 
     def run(self, words, **limits):
         """Run a command to its end, which must be a good one; gives the child."""
@@ -300,12 +316,12 @@ class Nursery:
         return child
 
     def has_said_something(self):
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+        return bool(select.select([_process().stdout], [], [], 0)[0])
 
     def heard(self):
         """The next number it says."""
-        assert select.select([self._process.stdout], [], [], PATIENCE_SECONDS)[0], "it hangs"
-        return int(self._process.stdout.readline())
+        assert select.select([_process().stdout], [], [], PATIENCE_SECONDS)[0], "it hangs"
+        return int(_process().stdout.readline())
 
 
 def _serve():

@@ -37,11 +37,11 @@ TWO_AND_TWO = Cluster(
 )
 ALONE = TrainSettings(
     model="tiny:hidden=32,layers=2,heads=2,seed=3",
-    task="knights_knaves:people=3,count=96,style=compact",
+    task="knights_knaves:people=3,count=48,style=compact",
     threads=1,
     reward=f"{Path(__file__).parent / 'cluster_worlds.py'}:length_reward",
-    schedule=Schedule(mode="partial", group_prompts=48, update_batch=16, lookahead=1),
-    engine=EngineSettings(slots=16, max_tokens=48),
+    schedule=Schedule(mode="partial", group_prompts=24, update_batch=8, lookahead=1),
+    engine=EngineSettings(slots=8, max_tokens=24),
     # Where a gradient is next to nothing, AdamW divides noise by noise unless epsilon is larger.
     optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3),
     saving=Saving(every=2, answers=0),
@@ -83,23 +83,23 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
     out = tmp_path / "cluster"
     ending = train(replace(ALONE, out=out, cluster=TWO_AND_TWO))
     given = list(batches)
-    assert len(trained(given)) == 96
+    assert len(trained(given)) == 48
     assert ending.updates == len(given) >= 4
 
     # One process is given these answers, and nothing else of that run.
     from sortedrl.runs.build_training import _trainer
 
-    alone = _trainer(ALONE, num_rows=96, saved=None, cluster=None)
+    alone = _trainer(ALONE, num_rows=48, saved=None, cluster=None)
     for batch in given:
         alone.update(batch)
-    began = _trainer(ALONE, num_rows=96, saved=None, cluster=None).model.state_dict()
+    began = _trainer(ALONE, num_rows=48, saved=None, cluster=None).model.state_dict()
     found = alone.model.state_dict()
     here = {name: found[name] for name in weights(out)}
     assert largest_gap(weights(out), here) <= 1e-5
     assert largest_gap(weights(out), {name: began[name] for name in here}) > 1e-3
 
     metrics = measure(read_events(out / "events.jsonl"))
-    assert metrics.run.trajectories == 96
+    assert metrics.run.trajectories == 48
     assert metrics.run.ledger.decoded == metrics.run.ledger.trained
     last = list(read_metrics(out / "metrics.jsonl"))[-1]
     assert last["hand_over/workers"] == 2
@@ -129,11 +129,11 @@ def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
     batches.clear()
     train(replace(still, out=tmp_path / "cluster", cluster=replace(TWO_AND_TWO, **layout)))
     assert trained(batches) == alone
-    assert len(alone) == 96
+    assert len(alone) == 48
     assert largest_gap(weights(tmp_path / "alone"), weights(tmp_path / "cluster")) == 0.0
 
     # What ranks have saved, in one file or in parts, one process goes on from.
     further = replace(still, out=tmp_path / "cluster", epochs=2, cluster=Cluster())
     batches.clear()
     train(further, is_resumed=True)
-    assert len(trained(batches)) == 96, "the second epoch"
+    assert len(trained(batches)) == 48, "the second epoch"

@@ -1,5 +1,9 @@
 """The demo, in small: warm start, two runs on the same puzzles, a table and a report."""
 
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+
 import pytest
 
 from sortedrl.cli import main
@@ -7,17 +11,25 @@ from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.logs import read_metrics
 
-SMALL = ("--warm-steps", "4", "--answers", "24", "--held-out", "8")
+SMALL = ("--warm-steps", "4", "--answers", "8", "--held-out", "2")
 
 
-def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(tmp_path, capsys):
-    out = tmp_path / "demo"
-    assert main(["demo", "--out", str(out), *SMALL]) == 0
-    shown, progress = capsys.readouterr()
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The folder of a demo, what it has shown, and what it has said meanwhile."""
+    out = tmp_path_factory.mktemp("demos") / "demo"
+    shown, progress = StringIO(), StringIO()
+    with redirect_stdout(shown), redirect_stderr(progress):
+        assert main(["demo", "--out", str(out), *SMALL]) == 0
+    return out, shown.getvalue(), progress.getvalue()
+
+
+def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(demo):
+    out, shown, progress = demo
     heading, *lines = shown.splitlines()
     assert heading.split() == ["SortedRL", "synchronous"]
     rows = {line[:24].strip(): line[24:].split() for line in lines if line}
-    assert rows["answers trained"] == ["24", "24"]
+    assert rows["answers trained"] == ["8", "8"]
     assert {"right answers, before", "right answers, after", "bubble", "time"} <= rows.keys()
     assert str(out / "report.html") in lines[-1]
     assert "</svg>" in (out / "report.html").read_text()
@@ -38,13 +50,12 @@ def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(tmp_path, capsys
         )
         for name in ("sorted", "sync")
     ]
-    assert prompts[0] == prompts[1] == list(range(24))
+    assert prompts[0] == prompts[1] == list(range(8))
 
 
-def test_a_second_demo_replaces_the_first(tmp_path, capsys):
-    out = tmp_path / "demo"
-    for seed in ("0", "1"):
-        assert main(["demo", "--out", str(out), "--seed", seed, *SMALL]) == 0
+def test_a_second_demo_replaces_the_first(demo, tmp_path, capsys):
+    out = shutil.copytree(demo[0], tmp_path / "demo")
+    assert main(["demo", "--out", str(out), "--seed", "1", *SMALL]) == 0
     capsys.readouterr()
     assert "seed=2" in read_toml(out / "sync" / "config.toml")["task"]
     assert read_metrics(out / "sync" / "metrics.jsonl")[0]["update"] == 0

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -158,12 +156,13 @@ def test_more_can_be_asked_later(evaluated, two_models):
 
 
 def test_an_answer_whose_reward_fails_is_wrong_and_counted(evaluated, two_models, capsys):
-    words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:hangs", "--time-limit-seconds", "0.1"]
+    words = ["--tasks", PUZZLES, "--limit", "2", "--reward", f"{FUNCTIONS}:hangs"]
+    words += ["--time-limit-seconds", "0.1"]
     result = evaluated(two_models[0], *words)
     row = result["evaluations"][0]["rows"][0]
     assert row["mean"] == 0.0
-    assert row["failures"] == {"timeout": 6}
-    assert len(Path("evals/before/reward-failures.jsonl").read_text().splitlines()) == 6
+    assert row["failures"] == {"timeout": 2}
+    assert len(Path("evals/before/reward-failures.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_values_of_a_reward_can_be_set(evaluated, two_models):
@@ -173,15 +172,16 @@ def test_the_values_of_a_reward_can_be_set(evaluated, two_models):
 
 
 @pytest.mark.parametrize(
-    ("function", "failures"), [("exits", {"died": 6}), ("eats", {"memory": 6})]
+    ("function", "failures"), [("exits", {"died": 2}), ("eats", {"memory": 2})]
 )
 def test_what_a_failing_reward_costs_is_told(evaluated, two_models, function, failures):
     words = ["--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:{function}", "--memory-gib", "0.25"]
+    words += ["--limit", "2"]
     rows = evaluated(two_models[0], *words)["evaluations"][0]["rows"]
     assert rows[0]["failures"] == failures
     assert rows[0]["mean"] == 0.0
     page = Path("evals/before/page.html").read_text()
-    assert "scoring failed for 6 answers, counted as wrong" in page
+    assert "scoring failed for 2 answers, counted as wrong" in page
 
 
 @pytest.mark.parametrize(
@@ -192,29 +192,13 @@ def test_what_a_failing_reward_costs_is_told(evaluated, two_models, function, fa
         ("text", "a reward must be a number or named parts, got 'good'"),
     ],
 )
-def test_a_reward_that_cannot_be_trusted_stops_the_evaluation(
+def test_a_reward_that_cannot_be_trusted_stops_the_evaluation_and_keeps_the_answer(
     function, words, two_models, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     given = [two_models[0], "--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:{function}"]
     assert words in refused(capsys, *given, "--workers", "1")
-    assert json.loads(Path("evals/before/reward-error.json").read_text())["answers"]
-
-
-def test_a_raising_reward_stops_the_evaluation_and_keeps_the_answer(two_models, tmp_path):
-    words = [two_models[0], "--tasks", PUZZLES, "--reward", f"{FUNCTIONS}:raises"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sortedrl", "eval", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "ZeroDivisionError" in done.stderr
-    assert "reward-error.json" in done.stderr
-    saved = json.loads((tmp_path / "evals/before/reward-error.json").read_text())
+    saved = json.loads(Path("evals/before/reward-error.json").read_text())
     assert saved["answers"][0]["fields"]["level"] in (2, 3)
 
 

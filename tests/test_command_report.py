@@ -146,7 +146,7 @@ def test_a_folder_with_a_file_missing_cut_or_foreign_is_shown_or_refused(tmp_pat
         ends_well(folder, {**real, name: foreign})
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_line_that_was_changed_in_any_way_is_shown_or_refused(tmp_path_factory, real, data):
     name = data.draw(st.sampled_from(FILES[:3]))
@@ -171,7 +171,7 @@ def test_a_line_that_was_changed_in_any_way_is_shown_or_refused(tmp_path_factory
     ends_well(tmp_path_factory.mktemp("changed") / "run", {**real, name: "\n".join(lines) + "\n"})
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_settings_that_were_changed_in_any_way_are_shown_or_refused(tmp_path_factory, real, data):
     lines = real["config.toml"].splitlines()

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.page import page as results_page
+from experiments.record import Results
+from sortedrl.config.toml import read_toml
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -123,3 +127,14 @@ def test_every_make_verb_in_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
     for verb in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
         assert f"\n{verb}:" in makefile
+
+
+def test_the_page_of_results_is_what_the_results_say():
+    text = results_page(Results(ROOT / "experiments" / "results"))
+    shown = (ROOT / "docs" / "results.md").read_text()
+    assert text == shown, "run: python -m experiments page"
+
+
+def test_every_table_of_the_experiments_is_toml():
+    for path in (ROOT / "experiments").rglob("*.toml"):
+        assert read_toml(path), path

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions
 
+from report_worlds import MARKUP, NASTY
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
 from sortedrl.core.meter import Meter
@@ -285,12 +286,12 @@ def test_a_thousand_slots_take_four_rows_and_their_idle_ones_stand_together():
     assert text.count("·") / len(text) == pytest.approx(1 / 8, abs=0.01)
 
 
-NASTY = st.text(st.characters(codec="utf-8"), max_size=60) | st.sampled_from(
-    ("[bold]loud[/bold]", "[/nothing]", "\x1b[2J\x1b]0;title\x07", "a\r\nb\tc", "数字と漢字" * 9)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60) | st.sampled_from(
+    (NASTY, *MARKUP, "\x1b[2J\x1b]0;title\x07", "a\r\nb\tc", "数字と漢字" * 9)
 )
 
 
-@given(NASTY, st.integers(0, 60), GLYPHS)
+@given(TEXTS, st.integers(0, 60), GLYPHS)
 def test_text_from_outside_is_shown_and_does_nothing(nasty, width, glyphs):
     snapshot = Snapshot(activity=nasty, schedule=nasty, shares=(0.5, None), running=1)
     frame = panel(snapshot, width=width, height=10, glyphs=glyphs)

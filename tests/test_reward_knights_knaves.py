@@ -253,7 +253,7 @@ def test_one_role_flipped_is_not_right_any_more(phrasing, whom, data):
     assert grade(of(whom), tagged(phrasing(flipped(whom, person)))) == expected
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(people(), renderings())
 def test_every_honest_rendering_is_read_as_what_it_says(whom, rendering):
     assert read_claims(rendering(whom), names=[name for name, _ in whom]) == Claims(

@@ -80,7 +80,7 @@ WRITE_FRACTION = {
     st.sampled_from(sorted(WRITE_INTEGER.keys() - WITH_UNIT)),
     st.sampled_from(sorted(WRITE_INTEGER)),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_whole_number_equals_itself_in_every_notation_and_no_other(number, gold, answer):
     wanted = WRITE_INTEGER[gold](number)
     assert is_right(wanted, WRITE_INTEGER[answer](number))

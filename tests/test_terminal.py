@@ -1,5 +1,6 @@
 import pytest
 
+from report_worlds import MARKUP
 from sortedrl.errors import DataError
 from sortedrl.report import terminal
 from sortedrl.report.terminal import percent, progress, table, thousands, write_text
@@ -23,17 +24,11 @@ def test_a_table_keeps_its_columns_whole(capsys):
     assert lines[2].rstrip().endswith("22")
 
 
-NASTY = [
-    *("[easy]", "[/]", "[/nope]", "[bold]x[/bold]", "[link=http://a]b[/link]", "[#ff0000]c", ":x:"),
-    *("\\[d]", "{task.description}", "%s", "[@click=e]", "[[", "]"),
-]
-
-
 def test_nothing_in_a_table_is_read_as_markup(capsys):
-    table(NASTY[:3], [[text, text, "1"] for text in NASTY])
+    table(MARKUP[:3], [[text, text, "1"] for text in MARKUP])
     heading, *lines = capsys.readouterr().out.splitlines()
-    assert heading.split() == NASTY[:3]
-    assert [line.split() for line in lines] == [[text, text, "1"] for text in NASTY]
+    assert heading.split() == list(MARKUP[:3])
+    assert [line.split() for line in lines] == [[text, text, "1"] for text in MARKUP]
 
 
 def test_a_cell_stays_on_its_line_and_moves_no_cursor(capsys):
@@ -44,7 +39,7 @@ def test_a_cell_stays_on_its_line_and_moves_no_cursor(capsys):
 def test_nothing_in_a_progress_bar_is_read_as_markup(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    for text in NASTY:
+    for text in MARKUP:
         with progress(1.0) as advance:
             advance(text, 0.5)
         assert text in capsys.readouterr().err

@@ -347,7 +347,7 @@ def test_a_row_is_made_of_tensors_alone_as_layers_would_be_compiled_for_every_ot
 def test_compiled_layers_are_the_same_when_the_backward_pass_repeats_them(monkeypatch):
     compile_with = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(layers.torch, "compile", compile_with)
-    model = tiny_model("llama").train()
+    model = tiny_model("llama", num_hidden_layers=2).train()
     plain = gradients_of(PackedModel(model))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     repeated = gradients_of(PackedModel(model, is_compiled=True))

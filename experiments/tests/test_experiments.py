@@ -10,14 +10,13 @@ import pytest
 from experiments.__main__ import chosen, main
 from experiments.efficiency import pieces as efficiency_pieces
 from experiments.machine import commit
-from experiments.page import page
 from experiments.pieces import Deadline, Piece, Trial, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALLEST = (
     "workload.slots=4",
     "workload.group=8",
@@ -212,12 +211,6 @@ def test_the_budget_of_an_arm_grows_with_its_groups():
     assert len(seconds) == 2 * len(settings["arms"]) == 28
     name = "smollm2-135m--sorted-partial"
     assert seconds[name] < seconds[f"{name}-1"] < seconds[f"{name}-2"]
-
-
-def test_the_page_is_what_the_results_say():
-    text = page(Results(ROOT / "experiments" / "results"))
-    shown = (ROOT / "docs" / "results.md").read_text()
-    assert text == shown, "run: python -m experiments page"
 
 
 def test_no_result_names_a_place_on_somebodys_machine():
