@@ -1,5 +1,6 @@
 """Models and tokenizers by name, the model made from nothing, and sizes without weights."""
 
+import json
 import struct
 
 import pytest
@@ -164,6 +165,10 @@ def test_a_tokenizer_without_pad_token_and_chat_template_is_as_good_as_any(tmp_p
     assert len(engine.generate(["who lies", "who"], progress=False)) == 2
 
 
+def load_weights(folder):
+    return load_model(folder, dtype=None, device="cpu")
+
+
 def test_a_model_that_is_not_there_is_refused(tmp_path):
     nowhere = tmp_path / "nothing"
     with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
@@ -179,6 +184,43 @@ def test_what_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(ModelError, match="is no causal language model") as caught:
         shape_of(tmp_path)
     assert len(str(caught.value)) < 400
+
+
+def keep_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change(**values):
+    def damage(path):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "loads"),
+    [
+        ("model.safetensors", keep_half, [load_weights]),
+        ("config.json", keep_half, [load_weights, shape_of]),
+        ("config.json", change(num_hidden_layers=True), [load_weights, shape_of]),
+        ("config.json", change(hidden_size=-16), [load_weights, shape_of]),
+        ("config.json", change(hidden_size=2**70), [load_weights, shape_of]),
+        ("config.json", change(num_attention_heads=0), [load_weights, shape_of]),
+        ("config.json", change(hidden_act="\0"), [load_weights, shape_of]),
+        ("config.json", change(pad_token_id=2**31), [load_weights, shape_of]),
+        ("tokenizer.json", keep_half, [load_tokenizer]),
+        ("tokenizer.json", change(padding=0.5), [load_tokenizer]),
+        ("tokenizer_config.json", change(model_max_length={}), [load_tokenizer]),
+    ],
+)
+def test_a_damaged_model_is_refused_in_one_sentence(name, damage, loads, tmp_path):
+    tiny_model(TinySettings(hidden=32, layers=1, heads=2, context=64)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    damage(tmp_path / name)
+    for load in loads:
+        with pytest.raises(ModelError, match=r"cannot be|has no|is no") as caught:
+            load(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_broken_gguf_file_is_refused(tmp_path):

@@ -308,9 +308,10 @@ def _check(row: Mapping[str, object], checks: Sequence[tuple[str, frozenset[type
     for name, types in checks:
         value = row[name]
         most = math.inf if name == "reward" else _MOST
-        least = 0 if type(value) is int and name not in ("seed", "reward") else -most
-        is_number = isinstance(value, int | float)
-        if type(value) not in types or (is_number and not least <= value < most):
+        least = -1 if type(value) is int and name not in ("seed", "reward") else -most
+        if type(value) not in types or (
+            isinstance(value, int | float) and not least < value < most
+        ):
             kinds = " or ".join(sorted(kind.__name__ for kind in types))
             raise ValueError(
                 f"field {name!r} must be a finite value of type {kinds}, got {value!r:.80}"

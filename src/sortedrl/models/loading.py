@@ -6,7 +6,6 @@ no progress bars meanwhile: a run has its own.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -90,7 +89,8 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
             if gguf is not None:
                 _take_end_token(tokenizer, AutoConfig.from_pretrained(folder, gguf_file=gguf))
-    except _UNREADABLE as error:
+            tokenizer.encode("a")  # some damage shows with the first text
+    except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
             f"{name} has no tokenizer that can be loaded: {first_line(error)}"
         ) from error
@@ -134,7 +134,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             )
     except ModelError:
         raise
-    except _UNREADABLE as error:
+    except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
             f"{name} cannot be loaded as a causal language model: {first_line(error)}"
         ) from error

@@ -10,7 +10,6 @@ with a norm before each. Qwen2.5 has a bias on queries, keys and values.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,7 @@ def shape_of(name: str | Path) -> Shape:
             if gguf is None
             else AutoConfig.from_pretrained(folder, gguf_file=gguf)
         )
-    except (OSError, ValueError, struct.error) as error:
+    except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
             f"the sizes of {name} cannot be read: {first_line(error)}; give the folder of a model "
             "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
@@ -81,15 +80,21 @@ def shape_of(name: str | Path) -> Shape:
 
 def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     """The shape that a transformers config describes."""
+    try:
+        return _shape(config, name=name)
+    except ModelError:
+        raise
+    except Exception as error:  # and so do numbers that do not fit together
+        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
+
+
+def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
 
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     values = config.get_text_config().to_dict()
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     missing = [key for key in (*needed, "max_position_embeddings") if key not in values]
@@ -118,9 +123,11 @@ def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without what follows."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error says in one line, with the second where the first announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _decoder(
