@@ -30,8 +30,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 _GIB = 1 << 30
-_UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error)
-"""What transformers raises for a model that is missing, damaged or of an unknown kind."""
 
 
 @contextmanager
