@@ -153,14 +153,14 @@ class Algorithm:
     def _check_rewards(self) -> None:
         for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
             require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
-        for field, value, default in (
+        for field, given, default in (
             ("discount", self.discount, 1.0),
             ("gae_lambda", self.gae_lambda, 1.0),
             ("value_clip", self.value_clip, 0.2),
         ):
             require(
-                value == default or self.has_critic,
-                f"algorithm.{field} belongs to 'ppo', got {value} with {self.name!r}; leave it out",
+                given == default or self.has_critic,
+                f"algorithm.{field} belongs to 'ppo', got {given} with {self.name!r}; leave it out",
             )
         require(
             self.whiten == "batch" or self.name == "reinforce_pp",

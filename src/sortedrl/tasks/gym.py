@@ -109,7 +109,7 @@ def be_child() -> None:
     settings = GymSettings(**{**told, "options": tuple(told["options"])})
     random.seed(settings.seed)
     try:
-        answer = {"entries": [packed(entry) for entry in _entries(settings)]}
+        answer: dict[str, object] = {"entries": [packed(entry) for entry in _entries(settings)]}
     except SortedRLError as error:
         answer = {"refused": str(error)}
     sys.stdout.write(json.dumps(answer))
