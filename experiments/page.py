@@ -14,6 +14,7 @@ from experiments import (
     ablations,
     efficiency_page,
     learning_page,
+    learning_seeds,
     natural,
     paper_page,
     peer,
@@ -22,7 +23,8 @@ from experiments import (
 from experiments.pieces import ROOT
 from experiments.record import Record, Results
 from sortedrl.cli.arguments import parse
-from sortedrl.report.terminal import tell, write_text
+from sortedrl.core.files import write_whole
+from sortedrl.report.terminal import tell
 
 HELP = """Write docs/results.md from the results.
 
@@ -68,6 +70,12 @@ SECTIONS = (
         readings="learning_logic",
     ),
     Section(
+        title="Learning: order and freshness",
+        folders=("learning_seeds",),
+        text=learning_seeds.section,
+        readings="learning_seeds",
+    ),
+    Section(
         title="Learning: arithmetic",
         folders=("learning_maths",),
         text=learning_page.maths,
@@ -101,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(Arguments, arguments, prog="python -m experiments page", description=HELP)
     results = Results(given.results)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, page(results))
+    write_whole(given.out, page(results).encode())
     for path in pictures(results, given.out.parent / "img"):
         tell(f"wrote {path}")
     tell(f"wrote {given.out}")
