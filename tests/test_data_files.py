@@ -221,3 +221,11 @@ def test_data_sets_are_read_from_disk_and_by_the_name_of_a_folder(tmp_path, monk
 def test_a_data_set_that_cannot_be_loaded_says_what_to_do(tmp_path):
     with pytest.raises(DataError, match="check the name and the connection"):
         list(read_hub(str(tmp_path / "nothing-here"), subset=None, split="train"))
+
+
+def test_a_parquet_file_with_a_damaged_name_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "columnname": ["b"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"columnname", b"col\xbamnname"))
+    with pytest.raises(DataError, match=r"rows\.parquet: not Parquet"):
+        list(read_records(path))

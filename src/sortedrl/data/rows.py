@@ -198,7 +198,7 @@ def _parquet(path: Path) -> Iterator[Record]:
                 for values in zip(*columns, strict=True):
                     number += 1
                     yield record_of(dict(zip(names, values, strict=True)), f"{path}:{number}")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise DataError(path, f"not Parquet: {error}") from error
 
 
