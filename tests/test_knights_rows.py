@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knights_reading import read_puzzle
 from sortedrl.errors import ConfigError
 from sortedrl.tasks.knights.compact import read_answer, read_prompt
 from sortedrl.tasks.knights.puzzle import canonical_key, parse_puzzle
-from sortedrl.tasks.knights.reading import read_puzzle
 from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
 from test_knights_compact import check as check_compact
 from test_knights_solver import brute_force
