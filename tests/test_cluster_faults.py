@@ -123,7 +123,13 @@ def test_a_run_that_loses_ray_itself_says_how_to_go_on(begun, name, words):
     run = begun(name, reward="slow" if name == "head" else "letters")
     (victim,) = run.family(f"/core/src/ray/{words}")
     victim.signal(signal.SIGKILL)
-    assert run.wait(seconds=60) == 1, run.err
+    code = run.wait(seconds=60)
+    if name == "raylet" and code == 0:
+        # Without a raylet the workers die first, and a run that notices begins a Ray of its own.
+        assert "The run goes on from its last checkpoint" in run.err
+        law(run.out)
+        return
+    assert code == 1, run.err
     assert "or Ray's own processes on this machine were (gcs_server, raylet)" in run.err
     # It need not be a cluster that goes on.
     resumed(run, "--cluster.rollout-workers", "0")

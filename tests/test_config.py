@@ -54,3 +54,9 @@ def test_bounds_follow_from_the_settings():
     assert Schedule(strategy="posthoc", mode="on_policy").staleness_bound == 3
     assert Schedule(strategy="ungrouped").staleness_bound is None
     assert Schedule(strategy="ungrouped", max_staleness=2).staleness_bound == 2
+
+
+@pytest.mark.parametrize("name", [[], {}, 3, None, ("sync",)])
+def test_a_name_of_another_type_is_refused_like_an_unknown_one(name):
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        Schedule(strategy=name)

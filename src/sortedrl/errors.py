@@ -95,10 +95,11 @@ class CheckpointError(SortedRLError):
     """A checkpoint that cannot be written, or is damaged or not one of ours."""
 
 
-def unknown_name(what: str, given: str, known: Iterable[str]) -> str:
+def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
     """A message for a misspelt name, with the nearest valid one."""
     names = list(known)
-    shown = given if len(given) <= _SHOWN_LETTERS else f"{given[:_SHOWN_LETTERS]}..."
+    text = str(given)
+    shown = text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}..."
     lower = {name.lower(): name for name in names}
     nearest = get_close_matches(shown.lower(), lower, n=1, cutoff=0.5)
     hint = f"did you mean {lower[nearest[0]]!r}? " if nearest else ""

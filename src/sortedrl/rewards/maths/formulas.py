@@ -43,6 +43,8 @@ _UNEVALUATED = {
 }
 _FACTORIAL = re.compile(r"\d{4}[\s)}]*!|![\s)}]*!|binom\s*\{\s*\d{5}")
 _RAISED = re.compile(r"[)}]\^")
+_CHAIN = re.compile(r"\^(?:\d+|[A-Za-z]|\\[a-z]+)\s*\^")
+"""Powers of powers without brackets, such as 10^10^10."""
 _EXPONENT = re.compile(r"\^\s*(?:[{(](?P<group>.*)|(?P<token>-?\d+|.))", re.DOTALL)
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
@@ -107,6 +109,8 @@ def _costs(formula: str) -> Iterator[str]:
         yield "operator"
     if _FACTORIAL.search(formula):
         yield "factorial"
+    if _CHAIN.search(formula):
+        yield "tower"
     has_letters = _has_letters(formula)
     size = 1
     for power in re.finditer(r"\^", formula):
