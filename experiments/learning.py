@@ -6,8 +6,9 @@ A run that was cut goes on from its checkpoint, and its clock with it.
 
 The TOML of a table has the settings of `sortedrl sft` in [warm] and those of `sortedrl train` in
 [train]; each of [algorithms.NAME] is laid over [train], each of [arms.NAME] over its schedule.
-In texts {seed} stands for the seed, {rows} for the folder of the generated sums, which [sums.NAME]
-describes, and {root} for the folder of the project.
+A table without [warm] starts from `model`.
+In texts {seed} stands for the seed, {rows} for the folder of the generated rows, which [sums.NAME]
+and [questions.NAME] describe, {model} for `model`, and {root} for the folder of the project.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from experiments.arithmetic import SumSettings, write_rows
 from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Trial
+from experiments.questions import QuestionSettings, write_questions
 from experiments.settings import merged
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_over
@@ -59,6 +61,7 @@ def pieces(trial: Trial) -> list[Piece]:
     made = [
         Piece(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, trial, seed))
         for seed in trial.settings["seeds"]
+        if "warm" in trial.settings
     ]
     for arm in arms(trial.settings):
         run = partial(arm_numbers, trial, arm)
@@ -136,13 +139,15 @@ def warm_settings(trial: Trial, seed: int) -> SupervisedSettings:
 
 
 def warmed(trial: Trial, seed: int) -> Path:
-    """The model of a seed's warm start; it and the rows are made if they are not there."""
-    settings = warm_settings(trial, seed)
-    folder = RunFolder(settings.out)
-    is_done = settings.out / "is_done"
+    """The model that the runs of a seed start from; it and the rows are made where missing."""
     with _alone(trial.scratch / f"warm-{seed}.lock"):
+        _write_rows(trial, seed)
+        if "warm" not in trial.settings:
+            return Path(trial.settings["model"])
+        settings = warm_settings(trial, seed)
+        folder = RunFolder(settings.out)
+        is_done = settings.out / "is_done"
         if not is_done.exists():
-            _write_sums(trial, seed)
             # One that was cut begins anew, and must not be taken for a second one.
             folder.config.unlink(missing_ok=True)
             _leave_uncompiled(trial)
@@ -171,18 +176,31 @@ def _filled(value: object, places: Mapping[str, str]) -> object:
 
 def _places(trial: Trial, seed: int) -> dict[str, str]:
     """What texts of the TOML can name."""
-    return {"seed": str(seed), "rows": str(_rows_folder(trial, seed)), "root": str(ROOT)}
+    return {
+        "seed": str(seed),
+        "rows": str(_rows_folder(trial, seed)),
+        "model": trial.settings.get("model", ""),
+        "root": str(ROOT),
+    }
 
 
 def _rows_folder(trial: Trial, seed: int) -> Path:
     return trial.scratch / f"rows-{seed}"
 
 
-def _write_sums(trial: Trial, seed: int) -> None:
+def _write_rows(trial: Trial, seed: int) -> None:
     """Generate the rows of a seed, where the table has any; `seed` in the TOML is added to it."""
+    folder = _rows_folder(trial, seed)
     for name, given in trial.settings.get("sums", {}).items():
-        options = {**given, "seed": 1000 * seed + given.get("seed", 0)}
-        write_rows(_rows_folder(trial, seed) / f"{name}.jsonl", SumSettings(**options))
+        if not (path := folder / f"{name}.jsonl").exists():
+            write_rows(path, SumSettings(**_seeded(given, seed)))
+    for name, given in trial.settings.get("questions", {}).items():
+        if not (path := folder / f"{name}.jsonl").exists():
+            write_questions(path, QuestionSettings(**_seeded(given, seed)))
+
+
+def _seeded(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    return {**given, "seed": 1000 * seed + given.get("seed", 0)}
 
 
 @contextmanager

@@ -10,6 +10,8 @@ TABLES = {
     "learning_logic": "Score against samples, tokens and seconds: Knights and Knaves.",
     "learning_seeds": "Order and freshness told apart: six schedules, 16 seeds, three rates.",
     "learning_maths": "The same for arithmetic, with PPO and with GRPO.",
+    "learning_questions": "SmolLM2-135M on small questions, with lengths of its own.",
+    "learning_puzzles": "The paper's logic run in small: SmolLM2-135M, puzzles in words.",
     "peer": "The same training with TRL.",
     "paper": "The paper's own two set-ups, predicted.",
 }

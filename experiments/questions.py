@@ -1,0 +1,154 @@
+"""Small sums, products, chains and word problems in plain English, for a pre-trained model.
+
+SmolLM2-135M answers a few per cent of them at temperature 1, in as many words as it likes: there is
+something to learn, and lengths are its own. The reward reads the last number of a response.
+
+    What is 7 + 5?
+    Mia has 6 boxes with 4 pens in each. She gives away 5 pens. How many pens are left?
+
+The numbers of a question decide whether it belongs to `train` or to `test`, so the two share none.
+
+    python -m experiments.questions --out questions.jsonl --settings.count 8192
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal, get_args
+
+from sortedrl.config.checks import require
+from sortedrl.core.files import write_whole
+from sortedrl.core.randomness import mix
+from sortedrl.errors import unknown_name
+from sortedrl.types import Prompt
+
+Split = Literal["train", "test"]
+
+_TEST_SHARE = 0.15
+_NAMES = ("Mia", "Tom", "Lena", "Omar", "Ruth", "Ivan", "Nora", "Paul")
+_THINGS = ("pens", "apples", "books", "coins", "stamps", "shells", "cards", "eggs")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionSettings:
+    """Generated questions; the four kinds take turns."""
+
+    count: int = 8192
+    """Rows; a question may be asked twice."""
+    seed: int = 0
+    """Another seed gives other questions."""
+    split: Split = "train"
+    """The part of all questions to draw from; the two share no numbers within a kind."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        require(self.count >= 1, f"questions.count must be at least 1, got {self.count}")
+        require(self.split in get_args(Split), unknown_name("split", self.split, get_args(Split)))
+
+
+def question_rows(settings: QuestionSettings) -> list[dict[str, object]]:
+    """The rows: prompt, answer and kind."""
+    rows: list[dict[str, object]] = []
+    draw = 0
+    while len(rows) < settings.count:
+        kind = _KINDS[len(rows) % len(_KINDS)]
+        numbers = [2 + mix(settings.seed, draw, place) % 8 for place in range(4)]
+        style = mix(settings.seed, draw, 4)
+        draw += 1
+        used = numbers[: _NUMBERS[kind]]
+        if split_of(kind, used) == settings.split:
+            text, answer = _question(kind, used, style)
+            rows.append({"prompt": text, "answer": str(answer), "kind": kind})
+    return rows
+
+
+def split_of(kind: str, numbers: Sequence[int]) -> Split:
+    """Where a question belongs, decided by its kind and numbers, whatever their order.
+
+    >>> split_of("sum", [3, 4]) == split_of("sum", [4, 3])
+    True
+    """
+    digest = blake2b(kind.encode() + bytes(sorted(numbers)), digest_size=8).digest()
+    return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
+
+
+_KINDS = ("sum", "product", "chain", "story")
+_NUMBERS = {"sum": 2, "product": 2, "chain": 4, "story": 3}
+
+
+def _question(kind: str, numbers: Sequence[int], style: int) -> tuple[str, int]:
+    """The text and its answer; `style` chooses the wording."""
+    name, thing = _NAMES[style % 8], _THINGS[style // 8 % 8]
+    if kind == "sum":
+        a, b = numbers
+        asked = (f"What is {a} + {b}?", f"Add {a} and {b}.", f"How much is {a} plus {b}?")
+        return asked[style % 3], a + b
+    if kind == "product":
+        a, b = numbers
+        asked = (f"What is {a} * {b}?", f"Multiply {a} by {b}.", f"How much is {a} times {b}?")
+        return asked[style % 3], a * b
+    if kind == "chain":
+        a, b, c, d = numbers
+        return (
+            (f"What is {a} + {b} + {c} + {d}?", a + b + c + d)
+            if style % 2
+            else (f"What is {a} * {b} + {c} + {d}?", a * b + c + d)
+        )
+    a, b, c = numbers
+    stories = (
+        (f"{name} has {a} {thing} and buys {b} more, then {c} more. ", a + b + c, "are there now"),
+        (f"{name} has {a} boxes with {b} {thing} in each, and {c} more. ", a * b + c, "are there"),
+        (f"There are {a + b + c} {thing}. {name} takes {a}, then {b}. ", c, "are left"),
+    )
+    text, answer, end = stories[style // 64 % 3]
+    return f"{text}How many {thing} {end}?", answer
+
+
+def last_number_reward(prompt: Prompt, response: str) -> float:
+    """1 if the last number of the response is the answer, else 0."""
+    found = _NUMBER.findall(response)
+    if not found:
+        return 0.0
+    return float(float(found[-1].replace(",", "")) == float(str(prompt.fields["answer"])))
+
+
+def write_questions(path: Path, settings: QuestionSettings) -> Path:
+    """Write the rows as a JSONL file, and give its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, separators=(",", ":")) for row in question_rows(settings)]
+    write_whole(path, ("\n".join(lines) + "\n").encode())
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    """Where the rows go, and which they are."""
+
+    out: Path = Path("questions.jsonl")
+    """The file that is written."""
+    settings: QuestionSettings = QuestionSettings()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write rows to a file."""
+    # Reward workers import this module too, and have no use for a parser.
+    from sortedrl.cli.arguments import parse
+
+    given = parse(
+        _Arguments,
+        arguments,
+        prog="python -m experiments.questions",
+        description="Write questions of small arithmetic as a JSONL file of rows.",
+    )
+    write_questions(given.out, given.settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
