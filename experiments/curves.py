@@ -45,6 +45,10 @@ class CurvePoint:
     """Mean reward of the same answers."""
     staleness: float | None
     """Mean staleness of the same tokens."""
+    entropy: float | None = None
+    """Mean entropy of the policy over the same tokens, in nats."""
+    gap: float | None = None
+    """Largest difference between the log-probabilities of engine and trainer, in nats."""
 
 
 def curve(folder: Path) -> list[CurvePoint]:
@@ -153,6 +157,11 @@ def _points(rows: Sequence[Mapping[str, Value]]) -> Iterator[CurvePoint]:
             trained_length=tokens / samples if samples else None,
             reward=reward / samples if samples else None,
             staleness=stale / tokens if tokens else None,
+            entropy=sum(_both(row, "entropy/mean", "rollout/trained_tokens") for row in window)
+            / tokens
+            if tokens
+            else None,
+            gap=max((number(row, "gap/max") or 0.0 for row in window), default=None),
         )
         window = []
 

@@ -19,7 +19,7 @@ from experiments.pieces import ROOT
 from experiments.record import Record
 from sortedrl.config.toml import read_toml
 
-_SAMPLES, _SECONDS, _LENGTH = "score-samples", "score-seconds", "length"
+_SAMPLES, _SECONDS, _LENGTH, _ENTROPY = "score-samples", "score-seconds", "length", "entropy"
 
 
 def logic(records: Sequence[Record], by_group: Sequence[Record], faster: Sequence[Record]) -> str:
@@ -47,11 +47,21 @@ def maths(records: Sequence[Record]) -> str:
     return _tables(records, "learning_maths")
 
 
+def questions(records: Sequence[Record]) -> str:
+    """A pre-trained model on small questions, with lengths of its own."""
+    shown = [_tables(records, "learning_questions")]
+    rows = arm_rows(records, _settings("learning_questions"))
+    shown += [
+        _picture("learning_questions", algorithm, _ENTROPY) for algorithm in _algorithms(rows)
+    ]
+    return "\n\n".join(shown)
+
+
 def drawn(records: Sequence[Record], name: str, *, folder: Path) -> list[Path]:
     """Draw the pictures that the tables show; all others are removed again."""
     paths = figures(records, _settings(name), folder=folder, name=name)
     for path in paths:
-        if not path.stem.endswith((*_curves(records), _LENGTH)):
+        if not path.stem.endswith((*_curves(records), _LENGTH, _ENTROPY)):
             path.unlink()
     return [path for path in paths if path.exists()]
 

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from experiments.learning import pieces
-from experiments.learning_seeds import section
 
-__all__ = ["pieces", "section"]
+__all__ = ["pieces"]

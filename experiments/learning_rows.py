@@ -158,12 +158,13 @@ def figures(
         ("score-seconds", "Right answers to held-out prompts", "seconds", "", _scores_in_time),
         ("length", "Mean length of held-out answers", "answers trained on", "tokens", _written),
         ("trained", "Mean length of answers trained on", "answers trained on", "tokens", _trained),
+        ("entropy", "Entropy of the policy", "answers trained on", "nats", _entropy),
     )
     written = []
     for algorithm in settings["algorithms"]:
         for ending, title, x_label, y_label, drawn in pictures:
             groups, lines = _lines(records, settings, algorithm=algorithm, drawn=drawn)
-            if not lines:
+            if not any(lines):
                 continue
             picture = curves_svg(
                 seed_series(groups, lines),
@@ -196,6 +197,10 @@ def _written(points: Sequence[CurvePoint]) -> Line:
 
 def _trained(points: Sequence[CurvePoint]) -> Line:
     return [(p.samples, p.trained_length) for p in points if p.trained_length is not None]
+
+
+def _entropy(points: Sequence[CurvePoint]) -> Line:
+    return [(p.samples, p.entropy) for p in points if p.entropy is not None]
 
 
 def _lines(

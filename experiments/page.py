@@ -64,6 +64,12 @@ SECTIONS = (
         readings="natural",
     ),
     Section(
+        title="Learning: a pre-trained model, with lengths of its own",
+        folders=("learning_questions",),
+        text=learning_page.questions,
+        readings="learning_questions",
+    ),
+    Section(
         title="Learning: logic",
         folders=("learning_logic", "learning_logic_group", "learning_logic_2e-4"),
         text=learning_page.logic,
@@ -130,7 +136,7 @@ def page(results: Results) -> str:
 def pictures(results: Results, folder: Path) -> list[Path]:
     """Draw the learning curves."""
     drawn: list[Path] = []
-    for name in ("learning_logic", "learning_maths"):
+    for name in ("learning_questions", "learning_logic", "learning_maths"):
         records: Sequence[Record] = results.read(name)
         if records:
             drawn += learning_page.drawn(records, name, folder=folder)
