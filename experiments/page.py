@@ -1,4 +1,4 @@
-"""docs/results.md, built from the result files: nothing on it is typed by hand but the readings.
+"""docs/results.md and its appendix, built from the result files; only the readings are written.
 
 Each section is a table module's `section` over its records, followed by what its Markdown file
 says of them.
@@ -22,11 +22,12 @@ from experiments import (
 )
 from experiments.pieces import ROOT
 from experiments.record import Record, Results
+from experiments.summary import summary
 from sortedrl.cli.arguments import parse
 from sortedrl.core.files import write_whole
 from sortedrl.report.terminal import tell
 
-HELP = """Write docs/results.md from the results.
+HELP = """Write docs/results.md and docs/result-tables.md from the results.
 
 With --results and --out, the same page of your own measurements.
 """
@@ -107,7 +108,7 @@ class Arguments:
     results: Path = ROOT / "experiments" / "results"
     """Folder of the results."""
     out: Path = ROOT / "docs" / "results.md"
-    """The page; pictures go to the folder img beside it."""
+    """The page; the appendix goes beside it, pictures to the folder img."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -115,15 +116,17 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(Arguments, arguments, prog="python -m experiments page", description=HELP)
     results = Results(given.results)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(given.out, page(results).encode())
+    write_whole(given.out, summary(results).encode())
+    appendix = given.out.parent / "result-tables.md"
+    write_whole(appendix, page(results).encode())
     for path in pictures(results, given.out.parent / "img"):
         tell(f"wrote {path}")
-    tell(f"wrote {given.out}")
+    tell(f"wrote {given.out} and {appendix}")
     return 0
 
 
 def page(results: Results) -> str:
-    """The page of all sections that have results."""
+    """The appendix: all sections that have results."""
     parts = [(ROOT / "experiments" / "page.md").read_text(encoding="utf-8")]
     for section in SECTIONS:
         records = [results.read(folder) for folder in section.folders]

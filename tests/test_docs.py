@@ -11,6 +11,7 @@ import pytest
 
 from experiments.page import page as results_page
 from experiments.record import Results
+from experiments.summary import summary
 from sortedrl.config.toml import read_toml
 
 ROOT = Path(__file__).parent.parent
@@ -129,10 +130,11 @@ def test_every_make_verb_in_the_readme_exists():
         assert f"\n{verb}:" in makefile
 
 
-def test_the_page_of_results_is_what_the_results_say():
-    text = results_page(Results(ROOT / "experiments" / "results"))
-    shown = (ROOT / "docs" / "results.md").read_text()
-    assert text == shown, "run: python -m experiments page"
+def test_the_pages_of_results_are_what_the_results_say():
+    results = Results(ROOT / "experiments" / "results")
+    for name, text in (("results", summary(results)), ("result-tables", results_page(results))):
+        shown = (ROOT / "docs" / f"{name}.md").read_text()
+        assert text == shown, "run: python -m experiments page"
 
 
 def test_every_table_of_the_experiments_is_toml():
