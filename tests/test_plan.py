@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
@@ -104,8 +105,8 @@ def demand_of(model, **changes):
 def test_parts_add_up_and_the_least_is_part_of_all(demand, device):
     plan = planned(demand)
     parts = plan.parts
-    assert parts.total == parts.fixed + parts.cache
-    assert plan.least <= parts.total
+    assert parts.total == parts.trainer + parts.generation + parts.cache == plan.total
+    assert plan.least <= plan.total
     assert 0 <= plan.cache_bytes(device) <= parts.cache
     assert plan.can_run(device) == (plan.least <= plan.usable(device) < device)
 
@@ -429,7 +430,7 @@ def page_of(demand, *, device_bytes, schedule=None):
     return RunPlan(
         card=card,
         device_bytes=device_bytes,
-        schedule=schedule,
+        settings=TrainSettings(schedule=schedule),
         memory=memory,
         prediction=prediction,
     )

@@ -90,7 +90,7 @@ def _dry_run(given: Arguments) -> None:
         tell=tell,
     )
     print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
-    refuse_too_big(plan.memory, plan.device_bytes)
+    refuse_too_big(plan.memory, plan.device_bytes, settings=given.settings)
 
 
 def _rows(settings: TrainSettings) -> Sequence[Row]:

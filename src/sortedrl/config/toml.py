@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
-RENAMED_KEYS: Mapping[str, str] = MappingProxyType({})
+RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "layout": "[cluster] with rollout_workers, trainer_ranks, gpus_per_worker and kind",
+        "layout.devices": "cluster.trainer_ranks, on as many GPUs, with cluster.kind colocated",
+        "layout.tensor_parallel": "cluster.tensor_parallel",
+        "layout.offload": "cluster.offload",
+    }
+)
 """Keys and sections of older versions, and what they are called now.
 
 A file or a flag with an old name is refused, and the error says the new one. Where there is no

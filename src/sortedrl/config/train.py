@@ -22,7 +22,7 @@ from sortedrl.config.checks import (
     require,
     require_temperature,
 )
-from sortedrl.config.cluster import Cluster, Layout
+from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.types import LARGEST_REWARD
@@ -427,7 +427,6 @@ class TrainSettings:
     optimiser: Optimisation = field(default_factory=Optimisation)
     passes: PassSettings = field(default_factory=PassSettings)
     lora: Lora = field(default_factory=Lora)
-    layout: Layout = field(default_factory=Layout)
     cluster: Cluster = field(default_factory=Cluster)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -451,7 +450,6 @@ class TrainSettings:
             require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         self._check_siblings()
         self._check_engine()
-        self._check_layout()
         self._check_cluster()
         overlong = self.algorithm.overlong_tokens
         require(
@@ -484,20 +482,6 @@ class TrainSettings:
             "sampling) or 'on_policy' (draws anew)",
         )
 
-    def _check_layout(self) -> None:
-        engine, layout, slots = self.rollout.engine, self.layout, self.engine.slots
-        require(
-            layout.tensor_parallel == 1 or engine in ("vllm", "sglang"),
-            f"layout.tensor_parallel {layout.tensor_parallel} needs rollout.engine 'vllm' or "
-            f"'sglang', got {engine!r}; set tensor_parallel to 1 (native engines hold a whole "
-            "model each, servers are spread out where they are started)",
-        )
-        require(
-            slots >= layout.engines,
-            f"engine.slots are those of all {layout.engines} engines together (layout.devices / "
-            f"layout.tensor_parallel), so there must be at least as many, got {slots}",
-        )
-
     def _check_cluster(self) -> None:
         cluster, slots = self.cluster, self.engine.slots
         if not cluster.is_used:
@@ -518,9 +502,9 @@ class TrainSettings:
             f"{cluster.trainer_ranks}; set it to 0, or train without adapters",
         )
         require(
-            self.layout.devices == 1,
-            f"layout.devices plans a run, and cluster runs one, got layout.devices "
-            f"{self.layout.devices} beside a cluster; leave layout out",
+            cluster.tensor_parallel == 1 or self.rollout.engine in ("vllm", "sglang"),
+            f"cluster.tensor_parallel {cluster.tensor_parallel} needs rollout.engine 'vllm' or "
+            f"'sglang', got {self.rollout.engine!r}; set tensor_parallel to 1",
         )
         require(
             not cluster.overlap or self.schedule.keeps_stale_tokens,

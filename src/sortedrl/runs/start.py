@@ -63,8 +63,8 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
 
     On a cluster that lost its trainer, or all of its workers, the run goes on by itself.
     """
+    settings.cluster.refuse_unsupported()
     _refuse_early(settings)
-    settings.layout.refuse_several()
     task, held_out = training_tasks(settings)
     for left in reversed(range(settings.cluster.restarts + 1)):
         try:

@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from sortedrl.config.checks import require
-from sortedrl.config.cluster import Cluster, Layout
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
@@ -54,7 +53,6 @@ def planned_run(
 
     `rows` may be empty where `expected` has their number.
     """
-    settings = _in_one_place(settings, tell=tell)
     card, device_bytes = _device(settings, card_name)
     shape, has_config = _shape(settings.model, tell=tell)
     prompts = _prompt_lengths(
@@ -75,25 +73,10 @@ def planned_run(
     return RunPlan(
         card=card,
         device_bytes=device_bytes,
-        schedule=settings.schedule,
+        settings=settings,
         memory=memory,
         prediction=prediction,
     )
-
-
-def _in_one_place(settings: TrainSettings, *, tell: Callable[[str], None]) -> TrainSettings:
-    """The settings as they can be planned: a colocated cluster is a layout of as many GPUs."""
-    cluster = settings.cluster
-    if not cluster.is_used:
-        return settings
-    if cluster.kind == "colocated" and cluster.gpus_per_worker:
-        layout = Layout(devices=cluster.num_workers)
-        return replace(settings, cluster=Cluster(), layout=layout)
-    tell(
-        "[cluster] is not planned: this is the plan of one device with all slots, and a run with "
-        "workers and ranks of its own needs less on each of them"
-    )
-    return settings
 
 
 def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens: int) -> MemoryPlan:
@@ -112,7 +95,7 @@ def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens:
         lora_rank=settings.lora.rank,
         gradient_checkpointing=settings.passes.gradient_checkpointing,
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
-        layout=settings.layout,
+        cluster=settings.cluster,
     )
 
 
@@ -168,6 +151,8 @@ def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
 
 def _device(settings: TrainSettings, name: str | None) -> tuple[Card, int]:
     """The card to plan for, and its memory."""
+    if name is None and settings.cluster.is_used and not settings.cluster.gpus_per_worker:
+        name = "cpu"
     if name is not None:
         card = card_named(name)
         return card, card.memory_bytes or _machine_bytes()
