@@ -3,24 +3,19 @@
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.errors import EngineError, EngineLost
+from sortedrl.errors import EngineLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyRecipe:
+class TinyFactory:
     """The native engine on a tiny random model."""
 
     slots: int = 2
     limits: dict
     stop_tokens: tuple = (3, 50)
-
-    @property
-    def has_weights(self):
-        return True
 
     def engine(self):
         import torch
@@ -40,14 +35,10 @@ class TinyRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LawfulRecipe:
+class LawfulFactory:
     """The native engine that the laws of all engines are tried on."""
 
     slots: int
-
-    @property
-    def has_weights(self):
-        return True
 
     def engine(self):
         from conformance import STOPS, TEMPERATURE, limit_of, model
@@ -64,16 +55,12 @@ class LawfulRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BreakingRecipe:
+class BreakingFactory:
     """A simulated engine that breaks at some step, but whose process lives on."""
 
     inner: object
     breaks_at: int
     is_lost: bool
-
-    @property
-    def has_weights(self):
-        return False
 
     def engine(self):
         engine = self.inner.engine()
@@ -89,10 +76,8 @@ class BreakingRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImpossibleRecipe:
+class ImpossibleFactory:
     """An engine that cannot be made."""
-
-    has_weights = False
 
     def engine(self):
         raise ValueError("there is no such model")
@@ -106,9 +91,9 @@ def cut_off_a_host():
     from ray.cluster_utils import Cluster as Nodes
 
     from native_worlds import fresh_all
+    from simulated_worker import SimulatedFactory
     from sortedrl.cluster.connection import connected
-    from sortedrl.cluster.placement import Placement, blueprint
-    from sortedrl.cluster.worker import SimulatedRecipe
+    from sortedrl.cluster.placement import BundlePlacement, blueprint
     from sortedrl.config.cluster import Cluster
     from sortedrl.simulate.lengths import LengthSettings
     from sortedrl.types import Weights
@@ -117,21 +102,22 @@ def cut_off_a_host():
     nodes = Nodes(initialize_head=True, head_node_args=room | {"include_dashboard": False})
     other = nodes.add_node(**room)
     cluster = Cluster(
-        address=nodes.address, rollout_workers=2, trainer_ranks=0, patience_seconds=20
+        address=nodes.address, rollout_workers=2, trainer_ranks=0, worker_timeout_seconds=20
     )
     said, warnings = [], []
     with connected(cluster, tell=said.append) as connection:
-        from sortedrl.cluster.fleet import Fleet
+        from sortedrl.cluster.worker_pool import WorkerPool
 
         assert (connection.is_own, connection.num_nodes) == (False, 2)
-        recipe = SimulatedRecipe(
+        factory = SimulatedFactory(
             slots=4, max_tokens=60, lengths=LengthSettings(median=12), pause_seconds=0.02
         )
-        fleet = Fleet(
+        pool = WorkerPool(
             cluster,
-            recipe,
-            placement=Placement(blueprint(cluster), seconds=30),
-            warn=warnings.append,
+            factory,
+            placement=BundlePlacement(blueprint(cluster), seconds=30),
+            source=None,
+            tell=warnings.append,
             report=lambda _: None,
         )
         done, rounds = Counter(), 0
@@ -139,25 +125,26 @@ def cut_off_a_host():
             rounds += 1
             assert rounds < 200, "the worker of a dead node lives on"
             work = fresh_all((1,) * 40)
-            fleet.pool.submit(work, tolerance=None)
+            pool.submit(work, tolerance=None)
             while sum(done.values()) < rounds * len(work):
-                done.update(t.key for t in fleet.pool.step().finished)
+                done.update(t.key for t in pool.step().finished)
                 if rounds == 1 and other is not None and sum(done.values()) > 10:
                     nodes.remove_node(other, allow_graceful=False)
                     other = None
         assert len(done) == len(work)
         assert set(done.values()) == {rounds}
         assert len(warnings) == 1
-        assert fleet.pool.slots == 4
+        assert pool.slots == 4
         nodes.add_node(**room)
         # Ray takes some seconds to see that the old node is gone, and moves its bundle then.
         until = time.monotonic() + 60
-        while fleet.lost:
-            with suppress(EngineError):
-                fleet.refill(lambda: Weights(0))
+        version = 0
+        while pool.lost:
+            version += 1
+            pool.load_weights(Weights(version))
             assert time.monotonic() < until
-        assert fleet.pool.slots == 8
-        fleet.close()
+        assert pool.slots == 8
+        pool.close()
     nodes.shutdown()
     sys.stdout.write(f"the run went on: {warnings[0]}\n")
 

@@ -26,7 +26,7 @@ from sortedrl.core.events import Landed, Update, from_json, to_json
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import Meter, measure
-from sortedrl.core.recorder import Journal, JournalState, Landing
+from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
@@ -102,14 +102,14 @@ class VirtualOverlap(SimulatedTrainer):
         super().__init__(costs=costs, clock=clock)
         self._batch = self._began = None
 
-    def update(self, batch):
+    def submit(self, batch):
         self._batch = batch
 
     def begin(self):
         if self._batch is not None and self._began is None:
             self._began = self._clock.seconds()
 
-    def settle(self):
+    def result(self):
         self.begin()
         batch, began = self._batch, self._began
         if batch is None:
@@ -119,7 +119,9 @@ class VirtualOverlap(SimulatedTrainer):
         self._clock.advance(took - beside)
         self.version += 1
         self._batch = self._began = None
-        return Landing(batch=batch, version=self.version, took_seconds=took, beside_seconds=beside)
+        return FinishedUpdate(
+            batch=batch, version=self.version, took_seconds=took, beside_seconds=beside
+        )
 
 
 def looped(simulation, trainer, *, clock, record, overlap, scorer=None):
@@ -204,7 +206,7 @@ def test_every_answer_is_trained_once_and_one_version_older_at_most(simulation, 
     for batch in loop.run():
         batches.append(batch)
         assert loop.buffer.num_running == 0
-        assert (plain.seen, plain.is_busy) == (batches, False), "yielded when it has landed"
+        assert (plain.seen, plain.is_busy) == (batches, False), "yielded when it has finished"
         assert loop.trainer.version == loop.trainer.weights().version == plain.version
         assert loop.trainer.last["loss"] == len(batches)
     loop.trainer.close()
@@ -425,42 +427,43 @@ def given_batch(version=0):
     return TrainBatch(version, ())
 
 
-def test_what_an_update_raises_is_raised_when_it_is_settled_and_again_when_asked_again():
+def test_what_an_update_raises_is_raised_by_its_result_and_again_when_asked_again():
     def fail():
         raise RuntimeError("out of memory")
 
     plain = PlainTrainer(waits=fail)
     trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
-    trainer.update(given_batch())
+    trainer.submit(given_batch())
     trainer.begin()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            trainer.settle()
+            trainer.result()
     assert trainer.version == 0
     trainer.close()
     assert plain.is_closed
 
 
-def test_until_an_update_has_landed_version_and_numbers_are_those_before_it():
+def test_until_an_update_has_finished_version_and_numbers_are_those_before_it():
     go_on = Signal()
     plain = PlainTrainer(waits=lambda: go_on.wait(10))
     trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
-    assert trainer.settle() is None
+    assert trainer.result() is None
     assert trainer.last == {}
     go_on.set()
-    trainer.update(given_batch())
+    trainer.submit(given_batch())
     assert trainer.weights().version == 0, "an update that has not begun leaves the weights"
-    landing = trainer.settle()
-    assert (landing.version, trainer.version, trainer.last["loss"]) == (1, 1, 1.0)
-    assert landing.waited_seconds == trainer.last["overlap/waited_seconds"]
+    finished = trainer.result()
+    assert (finished.version, trainer.version, trainer.last["loss"]) == (1, 1, 1.0)
+    assert finished.waited_seconds == trainer.last["overlap/waited_seconds"]
     go_on.clear()
-    trainer.update(given_batch(version=1))
+    trainer.submit(given_batch(version=1))
     trainer.begin()
     assert (trainer.version, trainer.last["loss"]) == (1, 1.0)
     for forbidden in (
         trainer.weights,
         trainer.flush,
         lambda: trainer.update(given_batch(version=1)),
+        lambda: trainer.submit(given_batch(version=1)),
         lambda: trainer.save(None, tokenizer=None),
         lambda: trainer.export(None, tokenizer=None),
     ):
@@ -469,11 +472,20 @@ def test_until_an_update_has_landed_version_and_numbers_are_those_before_it():
     go_on.set()
     while plain.is_busy or plain.updates < 2:
         time.sleep(0.001)
-    assert (trainer.version, trainer.last["loss"]) == (1, 1.0), "done, but not landed"
-    assert trainer.settle().beside_seconds > 0
+    assert (trainer.version, trainer.last["loss"]) == (1, 1.0), "done, but not asked for"
+    assert trainer.result().beside_seconds > 0
     assert (trainer.version, trainer.last["loss"]) == (2, 2.0)
     assert trainer.flush()
     assert trainer.last == {"loss": -1.0}, "held answers are trained on in turn"
+    trainer.close()
+
+
+def test_an_update_is_done_when_it_returns_with_and_without_overlap():
+    plain = PlainTrainer()
+    trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
+    trainer.update(given_batch())
+    assert (plain.version, trainer.version, trainer.last) == (1, 1, {"loss": 1.0})
+    assert trainer.result() is None
     trainer.close()
 
 
@@ -526,10 +538,10 @@ ROW = ("update", "version", "reward/mean", "length/mean", "rollout/decoded_token
 
 
 class AfterTheRollout:
-    """Begins updates when they are settled: engine and trainer share their weights here."""
+    """Begins updates when they are waited for: engine and trainer share their weights here."""
 
     def __init__(self, trainer):
-        self.settle = trainer.settle
+        self.submit, self.result = trainer.submit, trainer.result
 
     def begin(self):
         """Not yet."""

@@ -20,7 +20,7 @@ SERVER = "http://localhost:8000"
         ({"urls": (SERVER,)}, "set engine to 'servers'"),
         ({"engine": "servers", "urls": (SERVER, SERVER)}, "each server once"),
         ({"engine": "servers", "urls": ("localhost:8000",)}, "such as http://localhost:8000"),
-        ({"engine": "vllm", "hand_over": Path("x")}, "is for engine 'servers'"),
+        ({"engine": "vllm", "weight_sync_folder": Path("x")}, "is for engine 'servers'"),
         ({"options": ("a=1",)}, "are for engine 'vllm' or 'sglang'"),
         ({"engine": "servers", "urls": (SERVER,), "options": ("a=1",)}, "leave them out"),
         ({"queue": -1}, "must be at least 0"),

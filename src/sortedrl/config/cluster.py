@@ -17,10 +17,10 @@ from sortedrl.config.checks import require
 from sortedrl.errors import unknown_name
 
 Kind = Literal["colocated", "separated"]
-HandOverWay = Literal["group", "objects", "disk"]
+WeightTransport = Literal["broadcast", "objects", "disk"]
 CheckpointKind = Literal["full", "sharded"]
 _CALLS_PER_SECOND = 1000
-_SHORTEST_BEAT_SECONDS = 0.02
+_SHORTEST_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Cluster:
     rollout_workers: int | None = None
     """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
     By default, and with 0, there is no cluster, and everything is done in this process."""
-    most_rollout_workers: int | None = None
+    max_rollout_workers: int | None = None
     """Workers to grow to when the cluster gets room for them during the run; by default none."""
     cpus_per_worker: int = 1
     """CPUs of a rollout worker."""
@@ -54,9 +54,9 @@ class Cluster:
     """Keep weights and optimiser state of the trainer in host memory, and copy one layer at a time
     to the GPU: fits larger models, with slower updates. --dry-run plans it; train does not run it
     yet."""
-    hand_over: HandOverWay = "group"
-    """How new weights come to the rollout workers; if one way fails, the next is taken.
-    group: broadcast over a process group (NCCL, or gloo on the CPU), a bucket at a time.
+    weight_sync: WeightTransport = "broadcast"
+    """How new weights reach the rollout workers; if one transport fails, the next is used.
+    broadcast: over a process group (NCCL, or gloo on the CPU), a bucket at a time.
     objects: through Ray's object store, which every machine reads once.
     disk: a file in the folder of the run, which every machine must see."""
     overlap: bool = False
@@ -68,8 +68,8 @@ class Cluster:
     restarts: int = 3
     """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
     lost."""
-    patience_seconds: float = 300.0
-    """A worker that does not answer for so long counts as lost, and others take its answers."""
+    worker_timeout_seconds: float = 300.0
+    """A worker that does not answer for so long counts as lost, and others continue its answers."""
     start_seconds: float = 600.0
     """How long placing and starting the workers may take, loading the model included."""
     dashboard: bool = True
@@ -82,7 +82,7 @@ class Cluster:
         """Refuse what cannot work."""
         for what, chosen, names in (
             ("cluster kind", self.kind, get_args(Kind)),
-            ("cluster hand_over", self.hand_over, get_args(HandOverWay)),
+            ("cluster weight_sync", self.weight_sync, get_args(WeightTransport)),
             ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
         ):
             require(chosen in names, unknown_name(what, chosen, names))
@@ -96,7 +96,7 @@ class Cluster:
         ):
             require(value >= least, f"cluster.{name} must be at least {least}, got {value}")
         for name, seconds in (
-            ("patience_seconds", self.patience_seconds),
+            ("worker_timeout_seconds", self.worker_timeout_seconds),
             ("start_seconds", self.start_seconds),
         ):
             require(seconds > 0, f"cluster.{name} must be above 0, got {seconds}")
@@ -114,11 +114,11 @@ class Cluster:
             f"cluster.object_store_gib is for a Ray of our own, got it with address "
             f"{self.address!r}; leave it out",
         )
-        most = self.most_rollout_workers
+        limit = self.max_rollout_workers
         require(
-            most is None or most >= self.num_workers,
-            f"cluster.most_rollout_workers must be at least cluster.rollout_workers "
-            f"({self.num_workers}), got {most}",
+            limit is None or limit >= self.num_workers,
+            f"cluster.max_rollout_workers must be at least cluster.rollout_workers "
+            f"({self.num_workers}), got {limit}",
         )
         self._check_used()
         self._check_gpus()
@@ -176,9 +176,9 @@ class Cluster:
         )
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         """Rollout workers that there may be at the same time."""
-        return max(self.num_workers, self.most_rollout_workers or 0)
+        return max(self.num_workers, self.max_rollout_workers or 0)
 
     @property
     def num_workers(self) -> int:
@@ -249,9 +249,9 @@ class Cluster:
         return 1 if self.gpus_per_worker else 0
 
     @property
-    def beat_seconds(self) -> float:
-        """How long a worker writes before it says so, if no answer is complete before.
+    def poll_seconds(self) -> float:
+        """How long a worker decodes before it reports, if no answer is complete before.
 
         All workers together call the controller a thousand times a second at most.
         """
-        return max(_SHORTEST_BEAT_SECONDS, self.num_workers / _CALLS_PER_SECOND)
+        return max(_SHORTEST_POLL_SECONDS, self.num_workers / _CALLS_PER_SECOND)

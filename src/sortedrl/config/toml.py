@@ -31,6 +31,10 @@ RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
         "layout.devices": "cluster.trainer_ranks, on as many GPUs, with cluster.kind colocated",
         "layout.tensor_parallel": "cluster.tensor_parallel",
         "layout.offload": "cluster.offload",
+        "cluster.hand_over": "cluster.weight_sync",
+        "cluster.patience_seconds": "cluster.worker_timeout_seconds",
+        "cluster.most_rollout_workers": "cluster.max_rollout_workers",
+        "rollout.hand_over": "rollout.weight_sync_folder",
     }
 )
 """Keys and sections of older versions, and what they are called now.

@@ -75,9 +75,9 @@ class Rollout:
     queue: int = 0
     """Answers beyond the slots that may wait inside the engine, which then fills a free slot
     without asking; they are started earlier than they would be."""
-    hand_over: Path | None = None
+    weight_sync_folder: Path | None = None
     """Engine servers only: the folder through which they get new weights, which they must be able
-    to read; by default hand_over in the folder of the run."""
+    to read; by default weight_sync in the folder of the run."""
     temperature: float = 1.0
     """Logits are divided by it; the update sees the same probabilities."""
     cache_gib: float | None = None
@@ -113,9 +113,9 @@ class Rollout:
                 f"rollout.urls must be addresses such as http://localhost:8000, got {url!r}",
             )
         require(
-            self.hand_over is None or has_servers,
-            f"rollout.hand_over is for engine 'servers', got it with engine {self.engine!r}; "
-            "leave it out",
+            self.weight_sync_folder is None or has_servers,
+            "rollout.weight_sync_folder is for engine 'servers', got it with engine "
+            f"{self.engine!r}; leave it out",
         )
         require(
             not self.options or self.engine in ("vllm", "sglang"),

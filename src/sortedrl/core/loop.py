@@ -20,20 +20,23 @@ from typing import Protocol
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.controller import Controller
 from sortedrl.core.protocols import Engine, PromptSource, Scorer, Trainer
-from sortedrl.core.recorder import Journal, Landing
+from sortedrl.core.recorder import FinishedUpdate, Journal
 from sortedrl.core.strategies import Plan
 from sortedrl.errors import BufferStateError
 from sortedrl.types import Key, TrainBatch
 
 
 class Overlap(Protocol):
-    """Updates beside the rollout. The trainer's `update` only takes a batch on, one at a time."""
+    """Runs updates beside the rollout, one at a time: submit, begin, result."""
+
+    def submit(self, batch: TrainBatch) -> None:
+        """Accept the batch of the next update; the weights are still those before it."""
 
     def begin(self) -> None:
-        """Train on the batch that was taken on, beside what follows; without one, do nothing."""
+        """Begin the update that was submitted, beside what follows; without one, do nothing."""
 
-    def settle(self) -> Landing | None:
-        """Wait for the update, begun or only taken on; `None` if there is none."""
+    def result(self) -> FinishedUpdate | None:
+        """Wait for the update that was submitted or begun; `None` if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +54,7 @@ class Loop:
     queue: int = 0
     """Answers that may wait in the engine itself, so that a free slot is filled without asking."""
     overlap: Overlap | None = None
-    """The trainer's side of updates beside the rollout; without it an update is done when
-    `update` returns."""
+    """Runs the updates beside the rollout; without it the trainer runs each at once."""
 
     def run(self) -> Iterator[TrainBatch]:
         """Train until the prompts are used up, yielding each batch after its update."""
@@ -68,7 +70,7 @@ class Loop:
             )
         while self._has_work:
             before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
-            self._hand_over()
+            self._sync_weights()
             if self.overlap is not None:
                 self.overlap.begin()
             self._roll_out()
@@ -90,13 +92,13 @@ class Loop:
         yield from self._train_ready()
         self.journal.round += 1
 
-    def _hand_over(self) -> None:
+    def _sync_weights(self) -> None:
         # An evaluation between two rounds has given the engine the weights already.
         if {self.engine.version, self.journal.version} != {self.trainer.version}:
             self.journal.mark()
             if self.engine.version != self.trainer.version:
                 self.engine.load_weights(self.trainer.weights())
-            self.journal.handed_over(self.engine.version)
+            self.journal.synced(self.engine.version)
         for ready in self.buffer.partnered():
             renewed = self.controller.mode.renewed(ready, version=self.engine.version)
             if renewed is not None:
@@ -160,25 +162,28 @@ class Loop:
 
     def _train_ready(self) -> Iterator[TrainBatch]:
         for keys in self.controller.batches(self.buffer):
-            yield from self._land()
+            yield from self._finish_update()
             batch = self._train(keys)
             if self.overlap is None:
                 yield batch
         if not self._has_work:
-            yield from self._land()
+            yield from self._finish_update()
 
-    def _land(self) -> Iterator[TrainBatch]:
-        landing = None if self.overlap is None else self.overlap.settle()
-        if landing is not None:
-            self.journal.landed(landing)
-            yield landing.batch
+    def _finish_update(self) -> Iterator[TrainBatch]:
+        update = None if self.overlap is None else self.overlap.result()
+        if update is not None:
+            self.journal.overlapped(update)
+            yield update.batch
 
     def _train(self, keys: list[Key]) -> TrainBatch:
         self.journal.mark()
         scored = self.scorer.collect(self.buffer.ready(keys))
         self.journal.scored(scored)
         batch = TrainBatch(self.trainer.version, tuple(scored))
-        self.trainer.update(batch)
+        if self.overlap is None:
+            self.trainer.update(batch)
+        else:
+            self.overlap.submit(batch)
         taken = self.buffer.take(keys)
         closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
         self.journal.updated(batch, closed=sorted(closed))

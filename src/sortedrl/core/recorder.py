@@ -61,7 +61,7 @@ class JournalState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class FinishedUpdate:
     """An update that ran beside the rollout, and is done."""
 
     batch: TrainBatch
@@ -114,7 +114,7 @@ class Journal:
         )
 
     def mark(self) -> None:
-        """Something that takes time begins: the next hand-over or update is timed from here."""
+        """Something that takes time begins: the next weight sync or update is timed from here."""
         self._since = self._seconds()
 
     def began(self, schedule: Schedule, *, slots: int, seed: int, version: int) -> None:
@@ -134,7 +134,7 @@ class Journal:
         """The run goes on from a checkpoint."""
         self._record(Resume(seconds=self._seconds(), round=self.round, version=version))
 
-    def handed_over(self, version: int) -> None:
+    def synced(self, version: int) -> None:
         """The engine has new weights."""
         now = self._seconds()
         took = now - self._since
@@ -235,15 +235,15 @@ class Journal:
             )
         )
 
-    def landed(self, landing: Landing) -> None:
+    def overlapped(self, update: FinishedUpdate) -> None:
         """The update that ran beside the rollout is done."""
         self._record(
             Landed(
                 seconds=self._seconds(),
                 round=self.round,
-                version=landing.version,
-                took_seconds=landing.took_seconds,
-                beside_seconds=landing.beside_seconds,
+                version=update.version,
+                took_seconds=update.took_seconds,
+                beside_seconds=update.beside_seconds,
             )
         )
 

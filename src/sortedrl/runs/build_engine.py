@@ -186,14 +186,14 @@ async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> 
     """A running server; it has the slots that it was started with."""
     from sortedrl.engines.servers import opened_server
 
-    hand_over = settings.rollout.hand_over or settings.out / "hand_over"
+    folder = settings.rollout.weight_sync_folder or settings.out / "weight_sync"
     return await opened_server(
         settings.rollout.urls[number],
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
         slots=None,
-        hand_over=hand_over / f"server-{number}",
+        hand_over=folder / f"server-{number}",
     )
 
 

@@ -40,7 +40,7 @@ _MAY_CHANGE = (
     "folder",
     "rollout.urls",
     "rollout.options",
-    "rollout.hand_over",
+    "rollout.weight_sync_folder",
     "rollout.cache_gib",
     "optimiser.learning_rate",
     "optimiser.schedule",
