@@ -7,7 +7,7 @@ Worker pool, workers and Ray are the real ones; in place of an engine there is o
 the weights into tensors of its own, as engines do. The trainer is in the process of the controller,
 as without ranks. The transports take turns, so that noise hits all of them. The first sync by each
 is not counted: it forms the process group, and warms the object store. All seconds are measured, on
-one machine, where workers read the object store and files from its memory; a network is not in them.
+one machine, where workers read the object store and files from its memory; no network is in them.
 """
 
 from __future__ import annotations
