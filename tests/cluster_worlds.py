@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from simulated_worker import SimulatedFactory
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineLost
 
@@ -76,6 +77,21 @@ class BreakingFactory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowFactory:
+    """A simulated engine that takes its time to be made, at work or asleep."""
+
+    seconds: float
+    is_busy: bool
+
+    def engine(self):
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            if not self.is_busy:
+                time.sleep(0.1)
+        return SimulatedFactory(slots=4, max_tokens=60).engine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImpossibleFactory:
     """An engine that cannot be made."""
 
@@ -91,7 +107,6 @@ def cut_off_a_host():
     from ray.cluster_utils import Cluster as Nodes
 
     from native_worlds import fresh_all
-    from simulated_worker import SimulatedFactory
     from sortedrl.cluster.connection import connected
     from sortedrl.cluster.placement import BundlePlacement, blueprint
     from sortedrl.config.cluster import Cluster

@@ -1,12 +1,16 @@
 """Rollout workers behind a real Ray of two workers: the laws of engines, deaths, logs."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +19,13 @@ import pytest
 pytest.importorskip("ray", reason="the cluster needs the package ray")
 import torch
 
-from cluster_worlds import BreakingFactory, ImpossibleFactory, LawfulFactory, TinyFactory
+from cluster_worlds import (
+    BreakingFactory,
+    ImpossibleFactory,
+    LawfulFactory,
+    SlowFactory,
+    TinyFactory,
+)
 from native_worlds import answer, fresh_all, roll_out, tiny_model, trained_a_little
 from simulated_worker import SimulatedFactory
 from sortedrl.cli.cluster import _from_file as from_file
@@ -23,7 +33,7 @@ from sortedrl.cluster.check import NodeReport, check, machine
 from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.placement import BundlePlacement, blueprint, free_resources
 from sortedrl.cluster.remote_engine import SharedCheck
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker import LogFolder
@@ -563,3 +573,63 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr
+
+
+# --- repairs --------------------------------------------------------------------------------------
+
+
+def test_a_worker_without_gpus_sees_none(monkeypatch):
+    from sortedrl.cluster.trainer_rank import TrainerRank
+    from sortedrl.cluster.worker import RolloutWorker
+
+    for make in (partial(RolloutWorker, poll_seconds=1.0), TrainerRank):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        make("x", has_gpu=True, logs=None)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+        make("x", has_gpu=False, logs=None)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "out of memory: CUDA out of"),
+        (MemoryError(), "ran out of memory: MemoryError; resume with smaller passes"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk space: .*No space left"),
+    ],
+)
+def test_what_a_rank_ran_out_of_is_said_in_its_own_words_and_not_tried_again(cause, words):
+    from sortedrl.cluster.remote_trainer import exhausted_resource
+
+    assert re.search(words, exhausted_resource([KeyError("x"), cause]))
+    assert exhausted_resource([KeyError("x"), OSError(errno.EPIPE, "pipe")]) is None
+
+
+def test_a_join_that_fails_gives_its_resources_back_and_is_asked_for_less_and_less(
+    open_pool, monkeypatch
+):
+    growing = Cluster(**fields(TWO) | {"rollout_workers": 1, "max_rollout_workers": 2})
+    pool, asked = open_pool(simulated(), growing), []
+    free = free_resources()
+
+    def refuse(place, weights):
+        asked.append(weights.version)
+        raise EngineError("it does not start")
+
+    monkeypatch.setattr(pool, "_join", refuse)
+    for version in range(1, 15):
+        pool.load_weights(Weights(version))
+    assert asked == [1, 4, 9]
+    assert pool.warnings == ["it does not start"]
+    until = time.monotonic() + 30
+    while free_resources().get("CPU") != free.get("CPU"):
+        assert time.monotonic() < until, "the bundle of the worker is still reserved"
+        time.sleep(0.2)
+
+
+def test_a_worker_that_starts_slowly_is_waited_for_while_it_makes_progress(open_pool):
+    brief = Cluster(**fields(TWO) | {"rollout_workers": 1, "start_seconds": 4})
+    pool = open_pool(SlowFactory(seconds=12, is_busy=True), brief)
+    assert pool.slots == 4
+    with pytest.raises(EngineError, match=r"rollout worker 0 did not start: .*timed out"):
+        open_pool(SlowFactory(seconds=60, is_busy=False), brief)

@@ -32,7 +32,7 @@ from sortedrl.types import Step, Trajectory, Weights
 Actor = Any
 """A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
 BESIDE = "beside"
-"""The thread of a worker that answers while another call is under way."""
+"""The concurrency group of a worker that answers while another call runs."""
 _CLOSE_SECONDS = 20.0
 
 

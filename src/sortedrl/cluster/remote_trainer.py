@@ -6,6 +6,7 @@ the run restarts from its last checkpoint with new ranks.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,12 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from torch import OutOfMemoryError
 
 from sortedrl.cluster.placement import BundlePlacement, Claim
 from sortedrl.cluster.trainer_rank import Outcome, RankInfo, TrainerFactory, TrainerRank
 from sortedrl.cluster.worker import LogFolder
 from sortedrl.config.cluster import Cluster
-from sortedrl.errors import CheckpointError, EngineError, SortedRLError, TrainerLost
+from sortedrl.errors import (
+    CheckpointError,
+    EngineError,
+    SortedRLError,
+    TrainerLost,
+    TrainingError,
+)
 from sortedrl.types import TrainBatch, Weights
 
 if TYPE_CHECKING:
@@ -185,7 +193,8 @@ class RemoteTrainer:
         except RayError as error:
             raise EngineError(
                 f"the ranks of the trainer did not start within {seconds:g} s: "
-                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check"
+                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check, or raise "
+                "cluster.start_seconds"
             ) from error
 
     def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
@@ -200,6 +209,11 @@ class RemoteTrainer:
         ]
         if own and not is_lost:
             return own[0]
+        causes = [error.cause for error in found if isinstance(error, RayTaskError)]
+        exhausted = None if is_lost else exhausted_resource(causes)
+        if exhausted is not None:
+            self._end()
+            return TrainingError(f"{exhausted}{self._see}")
         # Whoever still waits for the lost one will not be asked again.
         self._end()
         reason = (
@@ -246,6 +260,24 @@ class RemoteTrainer:
         return f"; the logs of the ranks are in {self._logs.folder}"
 
 
+def exhausted_resource(causes: Sequence[BaseException]) -> str | None:
+    """What a rank ran out of, in its own words; `None` if that is not why it failed.
+
+    The same update would fail again, so the run is not restarted by itself.
+    """
+    for cause in causes:
+        text = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        if isinstance(cause, MemoryError | OutOfMemoryError):
+            return (
+                f"a trainer rank ran out of memory: {text}; resume with smaller passes "
+                "(passes.tokens, passes.gradient_checkpointing), fewer engine.slots or more "
+                "cluster.trainer_ranks"
+            )
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"a trainer rank ran out of disk space: {text}; free some, and resume"
+    return None
+
+
 def _nothing() -> None:
     """Nothing is to be let go of."""
 
@@ -261,5 +293,5 @@ def _started(claim: Claim, placement: BundlePlacement, *, name: str, logs: LogFo
             max_restarts=0,
             scheduling_strategy=placement.strategy(claim),
         )
-        .remote(name, logs=logs)
+        .remote(name, has_gpu=claim.gpus > 0, logs=logs)
     )

@@ -23,7 +23,7 @@ from sortedrl.cluster.weight_transport import (
     put_objects,
     write_weights,
 )
-from sortedrl.cluster.worker import LogFolder, WorkerLog
+from sortedrl.cluster.worker import LogFolder, WorkerLog, hide_gpus
 from sortedrl.config.cluster import CheckpointKind
 from sortedrl.training.fsdp.checkpoint import (
     refuse_broken_model,
@@ -72,8 +72,10 @@ class Outcome:
 class TrainerRank:
     """One rank, in a process of its own."""
 
-    def __init__(self, name: str, *, logs: LogFolder | None) -> None:
+    def __init__(self, name: str, *, has_gpu: bool, logs: LogFolder | None) -> None:
         """A rank without a process group yet, so that an error in forming it can be reported."""
+        if not has_gpu:
+            hide_gpus()
         self._log = WorkerLog(name, logs)
 
     def place(self) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, process_time
 from typing import Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
@@ -65,6 +65,14 @@ class LogFolder:
     def is_here(self) -> bool:
         """Whether this machine sees the folder."""
         return (self.folder / self.mark).exists()
+
+
+def hide_gpus() -> None:
+    """Have this process see no GPU: Ray leaves all of them visible to an actor that asked for none.
+
+    It must be called before CUDA is used.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 class WorkerLog:
@@ -240,10 +248,17 @@ class EngineDriver:
 
 
 class RolloutWorker:
-    """One engine in a process of its own. Only `check` may be called beside another call."""
+    """One engine in a process of its own.
 
-    def __init__(self, name: str, *, poll_seconds: float, logs: LogFolder | None) -> None:
+    Only `check` and `cpu_seconds` may be called beside another call.
+    """
+
+    def __init__(
+        self, name: str, *, has_gpu: bool, poll_seconds: float, logs: LogFolder | None
+    ) -> None:
         """A worker without an engine yet, so that an error in making one can be reported."""
+        if not has_gpu:
+            hide_gpus()
         self._log = WorkerLog(name, logs)
         self._poll_seconds = poll_seconds
         self._receiver = WeightReceiver()
@@ -260,6 +275,10 @@ class RolloutWorker:
             process=os.getpid(),
             log=self._log.path,
         )
+
+    def cpu_seconds(self) -> float:
+        """Seconds of CPU that the process has used, to see whether it makes progress."""
+        return process_time()
 
     def check(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
         """Raise the `RequestError` that submitting these would raise."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -39,6 +39,11 @@ _POOL_TIMEOUT_FACTOR = 1.25
 # The run waits meanwhile.
 _JOIN_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
+# Ray's own threads in a worker that hangs use far less of the CPU.
+_PROGRESS_SHARE = 0.02
+# What is free may be in pieces on several machines, none of which has room for a worker.
+_GROW_SECONDS = 10.0
+_MOST_SKIPPED_SYNCS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
+class _Starting:
     """A worker that makes its engine."""
 
     number: int
@@ -99,12 +104,13 @@ class WorkerPool:
         """Workers that were lost, and replaced."""
         self._own_placements: list[BundlePlacement] = []
         self._complaint: str | None = None
+        self._num_refusals = self._syncs_to_skip = 0
         with ExitStack() as opened:
-            started = []
+            starting = []
             for claim in placement.blueprint.workers:
-                started.append(self._start(_Place(claim=claim, placement=placement)))
-                opened.callback(ray.kill, started[-1].actor)
-            self.workers = [self._engine(worker) for worker in started]
+                starting.append(self._start(_Place(claim=claim, placement=placement)))
+                opened.callback(ray.kill, starting[-1].actor)
+            self.workers = [self._engine(worker) for worker in starting]
             opened.pop_all()
         self._pool = EnginePool(
             self.workers,
@@ -170,8 +176,7 @@ class WorkerPool:
                 _require_node(self._places[worker.number].placement)
                 self._join(self._places[worker.number], weights)
                 self._replaced.add(worker.number)
-            while self._may_grow:
-                self._add(weights)
+            self._grow(weights)
             self._complaint = None
         except EngineError as error:
             self._complain(str(error))
@@ -195,6 +200,20 @@ class WorkerPool:
             while self._own_placements:
                 self._own_placements.pop().remove()
 
+    def _grow(self, weights: Weights) -> None:
+        """Add workers while there is room; where one fits nowhere, ask less and less often."""
+        if self._syncs_to_skip:
+            self._syncs_to_skip -= 1
+            return
+        while self._may_grow:
+            try:
+                self._add(weights)
+            except EngineError:
+                self._num_refusals += 1
+                self._syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self._num_refusals)
+                raise
+            self._num_refusals = 0
+
     @property
     def _may_grow(self) -> bool:
         living = sum(not worker.is_lost for worker in self.workers)
@@ -205,7 +224,7 @@ class WorkerPool:
 
     def _add(self, weights: Weights) -> None:
         """Start one more worker, in a bundle of its own."""
-        placement = BundlePlacement(joining(self._cluster), seconds=_JOIN_SECONDS)
+        placement = BundlePlacement(joining(self._cluster), seconds=_GROW_SECONDS)
         with ExitStack() as opened:
             opened.callback(placement.remove)
             self._join(_Place(claim=placement.blueprint.workers[0], placement=placement), weights)
@@ -214,11 +233,11 @@ class WorkerPool:
 
     def _join(self, place: _Place, weights: Weights) -> None:
         """Start a worker there, and have it join the others with the present weights."""
-        started = self._start(place)
+        starting = self._start(place)
         with ExitStack() as opened:
-            opened.callback(ray.kill, started.actor)
-            _require_placed(started, place.placement)
-            worker = self._engine(started)
+            opened.callback(ray.kill, starting.actor)
+            _require_placed(starting, place.placement)
+            worker = self._engine(starting)
             if worker.version != weights.version:
                 worker.load_weights(weights)
             self._pool.add(worker, name=_name(worker.number))
@@ -231,7 +250,7 @@ class WorkerPool:
             self._tell(words)
         self._complaint = words
 
-    def _start(self, place: _Place) -> _Started:
+    def _start(self, place: _Place) -> _Starting:
         number = len(self._places)
         self._places.append(place)
         # Ray's types know the bare decorator only.
@@ -244,31 +263,57 @@ class WorkerPool:
                 max_restarts=0,
                 scheduling_strategy=place.placement.strategy(place.claim),
             )
-            .remote(_name(number), poll_seconds=self._cluster.poll_seconds, logs=self._logs)
+            .remote(
+                _name(number),
+                has_gpu=place.claim.gpus > 0,
+                poll_seconds=self._cluster.poll_seconds,
+                logs=self._logs,
+            )
         )
-        return _Started(number=number, actor=actor, info=actor.open.remote(self._factory))
+        return _Starting(number=number, actor=actor, info=actor.open.remote(self._factory))
 
-    def _engine(self, started: _Started) -> RemoteEngine:
+    def _engine(self, starting: _Starting) -> RemoteEngine:
+        quiet_seconds = self._cluster.start_seconds
         try:
-            info = ray.get(started.info, timeout=self._cluster.start_seconds)
+            info = _opened(starting, quiet_seconds=quiet_seconds)
         except RayTaskError as error:
             raise EngineError(
-                f"rollout worker {started.number} could not make its engine: {error.cause}"
+                f"rollout worker {starting.number} could not make its engine: {error.cause}"
             ) from error
         except RayError as error:
             raise EngineError(
-                f"rollout worker {started.number} did not start: {error}; see sortedrl cluster "
-                "check"
+                f"rollout worker {starting.number} did not start: {error}; see sortedrl cluster "
+                "check, or raise cluster.start_seconds"
             ) from error
         return RemoteEngine(
-            started.actor,
+            starting.actor,
             info,
-            number=started.number,
+            number=starting.number,
             shared_check=self._shared_check,
             weight_sync=self._weight_sync,
             timeout_seconds=self._cluster.worker_timeout_seconds,
             logs=self._logs,
         )
+
+
+def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
+    """What a worker says once it has its engine, however long that takes while it makes progress.
+
+    Raises `GetTimeoutError` if it has hardly used the CPU for `quiet_seconds`: on a busy machine,
+    loading a model takes many times as long as on an idle one.
+    """
+    until, used = monotonic() + quiet_seconds, 0.0
+    while True:
+        try:
+            return cast("WorkerInfo", ray.get(starting.info, timeout=_LOOK_SECONDS))
+        except GetTimeoutError:
+            with suppress(GetTimeoutError):
+                call = starting.actor.cpu_seconds.options(concurrency_group=BESIDE).remote()
+                now = ray.get(call, timeout=_LOOK_SECONDS)
+                if now - used >= _PROGRESS_SHARE * quiet_seconds:
+                    until, used = monotonic() + quiet_seconds, now
+            if monotonic() >= until:
+                raise
 
 
 def _require_node(placement: BundlePlacement) -> None:
@@ -281,9 +326,9 @@ def _require_node(placement: BundlePlacement) -> None:
         )
 
 
-def _require_placed(started: _Started, placement: BundlePlacement) -> None:
+def _require_placed(starting: _Starting, placement: BundlePlacement) -> None:
     """Wait until a worker has its process; it takes Ray some seconds to miss a node."""
-    ready = started.actor.__ray_ready__.remote()
+    ready = starting.actor.__ray_ready__.remote()
     until = monotonic() + _JOIN_SECONDS
     reason = "it does not start"
     while monotonic() < until:
@@ -296,7 +341,7 @@ def _require_placed(started: _Started, placement: BundlePlacement) -> None:
         else:
             return
     raise EngineError(
-        f"rollout worker {started.number} must be placed within {_JOIN_SECONDS:g} s, but the "
+        f"rollout worker {starting.number} must be placed within {_JOIN_SECONDS:g} s, but the "
         f"cluster has no room for it now ({reason}); the run continues without it"
     )
 

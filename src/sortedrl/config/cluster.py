@@ -71,7 +71,7 @@ class Cluster:
     worker_timeout_seconds: float = 300.0
     """A worker that does not answer for so long counts as lost, and others continue its answers."""
     start_seconds: float = 600.0
-    """How long placing and starting the workers may take, loading the model included."""
+    """How long placing the workers may take, and how long one that starts may make no progress."""
     dashboard: bool = True
     """Whether a Ray of our own offers its dashboard, where that is installed: ray[default]."""
     object_store_gib: float | None = None

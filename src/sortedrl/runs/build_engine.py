@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -187,13 +188,15 @@ async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> 
     from sortedrl.engines.servers import opened_server
 
     folder = settings.rollout.weight_sync_folder or settings.out / "weight_sync"
+    # Another run may have been given the same folder, and must not read or remove these weights.
+    own = f"{settings.out.name}-{uuid.uuid4().hex[:8]}-server-{number}"
     return await opened_server(
         settings.rollout.urls[number],
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
         slots=None,
-        hand_over=folder / f"server-{number}",
+        hand_over=folder / own,
     )
 
 
