@@ -298,11 +298,13 @@ def test_a_worker_killed_in_mid_round_gives_its_work_to_the_others(open_pool):
 
     object.__setattr__(loop, "engine", Killing())
     check_run(list(loop.run()), events, answers=48)
-    (warning,) = pool.warnings
+    warning = pool.warnings[0]
     assert warning.startswith("engine 1 of 2 (rollout-0) is lost: rollout worker 0, simulated")
     assert "its process has died (killed, out of memory, or crashed)" in warning
     assert "4 slots are left" in warning
-    assert [worker.number for worker in pool.lost] == [0]
+    assert pool.workers[0].is_lost
+    assert pool.warnings[-1].endswith("has joined: 8 slots now")
+    assert not pool.lost, "replaced at the next weight sync"
 
 
 def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(open_pool):

@@ -518,9 +518,7 @@ def test_planning_needs_no_torch_until_a_model_is_looked_at():
 
 def test_a_card_whose_speed_is_not_known_is_refused_with_its_memory():
     assert card_of("NVIDIA H100 80GB HBM3", 80 * GIB) == card_named("h100")
-    with pytest.raises(
-        ConfigError, match=r"speed of NVIDIA L40S is not known.*--memory-gib 44"
-    ):
+    with pytest.raises(ConfigError, match=r"speed of NVIDIA L40S is not known.*--memory-gib 44"):
         card_of("NVIDIA L40S", 44 * GIB)
 
 
@@ -530,4 +528,4 @@ def test_a_card_can_have_other_memory(capsys, tmp_path):
     out, _ = said(capsys, [*words, "--card", "a100"])
     assert "of 44.0 GiB usable" in out
     _, err = said(capsys, words, code=2)
-    assert "--memory-gib is the memory of --card, got 44 without one" in err
+    assert "--memory-gib is the memory of --card, got 44.0 without one" in err

@@ -176,8 +176,11 @@ class WorkerPool:
                 _require_node(self._places[worker.number].placement)
                 self._join(self._places[worker.number], weights)
                 self._replaced.add(worker.number)
-            self._grow(weights)
-            self._complaint = None
+            if self._syncs_to_skip:
+                self._syncs_to_skip -= 1
+            else:
+                self._grow(weights)
+                self._complaint = None
         except EngineError as error:
             self._complain(str(error))
         for worker in self.workers[known:]:
@@ -202,9 +205,6 @@ class WorkerPool:
 
     def _grow(self, weights: Weights) -> None:
         """Add workers while there is room; where one fits nowhere, ask less and less often."""
-        if self._syncs_to_skip:
-            self._syncs_to_skip -= 1
-            return
         while self._may_grow:
             try:
                 self._add(weights)

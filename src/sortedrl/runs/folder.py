@@ -127,7 +127,7 @@ class RunFolder:
         """Refuse a folder that holds a run already, or files that a run would write over."""
         if self.holds_run:
             raise ConfigError(
-                f"{self.root} already holds a run; go on with it (--resume), "
+                f"{self.root} already holds a run; resume it (--resume), "
                 "or choose another folder (--out)"
             )
         logs = (self.events, self.metrics, self.answers)

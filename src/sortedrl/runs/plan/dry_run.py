@@ -167,7 +167,7 @@ def _device(
         return card, known if memory_gib is None else int(memory_gib * _GIB)
     require(
         memory_gib is None,
-        f"--memory-gib is the memory of --card, got {memory_gib:g} without one; give --card",
+        f"--memory-gib is the memory of --card, got {memory_gib} without one; give --card",
     )
     if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda"):
         device = torch.device(settings.device or "cuda")
