@@ -2,8 +2,8 @@
 
 A log opens with `begin`, closes with `end`, and between them repeats, round by round:
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
-goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
-`update`.
+goes (in conversations also `pause` and `reply`), `harvest`, `interrupt` for what was still
+running, `score` (where rewards are given) and `update`.
 Where updates run beside the rollout, an `update` begins with the next round, and its `landed`
 comes before the next `update`.
 The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
@@ -100,6 +100,34 @@ class Start:
     cached: int
     dropped: int
     running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A turn is complete: the conversation left its slot and waits for its environment."""
+
+    kind: ClassVar = "pause"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    running: int
+    outside: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The environment answered with `given` tokens; the conversation waits for a slot again."""
+
+    kind: ClassVar = "reply"
+    seconds: float
+    prompt: int
+    sample: int
+    given: int
+    outside: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +264,8 @@ Event = (
     | Renew
     | Load
     | Start
+    | Pause
+    | Reply
     | Finish
     | Harvest
     | Interrupt
@@ -342,6 +372,7 @@ class Order:
         self._groups: set[int] = set()
         self._group_of: dict[tuple[int, int], int] = {}
         self._running: set[tuple[int, int]] = set()
+        self._outside: set[tuple[int, int]] = set()
 
     def __call__(self, event: Event) -> None:
         """Take in the next event; `ValueError` says why it cannot be the next."""
@@ -365,17 +396,27 @@ class Order:
             self._groups.add(event.group)
         elif isinstance(event, Start):
             self._start(event)
-        elif isinstance(event, Finish | Interrupt):
-            self._refuse((event.prompt, event.sample) not in self._running, event)
-            self._running.remove((event.prompt, event.sample))
+        elif isinstance(event, Pause | Reply | Finish | Interrupt):
+            self._move(event)
         elif isinstance(event, Renew):
             self._refuse((event.prompt, event.sample) not in self._group_of, event)
         elif isinstance(event, Update):
             self._update(event)
 
+    def _move(self, event: Pause | Reply | Finish | Interrupt) -> None:
+        key = (event.prompt, event.sample)
+        may_be_outside = not isinstance(event, Pause)
+        is_outside = may_be_outside and key in self._outside
+        may_be_running = not isinstance(event, Reply)
+        self._refuse(not is_outside and not (may_be_running and key in self._running), event)
+        (self._outside if is_outside else self._running).remove(key)
+        if isinstance(event, Pause):
+            self._outside.add(key)
+
     def _start(self, event: Start) -> None:
         key = (event.prompt, event.sample)
-        is_begun = key in self._running or self._group_of.get(key, event.group) != event.group
+        is_active = key in self._running or key in self._outside
+        is_begun = is_active or self._group_of.get(key, event.group) != event.group
         self._refuse(is_begun or event.group not in self._groups, event)
         self._group_of[key] = event.group
         self._running.add(key)
@@ -385,7 +426,8 @@ class Order:
         for entry in event.trained:
             key = (entry.prompt, entry.sample)
             self._refuse(self._group_of.pop(key, None) != entry.group, event)
-            self._refuse(entry.group not in self._groups or key in self._running, event)
+            is_active = key in self._running or key in self._outside
+            self._refuse(entry.group not in self._groups or is_active, event)
         for group in event.closed:
             self._refuse(group not in self._groups, event)
             self._groups.remove(group)

@@ -18,7 +18,9 @@ from sortedrl.core.events import (
     Harvest,
     Interrupt,
     Load,
+    Pause,
     Renew,
+    Reply,
     Start,
     Trained,
     Update,
@@ -42,6 +44,7 @@ class _Sums:
     seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_slot_seconds: float = 0.0
+    outside_slot_seconds: float = 0.0
     decoded: int = 0
     trained: int = 0
     discarded: int = 0
@@ -70,6 +73,7 @@ class _Sums:
             seconds=self.seconds,
             rollout_seconds=self.rollout_seconds,
             busy_slot_seconds=self.busy_slot_seconds,
+            outside_slot_seconds=self.outside_slot_seconds,
             slots=slots,
             ledger=Ledger(
                 decoded=self.decoded,
@@ -104,6 +108,7 @@ class Meter:
         self._begin: Begin | None = None
         self._now = 0.0
         self._running = 0
+        self._outside: set[Key] = set()
         self._is_rollout = True
         self._round: int | None = None
         self._sums = _Sums()
@@ -129,8 +134,10 @@ class Meter:
             self._is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Start):
             self._start(event)
-        elif isinstance(event, Finish | Interrupt):
+        elif isinstance(event, Pause | Finish | Interrupt):
             self._stop(event)
+        elif isinstance(event, Reply):
+            self._outside.remove((event.prompt, event.sample))
         elif isinstance(event, Renew):
             self._discard((event.prompt, event.sample), event.tokens - event.kept)
         elif isinstance(event, Load):
@@ -179,7 +186,10 @@ class Meter:
         self._sums.seconds += passed
         if self._is_rollout:
             self._sums.rollout_seconds += passed
-            self._sums.busy_slot_seconds += passed * min(self._running, self._begin.slots)
+            slots = self._begin.slots
+            busy = min(self._running, slots)
+            self._sums.busy_slot_seconds += passed * busy
+            self._sums.outside_slot_seconds += passed * min(len(self._outside), slots - busy)
 
     def _enter_round(self, number: int) -> None:
         if self._round is not None and number != self._round:
@@ -198,10 +208,17 @@ class Meter:
         self._running = event.running
         self._discard(key, event.dropped)
 
-    def _stop(self, event: Finish | Interrupt) -> None:
+    def _stop(self, event: Pause | Finish | Interrupt) -> None:
         key = (event.prompt, event.sample)
+        if key in self._outside:
+            self._outside.remove(key)
+            if isinstance(event, Interrupt):
+                self._discard(key, event.tokens - event.kept)
+            return
         kept = event.tokens - event.decoded
         discarded = self._cached_at_start.pop(key) - kept
+        if isinstance(event, Pause):
+            self._outside.add(key)
         if isinstance(event, Interrupt):
             discarded += event.tokens - event.kept
         own = self._open[self._group_of[key]].own
@@ -238,6 +255,7 @@ class Meter:
         window, own = self._sums.since(group.opened), group.own
         own.seconds, own.rollout_seconds = window.seconds, window.rollout_seconds
         own.busy_slot_seconds, own.updates = window.busy_slot_seconds, window.updates
+        own.outside_slot_seconds = window.outside_slot_seconds
         figures = own.figures(slots=self._begin.slots, staleness_max=group.staleness_max)
         rounds = round_number - group.round + 1
         self._groups.append(GroupFigures(group=number, rounds=rounds, figures=figures))

@@ -1,6 +1,7 @@
 """The numbers we report. `meter` folds a run's events into them.
 
 Bubble ratio: idle slot-seconds over all slot-seconds of the rollout phases.
+Outside bubble: the part of it in which the environment of a conversation was awaited.
 Idle share: the same over the whole run, with updates and hand-overs counted too.
 Throughput: decoded tokens per second of rollout. Goodput: trained tokens per second of rollout.
 Ledger: decoded = trained + discarded + still cached, in every run, or it is a bug.
@@ -43,6 +44,7 @@ class Figures:
     seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_slot_seconds: float = 0.0
+    outside_slot_seconds: float = 0.0
     slots: int = 1
     ledger: Ledger = Ledger()
     updates: int = 0
@@ -55,6 +57,11 @@ class Figures:
     def bubble(self) -> float:
         """Idle share of the slot-seconds of the rollout."""
         return _idle(self.busy_slot_seconds, self.slots * self.rollout_seconds)
+
+    @property
+    def outside_bubble(self) -> float:
+        """The part of the bubble in which a conversation was outside for each idle slot."""
+        return _ratio(self.outside_slot_seconds, self.slots * self.rollout_seconds)
 
     @property
     def idle_share(self) -> float:
@@ -135,6 +142,7 @@ def numbers(figures: Figures) -> dict[str, float]:
     ledger = figures.ledger
     return {
         "bubble": figures.bubble,
+        "outside_bubble": figures.outside_bubble,
         "idle_share": figures.idle_share,
         "goodput": figures.goodput,
         "throughput": figures.throughput,

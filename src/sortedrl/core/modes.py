@@ -139,7 +139,7 @@ def mode_for(schedule: Schedule) -> Mode:
 
 
 def _emptied(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, segments=(), finish_reason=None, reward=None)
+    return replace(trajectory, segments=(), given=(), finish_reason=None, reward=None)
 
 
 def _age(trajectory: Trajectory, version: int) -> int:

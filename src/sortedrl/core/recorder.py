@@ -22,8 +22,10 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Record,
     Renew,
+    Reply,
     Resume,
     Score,
     Scored,
@@ -192,6 +194,34 @@ class Journal:
         """The engine worked; this is counted, and written with the next event."""
         self.engine_decoded += step.decoded_tokens
         self.engine_prefilled += step.prefilled_tokens
+
+    def paused(self, before: Trajectory, after: Trajectory, *, running: int, outside: int) -> None:
+        """A conversation left its slot and waits for its environment."""
+        self._record(
+            Pause(
+                seconds=self._seconds(),
+                prompt=after.prompt.id,
+                sample=after.sample_index,
+                tokens=after.num_tokens,
+                decoded=after.decoded_tokens - before.decoded_tokens,
+                running=running,
+                outside=outside,
+                engine_decoded=self.engine_decoded,
+                engine_prefilled=self.engine_prefilled,
+            )
+        )
+
+    def replied(self, trajectory: Trajectory, *, outside: int) -> None:
+        """The environment of a conversation answered."""
+        self._record(
+            Reply(
+                seconds=self._seconds(),
+                prompt=trajectory.prompt.id,
+                sample=trajectory.sample_index,
+                given=len(trajectory.given),
+                outside=outside,
+            )
+        )
 
     def finished(self, before: Trajectory, after: Trajectory, *, running: int) -> None:
         """An answer is complete."""
