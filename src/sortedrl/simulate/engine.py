@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Protocol, overload
 
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.costs import Costs
-from sortedrl.simulate.lengths import Lengths, Parting
+from sortedrl.simulate.lengths import LengthSettings, Parting
 from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 BRANCH = 1 << 32
@@ -62,15 +63,33 @@ class _Running:
     tolerance: float | None
     kept: tuple[Segment, ...]
     kept_tokens: int
+    given: Sequence[int]
     parting: Parting | None
     length: int
     since: int
 
 
+class LengthSource(Protocol):
+    """Where the lengths of answers, or of the turns of conversations, come from."""
+
+    @property
+    def settings(self) -> LengthSettings:
+        """How likely cached tokens are to stand."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens after which an answer is cut off."""
+
+    def length(
+        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+    ) -> int:
+        """Tokens at which these weights stop writing."""
+
+
 class SimulatedBatch:
     """Continuous batching without a clock."""
 
-    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs) -> None:
+    def __init__(self, *, slots: int, lengths: LengthSource, costs: Costs) -> None:
         """Empty, with the weights of version 0."""
         self.slots = slots
         self.version = 0
@@ -81,6 +100,7 @@ class SimulatedBatch:
         self._finishes: list[tuple[int, Key]] = []
         self._steps = 0
         self._cached = 0
+        self._held: dict[Key, int] = {}
 
     @property
     def num_running(self) -> int:
@@ -106,24 +126,38 @@ class SimulatedBatch:
         prefilled = 0
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
-            kept, parting = trajectory.segments, _parting(trajectory)
-            kept_tokens = cached = trajectory.num_tokens
+            prefilled += self._to_prefill(trajectory)
+            parting = _parting(trajectory)
+            cached = trajectory.num_tokens
+            begun, kept_tokens = trajectory, cached
             if tolerance is not None and math.isfinite(tolerance):
                 kept_tokens = self._verified(trajectory)
                 if kept_tokens < cached:
                     parting = Parting(self.version, kept_tokens)
             if tolerance is not None:
-                kept = tuple(_cut(kept, kept_tokens, version=self.version))
-            length = self._lengths.length(trajectory, version=self.version, parting=parting)
+                begun = _cut(trajectory, kept_tokens, version=self.version)
+            length = self._lengths.length(begun, version=self.version, parting=parting)
             length = max(length, kept_tokens)
             self._running[trajectory.key] = _Running(
-                trajectory, tolerance, kept, kept_tokens, parting, length, self._steps
+                trajectory,
+                tolerance,
+                begun.segments,
+                kept_tokens,
+                begun.given,
+                parting,
+                length,
+                self._steps,
             )
             finish = self._steps + length - kept_tokens
             heapq.heappush(self._finishes, (finish, trajectory.key))
-            self._cached += len(trajectory.prompt.tokens) + kept_tokens
-            prefilled += len(trajectory.prompt.tokens) + cached
+            self._cached += len(trajectory.prompt.tokens) + begun.num_given + kept_tokens
         return prefilled
+
+    def _to_prefill(self, trajectory: Trajectory) -> int:
+        """All tokens, or the reply alone where the cache of the turn before it is still there."""
+        if self._held.pop(trajectory.key, None) == self.version:
+            return len(trajectory.given)
+        return len(trajectory.prompt.tokens) + trajectory.num_given + trajectory.num_tokens
 
     def decode_seconds(self, count: int) -> float:
         """Seconds of the next steps, if nobody comes or goes."""
@@ -188,12 +222,15 @@ class SimulatedBatch:
         running = self._running.pop(key)
         trajectory = running.trajectory
         decoded = self._steps - running.since
-        total = running.kept_tokens + decoded
-        self._cached -= len(trajectory.prompt.tokens) + total
+        given = sum(len(segment.given) for segment in running.kept) + len(running.given)
+        self._cached -= len(trajectory.prompt.tokens) + given + running.kept_tokens + decoded
         reason: FinishReason = "stop" if running.length < self._lengths.max_tokens else "length"
+        if is_finished:
+            self._held[key] = self.version
         return replace(
             trajectory,
             segments=self._written(running, decoded),
+            given=() if decoded else running.given,
             decoded_tokens=trajectory.decoded_tokens + decoded,
             finish_reason=reason if is_finished else None,
         )
@@ -204,10 +241,11 @@ class SimulatedBatch:
             return running.kept
         branch = 0 if running.parting is None else running.parting.version
         start = branch * BRANCH + running.kept_tokens
-        stop, kept = start + decoded, running.kept
-        if kept and kept[-1].version == self.version and kept[-1].tokens[-1] == start - 1:
-            start, kept = kept[-1].tokens[0], kept[:-1]
-        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version))
+        stop, kept, given = start + decoded, running.kept, running.given
+        goes_on = bool(kept) and not given and kept[-1].version == self.version
+        if goes_on and kept[-1].tokens[-1] == start - 1:
+            start, kept, given = kept[-1].tokens[0], kept[:-1], kept[-1].given
+        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version, given))
 
 
 def _parting(trajectory: Trajectory) -> Parting | None:
@@ -223,13 +261,20 @@ def _parting(trajectory: Trajectory) -> Parting | None:
     return Parting(branch, start) if branch else None
 
 
-def _cut(segments: Sequence[Segment], tokens: int, *, version: int) -> Iterator[Segment]:
-    """The first tokens of the segments, stamped anew."""
-    for segment in segments:
+def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:
+    """The trajectory with its first tokens, stamped anew, and the replies up to there."""
+    kept: list[Segment] = []
+    for segment in trajectory.segments:
         count = min(tokens, len(segment.tokens))
-        if count:
-            yield Segment(segment.tokens[:count], segment.logprobs[:count], version)
+        if not count:
+            return replace(trajectory, segments=tuple(kept), given=segment.given)
+        kept.append(
+            Segment(segment.tokens[:count], segment.logprobs[:count], version, segment.given)
+        )
         tokens -= count
+        if count < len(segment.tokens):
+            return replace(trajectory, segments=tuple(kept), given=())
+    return replace(trajectory, segments=tuple(kept))
 
 
 __all__ = [
@@ -245,8 +290,20 @@ __all__ = [
 class SimulatedEngine:
     """Continuous batching on a virtual clock."""
 
-    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs, clock: VirtualClock) -> None:
-        """An empty engine with the weights of version 0."""
+    def __init__(
+        self,
+        *,
+        slots: int,
+        lengths: LengthSource,
+        costs: Costs,
+        clock: VirtualClock,
+        until: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """An empty engine with the weights of version 0.
+
+        A step ends with the next complete answer, or at the time that `until` names, if sooner.
+        """
+        self._until = until
         self.slots = slots
         self._batch = SimulatedBatch(slots=slots, lengths=lengths, costs=costs)
         self._costs = costs
@@ -270,13 +327,23 @@ class SimulatedEngine:
         batch = self._batch
         prefilled = batch.admit()
         count, running = batch.steps_to_finish, batch.num_running
-        self._clock.advance(
-            prefilled * self._costs.prefill_token_seconds + batch.decode_seconds(count)
-        )
+        self._clock.advance(prefilled * self._costs.prefill_token_seconds)
+        count = self._steps_until(count)
+        self._clock.advance(batch.decode_seconds(count))
         return Step(
             finished=tuple(batch.decode(count)),
             decoded_tokens=running * count,
             prefilled_tokens=prefilled,
+        )
+
+    def _steps_until(self, count: int) -> int:
+        """The fewest steps that reach the time to stop at; `count` at most, 1 at least."""
+        until = self._until()
+        if until is None or count <= 1:
+            return count
+        seconds = until - self._clock.seconds()
+        return 1 + bisect_left(
+            range(1, count), seconds, key=lambda steps: self._batch.decode_seconds(steps)
         )
 
     def interrupt(self) -> Sequence[Trajectory]:
