@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from knights_reading import ALPHABET
 from native_worlds import tiny_model
 from sortedrl.cli import main
 from sortedrl.evaluation.results import read_results
-from sortedrl.tasks.knights.compact import ALPHABET
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 PUZZLES = "knights_knaves:people=2-3,count=6,style=compact,split=test"
