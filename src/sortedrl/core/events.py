@@ -398,32 +398,24 @@ class Order:
             )
 
 
-class EventFile:
+class EventFile(LineFile):
     """Appends events to a JSONL file as they happen."""
 
     def __init__(
         self, path: Path, *, keep_bytes: int | None = None, is_watched: bool = False
     ) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there.
+        """Create the file, replacing an older one; or keep its first bytes and append to them.
 
-        Others can read everything up to the last update; of a watched file, every event at once.
+        Readers see everything up to the last update; of a watched file, every event at once.
         """
-        self._file = LineFile(path, keep_bytes=keep_bytes)
+        super().__init__(path, keep_bytes=keep_bytes)
         self._is_watched = is_watched
 
     def __call__(self, event: Event) -> None:
         """Append one event."""
-        self._file.write(to_json(event))
+        self.write(to_json(event))
         if self._is_watched or event.kind in ("update", "landed", "end"):
-            self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+            self.flush()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -74,50 +74,43 @@ class LineFile:
     """Appends lines to a file."""
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        """Create the file, replacing an older one; or keep its first bytes and append to them."""
         self._path = path
-        try:
+        with self._os_errors():
             if keep_bytes:
                 _cut(path, keep_bytes)
             self._file: IO[bytes] = path.open("ab" if keep_bytes else "wb")
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def write(self, line: str) -> None:
         """Append a line, given without its newline; it may stay in memory for a while."""
-        try:
+        with self._os_errors():
             self._file.write(line.encode() + b"\n")
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def flush(self) -> None:
-        """Let other programs see every line so far."""
-        try:
+        """Make every line so far visible to other programs."""
+        with self._os_errors():
             self._file.flush()
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def sync(self) -> int:
-        """Push every line so far to the disk, and give the length of the file in bytes."""
+        """Write every line so far to the disk; returns the length of the file in bytes."""
         self.flush()
-        try:
+        with self._os_errors():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._refusal(error) from error
         return self._file.tell()
 
     def close(self) -> None:
-        """Write out what is left."""
-        try:
+        """Write out what is buffered."""
+        with self._os_errors():
             self._file.close()
-        except OSError as error:
-            raise self._refusal(error) from error
 
-    def _refusal(self, error: OSError) -> DataError:
-        return DataError(
-            self._path,
-            f"cannot be written ({error.strerror}); check the path and the room on the disk",
-        )
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        """Raise an error of the operating system as a `DataError`."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); check the path and the free disk space"
+            raise DataError(self._path, reason) from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -22,26 +22,14 @@ Value = float | int | str | None
 """What a row of metrics may hold."""
 
 
-class MetricsFile:
+class MetricsFile(LineFile):
     """Appends one row per update."""
 
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
-        self._file = LineFile(path, keep_bytes=keep_bytes)
-
     def __call__(self, values: Mapping[str, Value]) -> None:
-        """Append the numbers of an update; others can read them at once."""
+        """Append the numbers of an update, at once visible to readers."""
         row = {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(row, separators=(",", ":"), allow_nan=False))
-        self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+        self.write(json.dumps(row, separators=(",", ":"), allow_nan=False))
+        self.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
@@ -89,26 +77,14 @@ class LoggedAnswer:
     response: str
 
 
-class AnswerFile:
+class AnswerFile(LineFile):
     """Appends answers."""
 
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
-        self._file = LineFile(path, keep_bytes=keep_bytes)
-
     def __call__(self, answers: Iterable[LoggedAnswer]) -> None:
-        """Append the answers of an update; others can read them at once."""
+        """Append the answers of an update, at once visible to readers."""
         for answer in answers:
-            self._file.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
-        self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+            self.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
+        self.flush()
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:

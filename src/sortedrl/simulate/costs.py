@@ -274,15 +274,6 @@ class CostSettings:
 
     def costs(self) -> Costs:
         """The preset's constants, with those given here in their place."""
-        given = {
-            "step_seconds": self.step_seconds,
-            "sequence_seconds": self.sequence_seconds,
-            "cached_token_seconds": self.cached_token_seconds,
-            "prefill_token_seconds": self.prefill_token_seconds,
-            "interrupt_seconds": self.interrupt_seconds,
-            "hand_over_seconds": self.hand_over_seconds,
-            "update_seconds": self.update_seconds,
-            "update_token_seconds": self.update_token_seconds,
-        }
-        replaced = {name: value for name, value in given.items() if value is not None}
-        return replace(HARDWARE[self.hardware](), **replaced)
+        given = asdict(self)
+        preset = HARDWARE[given.pop("hardware")]()
+        return replace(preset, **{name: n for name, n in given.items() if n is not None})

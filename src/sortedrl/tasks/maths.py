@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,6 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _COUNTED = re.compile(r"(?P<answer>.*\S)\s+\((?P<unit>[^()]*)\)", re.DOTALL)
 _SOLVED_BEFORE = "Final answer: The final answer is"
 _MOST_DIGITS = 18
-_TEST_ONLY: Mapping[str, str] = MappingProxyType({"test": "test"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +42,24 @@ class Example:
     """A worked solution that ends in the boxed answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MathsSet:
-    """Where a set lies, and how to read one of its records; `None` is a record without a gold."""
+    """A data set: its sources, and how to read one of its records."""
 
-    files: Mapping[str, str]
-    """For each split, its file in the folder of the sets."""
     hub: str
     """Its name on the hub."""
-    subset: str | None = None
-    """Its subset there."""
-    hub_splits: Mapping[str, str]
-    """For each of our splits, what the hub calls it."""
     read: Callable[[Record], Example | None]
+    """Gives the example of a record; `None` for a record without a gold."""
+    hub_splits: Mapping[str, str]
+    """For each of our splits, its name on the hub."""
+    files: Mapping[str, str]
+    """For each split, its file in the folder of the sets."""
+    subset: str | None = None
+    """Its subset on the hub."""
+
+
+def _lines(name: str, splits: Iterable[str] = ("test",)) -> dict[str, str]:
+    return {split: f"{name}/{split}.jsonl" for split in splits}
 
 
 def _gsm8k(record: Record) -> Example:
@@ -193,70 +197,32 @@ def _mawps(record: Record) -> Example:
     )
 
 
+_TRAIN = {"train": "train"}
+_TEST = {"test": "test"}
+_BOTH = {"train": "train", "test": "test"}
+
 MATHS_SETS: Mapping[str, MathsSet] = MappingProxyType(
     {
-        "gsm8k": MathsSet(
-            files={"train": "gsm8k/train.jsonl", "test": "gsm8k/test.jsonl"},
-            hub="openai/gsm8k",
-            subset="main",
-            hub_splits={"train": "train", "test": "test"},
-            read=_gsm8k,
-        ),
+        "gsm8k": MathsSet("openai/gsm8k", _gsm8k, _BOTH, _lines("gsm8k", _BOTH), subset="main"),
         "math": MathsSet(
-            files={"train": "math_train/math.json"},
-            hub="nlile/hendrycks-MATH-benchmark",
-            hub_splits={"train": "train"},
-            read=_math,
+            "nlile/hendrycks-MATH-benchmark", _math, _TRAIN, {"train": "math_train/math.json"}
         ),
-        "math500": MathsSet(
-            files={"test": "math500/test.jsonl"},
-            hub="HuggingFaceH4/MATH-500",
-            hub_splits=_TEST_ONLY,
-            read=_math,
-        ),
-        "aime24": MathsSet(
-            files={"test": "aime24/test.jsonl"},
-            hub="HuggingFaceH4/aime_2024",
-            hub_splits={"test": "train"},
-            read=_aime,
-        ),
-        "amc23": MathsSet(
-            files={"test": "amc23/test.jsonl"},
-            hub="math-ai/amc23",
-            hub_splits=_TEST_ONLY,
-            read=_amc,
-        ),
+        "math500": MathsSet("HuggingFaceH4/MATH-500", _math, _TEST, _lines("math500")),
+        "aime24": MathsSet("HuggingFaceH4/aime_2024", _aime, {"test": "train"}, _lines("aime24")),
+        "amc23": MathsSet("math-ai/amc23", _amc, _TEST, _lines("amc23")),
         "minerva": MathsSet(
-            files={"test": "minerva/minerva.json"},
-            hub="math-ai/minervamath",
-            hub_splits=_TEST_ONLY,
-            read=_minerva,
+            "math-ai/minervamath", _minerva, _TEST, {"test": "minerva/minerva.json"}
         ),
         "olympiadbench": MathsSet(
-            files={"test": "olympiadbench/test.jsonl"},
-            hub="Hothan/OlympiadBench",
+            "Hothan/OlympiadBench",
+            _olympiadbench,
+            {"test": "train"},
+            _lines("olympiadbench"),
             subset="OE_TO_maths_en_COMP",
-            hub_splits={"test": "train"},
-            read=_olympiadbench,
         ),
-        "svamp": MathsSet(
-            files={"test": "svamp/test.jsonl"},
-            hub="ChilleD/SVAMP",
-            hub_splits={"train": "train", "test": "test"},
-            read=_svamp,
-        ),
-        "asdiv": MathsSet(
-            files={"test": "asdiv/test.jsonl"},
-            hub="EleutherAI/asdiv",
-            hub_splits={"test": "validation"},
-            read=_asdiv,
-        ),
-        "mawps": MathsSet(
-            files={"test": "mawps/test.jsonl"},
-            hub="MU-NLPC/Calc-mawps",
-            hub_splits={"train": "train", "test": "test"},
-            read=_mawps,
-        ),
+        "svamp": MathsSet("ChilleD/SVAMP", _svamp, _BOTH, _lines("svamp")),
+        "asdiv": MathsSet("EleutherAI/asdiv", _asdiv, {"test": "validation"}, _lines("asdiv")),
+        "mawps": MathsSet("MU-NLPC/Calc-mawps", _mawps, _BOTH, _lines("mawps")),
     }
 )
 
