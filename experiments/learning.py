@@ -14,18 +14,19 @@ and [questions.NAME] describe, {model} for `model`, and {root} for the folder of
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.arithmetic import SumSettings, write_rows
+from experiments.arithmetic import SumSettings, sum_rows
 from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Trial
-from experiments.questions import QuestionSettings, write_questions
+from experiments.questions import QuestionSettings, question_rows
 from experiments.settings import merged
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_over
@@ -190,17 +191,18 @@ def _rows_folder(trial: Trial, seed: int) -> Path:
 
 def _write_rows(trial: Trial, seed: int) -> None:
     """Generate the rows of a seed, where the table has any; `seed` in the TOML is added to it."""
-    folder = _rows_folder(trial, seed)
-    for name, given in trial.settings.get("sums", {}).items():
-        if not (path := folder / f"{name}.jsonl").exists():
-            write_rows(path, SumSettings(**_seeded(given, seed)))
-    for name, given in trial.settings.get("questions", {}).items():
-        if not (path := folder / f"{name}.jsonl").exists():
-            write_questions(path, QuestionSettings(**_seeded(given, seed)))
-
-
-def _seeded(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    return {**given, "seed": 1000 * seed + given.get("seed", 0)}
+    makers: dict[str, Callable[[dict[str, Any]], list[dict[str, object]]]] = {
+        "sums": lambda given: sum_rows(SumSettings(**given)),
+        "questions": lambda given: question_rows(QuestionSettings(**given)),
+    }
+    for kind, rows_of in makers.items():
+        for name, given in trial.settings.get(kind, {}).items():
+            path = _rows_folder(trial, seed) / f"{name}.jsonl"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                rows = rows_of({**given, "seed": 1000 * seed + given.get("seed", 0)})
+                lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+                write_whole(path, "".join(lines).encode())
 
 
 @contextmanager
