@@ -12,11 +12,12 @@ or that name another number are none. No number has more than 1,000 digits.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-from sortedrl.rewards.maths.reading import without_text_commands
+from sortedrl.rewards.maths.reading import tidied, without_text_commands
 
 _GREATEST_LENGTH = 200
 _GREATEST_POWER = 400
@@ -52,6 +53,14 @@ _FORMS: tuple[tuple[Form, re.Pattern[str]], ...] = (
     ),
     ("plain", re.compile(rf"{_PLAIN}(?P<more> ?\\ldots)?(?![0-9])")),
 )
+# Where a number may start in a text: not inside a word, a name with an index, a power, an argument
+# of a command, a time, a date or a decimal comma.
+_START = re.compile(
+    r"(?<![0-9A-Za-z_^.{\\])(?<![0-9][:,/-])(?<![A-Za-z_^{]-)"
+    r"(?:(?<![0-9)\]}] )(?<![)\]}])[-+])?(?=\\frac|\.?[0-9])"
+)
+_ENDS_INSIDE = re.compile(r"[_^]|[:,/-][0-9]|\.[0-9]|\\[A-Za-z]")
+_ATTACHED = re.compile(r" ?%|[A-Za-z]++")
 _CURRENCY = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US) ?(?=[-0-9.])")
 _UNIT_TOKEN = re.compile(
     r"(?P<word>[A-Za-z]++(?:-[A-Za-z]{3,}+)?|\\(?:AA|Omega|mu|ell)(?![A-Za-z]))"
@@ -208,6 +217,45 @@ def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
                 unit=unit.name,
             )
     return None
+
+
+def last_number(text: str) -> str | None:
+    r"""The last plain number in a text, as it is written there; `None` where there is none.
+
+    A line `#### 42`, as GSM8K ends its solutions, goes before other numbers. Digits that are part
+    of something else are no numbers: `x_2`, `3^4`, `\sqrt{25}`, `B12`, `3:30`, `2024-05-06`, `1,5`.
+
+    >>> last_number("She pays $2 for 9 eggs, so she makes $18. (Not bad!)")
+    '18'
+    >>> last_number("#### 18\nThat took me 3 steps.")
+    '18'
+    """
+    lines = text.splitlines()
+    marked = [line.partition("####")[2] for line in lines if line.lstrip().startswith("####")]
+    plain = [line for line in marked if not re.search("[A-Za-z]", line)]
+    for line in reversed([*lines, *plain]):
+        numbers = list(_numbers(without_text_commands(tidied(line))))
+        if numbers:
+            return numbers[-1]
+    return None
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """The plain numbers of a line, with their signs, and with a unit or percent sign attached."""
+    place = 0
+    while (start := _START.search(text, place)) is not None:
+        matches = (pattern.match(text, start.end()) for _, pattern in _FORMS)
+        found = next((match for match in matches if match is not None), None)
+        if found is None:
+            place = start.end() + 1
+            continue
+        place = found.end() - found[0].endswith(".")
+        number = text[start.start() : place]
+        attached = _ATTACHED.match(text, place)
+        if attached is not None:
+            number, place = number + attached[0], attached.end()
+        if _ENDS_INSIDE.match(text, place) is None and numeral(number) is not None:
+            yield number
 
 
 def _signed(text: str) -> tuple[int, str, str | None] | None:

@@ -95,6 +95,11 @@ def read_answer(
     )
 
 
+def has_box(text: str) -> bool:
+    """Whether a box is begun in the text, complete or not."""
+    return any(token["box"] for token in _BOX_TOKEN.finditer(text))
+
+
 def _num_last(gaps: list[str], is_small: Callable[[str], bool]) -> int:
     """How many gaps at the end are small."""
     return sum(1 for _ in takewhile(is_small, reversed(gaps)))

@@ -1,4 +1,4 @@
-r"""The reward of a mathematical answer: what stands in the last `\boxed{...}`, compared with gold.
+r"""The reward of a mathematical answer: the content of the last `\boxed{...}` against the gold.
 
 The fields of the prompt that count:
 
@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from sortedrl.rewards.maths.equality import Rules, Verdict, compare, compare_all, num_parts
-from sortedrl.rewards.maths.reading import Answer, read_answer, tidied
+from sortedrl.rewards.maths.numbers import last_number as number_at_end
+from sortedrl.rewards.maths.reading import Answer, has_box, read_answer, tidied
 from sortedrl.rewards.pool.score import NoScoreError
-from sortedrl.rewards.tags import starts_in_thoughts
+from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
 
 _LONGEST_ANSWER = 2000
@@ -41,6 +42,7 @@ def math_reward(
     relative_error: float = 1e-4,
     after_thoughts: bool = True,
     allow_unevaluated: bool = False,
+    last_number: bool = False,
     time_limit_seconds: float = 5.0,
 ) -> dict[str, float]:
     r"""`right`, `wrong`, or `no_answer` where no box is complete; also `correct` and `answered`.
@@ -49,6 +51,9 @@ def math_reward(
     far as the gold; `allow_unevaluated` takes any expression with the right value, as evaluations
     in the field do. Where the gold is a list, the parts may stand in several boxes.
 
+    With `last_number` a response without any box is scored by the last number in it (see
+    `numbers.last_number`), as GSM8K is usually evaluated; a box that was cut off is no answer.
+
     A gold that math-verify cannot read counts only if the answer has the same text; then the part
     `unread_gold` is 1. A row without a gold is an error. An answer that math-verify cannot read
     is wrong, and so is one that takes longer than the limit; then the part `timed_out` is 1. The
@@ -56,9 +61,12 @@ def math_reward(
     """
     golds = _golds(prompt)
     rules = _rules(prompt, relative_error=relative_error, allow_unevaluated=allow_unevaluated)
-    answer = read_answer(
-        response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
-    )
+    is_prefilled = starts_in_thoughts(prompt)
+    text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
+    answer = read_answer(text, after_thoughts=False)
+    if answer is None and last_number and not has_box(text):
+        number = number_at_end(text)
+        answer = None if number is None else Answer((number,), (number,))
     if answer is None or not answer.last:
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0}
     verdicts = []
