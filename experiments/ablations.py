@@ -23,7 +23,7 @@ from sortedrl.config.toml import read_toml
 from sortedrl.core.logs import Value, read_metrics
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
-from sortedrl.simulate.compare import Outcome, row, simulate
+from sortedrl.simulate.compare import SimulationResult, row, simulate
 from sortedrl.simulate.settings import Simulation
 
 __all__ = [
@@ -197,7 +197,7 @@ def _compared(simulation: Simulation) -> dict[str, object]:
 
 
 @cache
-def _sync_outcome(simulation: Simulation) -> Outcome:
+def _sync_outcome(simulation: Simulation) -> SimulationResult:
     return simulate(simulation)
 
 

@@ -54,7 +54,7 @@ def test_a_flag_without_its_section_is_known_too():
 
 
 def test_what_was_never_a_key_is_unknown(tmp_path):
-    with pytest.raises(DataError, match="unknown key 'cluster.older_workers'"):
+    with pytest.raises(DataError, match=r"unknown key 'cluster\.older_workers'"):
         settings_over(
             TrainSettings(), {"cluster": {"older_workers": 2}}, path=tmp_path / "run.toml"
         )

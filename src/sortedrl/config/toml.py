@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
-RENAMED_KEYS: Mapping[str, str] = MappingProxyType({})
+RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
+    {"costs.hand_over_seconds": "costs.weight_sync_seconds"}
+)
 """Keys and sections of older versions, and what they are called now.
 
 A file or a flag with an old name is refused, and the error says the new one. Where there is no

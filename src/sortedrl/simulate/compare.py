@@ -81,7 +81,7 @@ Differences that are smaller say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run gave."""
 
     simulation: Simulation
@@ -91,7 +91,7 @@ class Outcome:
     """Of the first half of the answers trained on: below 1 where long answers starve."""
     trajectory_events: int
     """Starts, finishes and interruptions: each is asked of the controller."""
-    hand_over_seconds: float
+    weight_sync_seconds: float
 
     @property
     def events_per_second(self) -> float:
@@ -99,9 +99,9 @@ class Outcome:
         return self.trajectory_events / self.metrics.run.seconds
 
     @property
-    def hand_over_share(self) -> float:
+    def weight_sync_share(self) -> float:
         """Share of the run in which weights were on their way."""
-        return self.hand_over_seconds / self.metrics.run.seconds
+        return self.weight_sync_seconds / self.metrics.run.seconds
 
     @property
     def name(self) -> str:
@@ -109,55 +109,45 @@ class Outcome:
         return self.simulation.schedule.name
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What the meter does not count."""
-
-    trajectory_events: int = 0
-    hand_over_seconds: float = 0.0
-
-    def __call__(self, event: Event) -> None:
-        """Take in the next event."""
-        if isinstance(event, Start | Finish | Interrupt):
-            self.trajectory_events += 1
-        elif isinstance(event, HandOver):
-            self.hand_over_seconds += event.took_seconds
-
-
 def simulate(
     simulation: Simulation,
     *,
     record: Record | None = None,
     on_update: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Run one simulation to its end.
 
     `record` sees every event; `on_update` is told after each update how many trajectories were
     trained so far.
     """
     lengths = simulated_lengths(simulation)
-    meter, tally = Meter(), _Tally()
+    meter = Meter()
+    trajectory_events, weight_sync_seconds = 0, 0.0
 
-    def all_of_them(event: Event) -> None:
+    def counted(event: Event) -> None:
+        nonlocal trajectory_events, weight_sync_seconds
         meter(event)
-        tally(event)
+        if isinstance(event, Start | Finish | Interrupt):
+            trajectory_events += 1
+        elif isinstance(event, HandOver):
+            weight_sync_seconds += event.took_seconds
         if record is not None:
             record(event)
 
-    loop = simulated_loop(simulation, lengths=lengths, record=all_of_them)
+    loop = simulated_loop(simulation, lengths=lengths, record=counted)
     for _ in loop.run():
         if on_update is not None:
             on_update(loop.buffer.num_trained)
     metrics = meter.metrics()
     trained = [tokens for _, _, tokens in metrics.trained_lengths]
     reference = list(_reference(simulation, lengths, metrics))
-    return Outcome(
+    return SimulationResult(
         simulation=simulation,
         metrics=metrics,
         bias=length_bias(trained, reference),
         early_bias=length_bias(trained[: len(trained) // 2], reference),
-        trajectory_events=tally.trajectory_events,
-        hand_over_seconds=tally.hand_over_seconds,
+        trajectory_events=trajectory_events,
+        weight_sync_seconds=weight_sync_seconds,
     )
 
 
@@ -187,11 +177,11 @@ def variants(
                 )
 
 
-def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
-    """An outcome as one flat row, for tables and scripts."""
-    schedule, run, steady = outcome.simulation.schedule, outcome.metrics.run, outcome.metrics.steady
+def row(result: SimulationResult, *, sync: SimulationResult | None = None) -> dict[str, object]:
+    """An result as one flat row, for tables and scripts."""
+    schedule, run, steady = result.simulation.schedule, result.metrics.run, result.metrics.steady
     return {
-        "name": outcome.name,
+        "name": result.name,
         "strategy": schedule.strategy,
         "mode": schedule.mode,
         "lookahead": schedule.lookahead,
@@ -199,13 +189,13 @@ def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
         "steady_bubble": None if steady is None else steady.bubble,
         "steady_goodput": None if steady is None else steady.goodput,
         "goodput_vs_sync": None if sync is None else run.goodput / sync.metrics.run.goodput,
-        "length_bias": outcome.bias.ratio,
-        "length_ks": outcome.bias.ks_distance,
-        "early_length_bias": outcome.early_bias.ratio,
-        "rounds": len(outcome.metrics.rounds),
-        "engines": outcome.simulation.pool.engines,
-        "events_per_second": outcome.events_per_second,
-        "hand_over_share": outcome.hand_over_share,
+        "length_bias": result.bias.ratio,
+        "length_ks": result.bias.ks_distance,
+        "early_length_bias": result.early_bias.ratio,
+        "rounds": len(result.metrics.rounds),
+        "engines": result.simulation.pool.engines,
+        "events_per_second": result.events_per_second,
+        "hand_over_share": result.weight_sync_share,
     }
 
 

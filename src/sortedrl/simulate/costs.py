@@ -32,7 +32,7 @@ class Costs:
     """Prefill of one token, of a prompt or of a resumed answer."""
     interrupt_seconds: float = 0.0
     """Stopping the engine and collecting unfinished work."""
-    hand_over_seconds: float = 0.0
+    weight_sync_seconds: float = 0.0
     """Giving new weights to the engine."""
     update_seconds: float = 0.0
     """An update with nothing in it."""
@@ -82,7 +82,7 @@ class Machine:
             cached_token_seconds=self.cache_bytes_per_token / (self.bandwidth * self.devices),
             prefill_token_seconds=2 * self.parameters / compute,
             interrupt_seconds=0.05,
-            hand_over_seconds=0.1 + weight_bytes * self.tensor_parallel / 50e9,
+            weight_sync_seconds=0.1 + weight_bytes * self.tensor_parallel / 50e9,
             update_seconds=0.5,
             update_token_seconds=6 * self.parameters / compute,
         )
@@ -194,7 +194,7 @@ def h200_smollm2_135m() -> Costs:
         cached_token_seconds=5.1e-9,
         prefill_token_seconds=3.25e-6,
         interrupt_seconds=0.028,
-        hand_over_seconds=0.0065,
+        weight_sync_seconds=0.0065,
         update_seconds=0.40,
         update_token_seconds=9.9e-6,
     )
@@ -260,7 +260,7 @@ class CostSettings:
     """Seconds of prefill for each token."""
     interrupt_seconds: float | None = None
     """Seconds to stop the engine and collect unfinished work."""
-    hand_over_seconds: float | None = None
+    weight_sync_seconds: float | None = None
     """Seconds to give new weights to the engine."""
     update_seconds: float | None = None
     """Seconds of an update with nothing in it."""

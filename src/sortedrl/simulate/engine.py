@@ -287,7 +287,7 @@ class SimulatedEngine:
     def load_weights(self, weights: Weights) -> None:
         """Take over the version; the rest is time."""
         assert not self._batch.num_running, "weights change only while nothing runs"
-        self._clock.advance(self._costs.hand_over_seconds)
+        self._clock.advance(self._costs.weight_sync_seconds)
         self.version = weights.version
 
 

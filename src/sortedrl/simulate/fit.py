@@ -67,7 +67,7 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
             cached_token_seconds=cached_token,
             prefill_token_seconds=prefill,
             interrupt_seconds=_mean(watch.interrupts),
-            hand_over_seconds=_mean(watch.hand_overs),
+            weight_sync_seconds=_mean(watch.weight_syncs),
             update_seconds=update,
             update_token_seconds=update_token,
         ),
@@ -86,7 +86,7 @@ class _Watch:
         self.rows: list[tuple[float, ...]] = []
         self.seconds: list[float] = []
         self.updates: list[tuple[float, float]] = []
-        self.hand_overs: list[float] = []
+        self.weight_syncs: list[float] = []
         self.interrupts: list[float] = []
         # Every running answer grows alike, so each is kept less what all have grown so far.
         self._cached: dict[Key, int] = {}
@@ -112,7 +112,7 @@ class _Watch:
         elif isinstance(event, Landed):
             self.updates.append((self._given_tokens, event.took_seconds))
         elif isinstance(event, HandOver):
-            self.hand_overs.append(event.took_seconds)
+            self.weight_syncs.append(event.took_seconds)
         if isinstance(event, Finish | Interrupt):
             self._cached.pop((event.prompt, event.sample))
             if not self._cached:

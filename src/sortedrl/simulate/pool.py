@@ -32,7 +32,7 @@ _MOST_IN_A_ROW = 100
 """Failures of an engine while no answer is finished anywhere, after which none ever will be."""
 
 
-class SimulatedMember:
+class SimulatedReplica:
     """A batch with a speed of its own."""
 
     def __init__(
@@ -143,46 +143,46 @@ class _Placement:
     The heap holds each engine with a free slot at its present load; older entries are passed over.
     """
 
-    def __init__(self, members: Sequence[SimulatedMember]) -> None:
-        self._members = members
-        self._of_answer: dict[Key, SimulatedMember] = {}
-        self._of_prompt: dict[int, SimulatedMember] = {}
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._replicas = replicas
+        self._of_answer: dict[Key, SimulatedReplica] = {}
+        self._of_prompt: dict[int, SimulatedReplica] = {}
         self._by_load: list[tuple[float, int]] = []
         self.tidy()
 
     def tidy(self) -> None:
         """Begin anew with the loads as they are."""
-        self._by_load = [(m.load, m.number) for m in self._members if m.has_room]
+        self._by_load = [(m.load, m.number) for m in self._replicas if m.has_room]
         heapq.heapify(self._by_load)
 
-    def changed(self, member: SimulatedMember) -> None:
+    def changed(self, replica: SimulatedReplica) -> None:
         """The load of this engine is another one."""
-        if member.has_room:
-            heapq.heappush(self._by_load, (member.load, member.number))
+        if replica.has_room:
+            heapq.heappush(self._by_load, (replica.load, replica.number))
 
     def forget(self) -> None:
         """The weights have changed: nobody holds a beginning."""
         self._of_answer.clear()
         self._of_prompt.clear()
 
-    def place(self, trajectory: Trajectory) -> SimulatedMember | None:
+    def place(self, trajectory: Trajectory) -> SimulatedReplica | None:
         """The engine that takes it, or `None` if all are full."""
         key = trajectory.key
         own = self._of_answer.get(key) if trajectory.segments else None
-        member = next(
+        replica = next(
             (m for m in (own, self._of_prompt.get(key[0])) if m is not None and m.has_room), None
         )
-        member = self._emptiest() if member is None else member
-        if member is not None:
-            self._of_answer[key] = self._of_prompt[key[0]] = member
-        return member
+        replica = self._emptiest() if replica is None else replica
+        if replica is not None:
+            self._of_answer[key] = self._of_prompt[key[0]] = replica
+        return replica
 
-    def _emptiest(self) -> SimulatedMember | None:
+    def _emptiest(self) -> SimulatedReplica | None:
         while self._by_load:
             load, number = self._by_load[0]
-            member = self._members[number]
-            if member.has_room and member.load == load:
-                return member
+            replica = self._replicas[number]
+            if replica.has_room and replica.load == load:
+                return replica
             heapq.heappop(self._by_load)
         return None
 
@@ -207,8 +207,8 @@ class SimulatedPool:
         self._clock = clock
         self._seed = seed
         pairs = zip(settings.shares(slots), settings.slownesses(seed), strict=True)
-        self._members = [
-            SimulatedMember(
+        self._replicas = [
+            SimulatedReplica(
                 SimulatedBatch(slots=share, lengths=lengths, costs=costs),
                 number=number,
                 slowness=slowness,
@@ -216,7 +216,7 @@ class SimulatedPool:
             )
             for number, (share, slowness) in enumerate(pairs)
         ]
-        self._placement = _Placement(self._members)
+        self._placement = _Placement(self._replicas)
         self._queue: deque[Work] = deque()
         self._touched: set[int] = set()
         self._events: list[tuple[float, _Kind, int, int]] = []
@@ -224,8 +224,8 @@ class SimulatedPool:
         self._slots = slots
         self._unfinished = 0
         self._failures_in_a_row = 0
-        for member in self._members:
-            self._await_failure(member, since=0.0)
+        for replica in self._replicas:
+            self._await_failure(replica, since=0.0)
 
     @property
     def slots(self) -> int:
@@ -263,12 +263,12 @@ class SimulatedPool:
         now = until = self._clock.seconds()
         stopped = [trajectory for trajectory, _ in self._queue]
         self._queue.clear()
-        for member in self._members:
-            if member.batch.num_held:
-                end, given_back = member.interrupt(now)
+        for replica in self._replicas:
+            if replica.batch.num_held:
+                end, given_back = replica.interrupt(now)
                 stopped += given_back
                 until = max(until, end)
-                self._count(member)
+                self._count(replica)
         self._touched.clear()
         self._unfinished = 0
         self._pass_until(until)
@@ -281,28 +281,28 @@ class SimulatedPool:
         """Take over the version; the rest is time, on the network and in the engines."""
         assert not self._unfinished, "weights change only while nothing runs"
         self._placement.forget()
-        self._clock.advance(self._costs.hand_over_seconds + self._settings.network_seconds)
+        self._clock.advance(self._costs.weight_sync_seconds + self._settings.network_seconds)
         self.version = weights.version
-        for member in self._members:
-            member.batch.version = weights.version
+        for replica in self._replicas:
+            replica.batch.version = weights.version
         self._await_living()
 
     def _hand_out(self) -> None:
         """Queued work to free slots, first come, first served; then plan who got some."""
         while self._queue:
-            member = self._placement.place(self._queue[0][0])
-            if member is None:
+            replica = self._placement.place(self._queue[0][0])
+            if replica is None:
                 break
-            member.batch.queue([self._queue.popleft()])
-            self._touched.add(member.number)
-            self._placement.changed(member)
+            replica.batch.queue([self._queue.popleft()])
+            self._touched.add(replica.number)
+            self._placement.changed(replica)
         now = self._clock.seconds()
         for number in self._touched:
-            member = self._members[number]
-            finish = member.plan(now)
+            replica = self._replicas[number]
+            finish = replica.plan(now)
             if finish is not None:
-                self._expect(finish, _Kind.FINISH, member)
-            self._count(member)
+                self._expect(finish, _Kind.FINISH, replica)
+            self._count(replica)
         self._touched.clear()
 
     def _take_events(self) -> list[Trajectory]:
@@ -311,46 +311,46 @@ class SimulatedPool:
         now = self._clock.seconds()
         while self._events and self._events[0][0] <= now:
             seconds, kind, number, turn = heapq.heappop(self._events)
-            member = self._members[number]
-            if kind is _Kind.FINISH and turn == member.turn:
-                finished += member.finish()
+            replica = self._replicas[number]
+            if kind is _Kind.FINISH and turn == replica.turn:
+                finished += replica.finish()
                 self._failures_in_a_row = 0
-                self._count(member)
+                self._count(replica)
                 self._touched.add(number)
-                self._placement.changed(member)
+                self._placement.changed(replica)
             elif kind is _Kind.FAILURE:
-                self._fail(member, seconds)
+                self._fail(replica, seconds)
             elif kind is _Kind.RESTART:
-                member.is_alive = True
-                self._slots += member.batch.slots
-                self._placement.changed(member)
-                self._await_failure(member, since=seconds)
+                replica.is_alive = True
+                self._slots += replica.batch.slots
+                self._placement.changed(replica)
+                self._await_failure(replica, since=seconds)
         return finished
 
-    def _fail(self, member: SimulatedMember, seconds: float) -> None:
+    def _fail(self, replica: SimulatedReplica, seconds: float) -> None:
         self._failures_in_a_row += 1
         require(
-            self._failures_in_a_row <= _MOST_IN_A_ROW * len(self._members),
-            f"engines must stay up long enough to finish answers, but all {len(self._members)} "
+            self._failures_in_a_row <= _MOST_IN_A_ROW * len(self._replicas),
+            f"engines must stay up long enough to finish answers, but all {len(self._replicas)} "
             f"together failed {self._failures_in_a_row - 1:,} times in a row without finishing "
             "one; lower pool.failures_per_hour, engine.max_tokens or the seconds of an update",
         )
-        works = member.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
-        self._count(member)
-        self._touched.discard(member.number)
+        works = replica.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
+        self._count(replica)
+        self._touched.discard(replica.number)
         self._put_in_front(works)
-        self._slots -= member.batch.slots
-        self._expect(seconds + self._settings.restart_seconds, _Kind.RESTART, member)
+        self._slots -= replica.batch.slots
+        self._expect(seconds + self._settings.restart_seconds, _Kind.RESTART, replica)
 
     def _put_in_front(self, works: Iterable[Work]) -> None:
         self._queue.extendleft(reversed(list(works)))
 
-    def _await_failure(self, member: SimulatedMember, *, since: float) -> None:
+    def _await_failure(self, replica: SimulatedReplica, *, since: float) -> None:
         if self._settings.failures_per_hour:
             seconds = self._settings.seconds_to_failure(
-                self._seed, engine=member.number, failures=member.failures
+                self._seed, engine=replica.number, failures=replica.failures
             )
-            self._expect(since + seconds, _Kind.FAILURE, member)
+            self._expect(since + seconds, _Kind.FAILURE, replica)
 
     def _await_living(self) -> None:
         """The loop asks for the slots next: there is no use in going on without any."""
@@ -359,11 +359,11 @@ class SimulatedPool:
             self._pass_until(self._events[0][0])
             self._take_events()
 
-    def _expect(self, seconds: float, kind: _Kind, member: SimulatedMember) -> None:
-        heapq.heappush(self._events, (seconds, kind, member.number, member.turn))
+    def _expect(self, seconds: float, kind: _Kind, replica: SimulatedReplica) -> None:
+        heapq.heappush(self._events, (seconds, kind, replica.number, replica.turn))
 
-    def _count(self, member: SimulatedMember) -> None:
-        decoded, prefilled = member.take_tokens()
+    def _count(self, replica: SimulatedReplica) -> None:
+        decoded, prefilled = replica.take_tokens()
         self._decoded += decoded
         self._prefilled += prefilled
 

@@ -94,10 +94,10 @@ def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
             f"reasoning-gym cannot generate {settings.count} rows of {settings.name} with these "
             f"options: {said[-1]}; change gym.options, or take another task"
         )
-    told = json.loads(done.stdout)
-    if "refused" in told:
-        raise ConfigError(told["refused"])
-    return [_unpacked_entry(entry) for entry in told["entries"]]
+    result = json.loads(done.stdout)
+    if "refused" in result:
+        raise ConfigError(result["refused"])
+    return [_unpacked_entry(entry) for entry in result["entries"]]
 
 
 _CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.tasks.gym import be_child; be_child()"
@@ -105,8 +105,8 @@ _CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.tasks.gym import be_
 
 def be_child() -> None:
     """Generate the entries of the settings on standard input, as a child process does."""
-    told = json.load(sys.stdin)
-    settings = GymSettings(**{**told, "options": tuple(told["options"])})
+    given = json.load(sys.stdin)
+    settings = GymSettings(**{**given, "options": tuple(given["options"])})
     random.seed(settings.seed)
     try:
         answer: dict[str, object] = {"entries": [packed(entry) for entry in _entries(settings)]}

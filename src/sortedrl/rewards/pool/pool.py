@@ -23,7 +23,7 @@ from typing import Self
 from sortedrl.config.train import RewardSettings
 from sortedrl.errors import RewardError, SortedRLError
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.rewards.pool.score import Call, Failure, Outcome, Score
+from sortedrl.rewards.pool.score import Call, CallResult, Failure, Score
 from sortedrl.rewards.pool.workers import WorkerGroup, WorkerStats
 from sortedrl.types import Key, Prompt, Scoring, Trajectory
 
@@ -63,7 +63,7 @@ class RewardPool:
         self._folder = folder
         self._changed = threading.Condition()
         self._news: deque[Call | int | tuple[int, ...]] = deque()
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, CallResult] = {}
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
         self._error: SortedRLError | None = None
@@ -99,34 +99,34 @@ class RewardPool:
     def cancel(self, ticket: int) -> None:
         """Forget an answer; nothing will come of it, and nobody waits for it."""
         with self._changed:
-            self._outcomes.pop(ticket, None)
+            self._results.pop(ticket, None)
             if self._open.pop(ticket, None) is None:
                 return
             self._news.append(ticket)
         self._wake()
 
-    def completed(self) -> list[Outcome]:
+    def completed(self) -> list[CallResult]:
         """What is done and was not given out yet, in the order in which it was done."""
         with self._changed:
             self._raise_error()
-            outcomes = list(self._outcomes.values())
-            self._outcomes.clear()
-        return outcomes
+            results = list(self._results.values())
+            self._results.clear()
+        return results
 
-    def wait(self, tickets: Sequence[int]) -> list[Outcome]:
-        """The outcomes of these answers, in this order, once all are done; they go first."""
+    def wait(self, tickets: Sequence[int]) -> list[CallResult]:
+        """The results of these answers, in this order, once all are done; they go first."""
         with self._changed:
-            unknown = [t for t in tickets if t not in self._open and t not in self._outcomes]
+            unknown = [t for t in tickets if t not in self._open and t not in self._results]
             if unknown:
                 raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
             if self._open.keys() - set(tickets):
                 self._news.append(tuple(tickets))
                 self._wake()
             self._changed.wait_for(
-                lambda: self._error is not None or all(t in self._outcomes for t in tickets)
+                lambda: self._error is not None or all(t in self._results for t in tickets)
             )
             self._raise_error()
-            return [self._outcomes.pop(ticket) for ticket in tickets]
+            return [self._results.pop(ticket) for ticket in tickets]
 
     @property
     def failure_reward(self) -> float:
@@ -206,7 +206,7 @@ class RewardPool:
     def _done(
         self, call: Call, score: Score | None, *, seconds: float, failure: Failure | None = None
     ) -> None:
-        outcome = Outcome(
+        result = CallResult(
             ticket=call.ticket,
             score=score,
             began=call.began,
@@ -216,7 +216,7 @@ class RewardPool:
         )
         with self._changed:
             if self._open.pop(call.ticket, None) is not None:
-                self._outcomes[call.ticket] = outcome
+                self._results[call.ticket] = result
                 self._changed.notify_all()
 
     def _stop(self, error: SortedRLError) -> None:
@@ -272,13 +272,13 @@ class RewardPool:
     def _consequence(self) -> str:
         if self.settings.on_failure == "skip":
             return "the answer gets no reward (reward.on_failure is 'skip')"
-        told = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
+        text = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
         if self._lowest_scored is not None and self.failure_reward > self._lowest_scored:
-            told += (
+            text += (
                 f", which is more than the {self._lowest_scored:g} that the function gave another: "
                 "set failure_reward to the reward of a wrong answer, so that failing does not pay"
             )
-        return told
+        return text
 
     def _write_failure(self, call: Call, failure: Failure) -> None:
         if self._folder is not None:
@@ -356,20 +356,20 @@ class PoolScorer:
             if trajectory.key not in self._tickets:
                 self.submit(trajectory)
         tickets = [self._tickets.pop(trajectory.key) for trajectory in trajectories]
-        outcomes = self._pool.wait([ticket.number for ticket in tickets])
+        results = self._pool.wait([ticket.number for ticket in tickets])
         return [
-            _scored(trajectory, ticket, outcome)
-            for trajectory, ticket, outcome in zip(trajectories, tickets, outcomes, strict=True)
+            _scored(trajectory, ticket, result)
+            for trajectory, ticket, result in zip(trajectories, tickets, results, strict=True)
         ]
 
 
-def _scored(trajectory: Trajectory, ticket: _Ticket, outcome: Outcome) -> Trajectory:
+def _scored(trajectory: Trajectory, ticket: _Ticket, result: CallResult) -> Trajectory:
     """The answer with its reward, if it got one."""
-    waited = max(0.0, outcome.began - ticket.pool_seconds)
+    waited = max(0.0, result.began - ticket.pool_seconds)
     scoring = Scoring(
-        worker=outcome.worker, start=ticket.run_seconds + waited, seconds=outcome.seconds
+        worker=result.worker, start=ticket.run_seconds + waited, seconds=result.seconds
     )
-    if outcome.score is None:
+    if result.score is None:
         return replace(trajectory, scoring=scoring)
-    score = outcome.score
+    score = result.score
     return replace(trajectory, reward=score.reward, reward_parts=score.parts, scoring=scoring)

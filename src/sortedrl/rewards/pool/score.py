@@ -159,7 +159,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CallResult:
     """What became of a call; `score` is `None` where the answer gets no reward."""
 
     ticket: int
