@@ -11,16 +11,13 @@ An answer earns `right` only if it gives everybody their role and nobody another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sortedrl.errors import DataError
 from sortedrl.rewards.knights_claims import ROLES, Claims, Unclear, read_claims, vocabulary_fault
-from sortedrl.rewards.tags import Untagged, read_tags, starts_in_thoughts
+from sortedrl.rewards.tags import Tagged, read_tags, starts_in_thoughts
 from sortedrl.types import Prompt
-
-Grade = Literal["right", "partly right", "wrong", "unparsable"]
 
 
 def logic_reward(
@@ -40,20 +37,21 @@ def logic_reward(
     A compact answer has one letter for each person in order, knights as capitals: `ABc`.
     """
     puzzle = _lettered_puzzle(prompt) if is_compact else _puzzle(prompt)
-    verdict = _judge(puzzle, response, read=_read_letters if is_compact else _read_words)
-    values: dict[Grade, float] = {
-        "right": right,
-        "partly right": partly_right,
-        "wrong": wrong,
-        "unparsable": unparsable,
-    }
-    form = format_right if verdict.is_in_form else format_wrong
+    tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
+    form, grade = format_wrong, unparsable
+    hits: list[bool] | None = None
+    if isinstance(tagged, Tagged):
+        form = format_right
+        claims = (_read_letters if is_compact else _read_words)(puzzle, tagged.answer)
+        if isinstance(claims, Claims):
+            hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
+            grade = right if all(hits) else partly_right if any(hits) else wrong
     return {
-        "reward": form + values[verdict.grade],
+        "reward": form + grade,
         "format": form,
-        "answer": values[verdict.grade],
-        "correct": 1.0 if verdict.grade == "right" else 0.0,
-        "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
+        "answer": grade,
+        "correct": float(hits is not None and all(hits)),
+        "answered": float(hits is not None),
     }
 
 
@@ -72,28 +70,6 @@ class _Puzzle:
     solution: tuple[bool, ...]
     roles: tuple[str, str]
     is_prefilled: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """How good a response is."""
-
-    grade: Grade
-    is_in_form: bool
-
-
-def _judge(
-    puzzle: _Puzzle, response: str, *, read: Callable[[_Puzzle, str], Claims | Unclear]
-) -> _Verdict:
-    tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
-    if isinstance(tagged, Untagged):
-        return _Verdict(grade="unparsable", is_in_form=False)
-    claims = read(puzzle, tagged.answer)
-    if isinstance(claims, Unclear):
-        return _Verdict(grade="unparsable", is_in_form=True)
-    hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
-    grade: Grade = "right" if all(hits) else "partly right" if any(hits) else "wrong"
-    return _Verdict(grade=grade, is_in_form=True)
 
 
 def _read_words(puzzle: _Puzzle, answer: str) -> Claims | Unclear:

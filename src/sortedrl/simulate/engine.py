@@ -232,16 +232,6 @@ def _cut(segments: Sequence[Segment], tokens: int, *, version: int) -> Iterator[
         tokens -= count
 
 
-__all__ = [
-    "BRANCH",
-    "SimulatedEngine",
-    "SimulatedPrompts",
-    "SimulatedScorer",
-    "SimulatedTrainer",
-    "Zeros",
-]
-
-
 class SimulatedEngine:
     """Continuous batching on a virtual clock."""
 

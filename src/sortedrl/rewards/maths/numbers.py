@@ -103,39 +103,16 @@ _PARTS = "third fourth fifth sixth seventh eighth ninth tenth hundredth thousand
 _NO_LAST_WORD = frozenset(_PARTS.split())  # 5 third graders are five, 1 third is not one
 _ORDINALS = frozenset(["st", "nd", "rd", "th"])
 # Spellings of one unit, so that 5 m is not 5 km; other words are units of which nothing is known.
+_SPELLINGS = """
+    mm millimeter millimetre; cm centimeter centimetre; dm decimeter decimetre; m meter metre;
+    km kilometer kilometre; in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram;
+    kg kilogram; oz ounce; lb pound; ml milliliter millilitre; L l liter litre; gal gallon;
+    ms millisecond; s sec second; min minute; h hr hour; day; week; month; year yr; cent;
+    dollar USD; degree deg; radian rad
+"""
 _UNITS = {
     spelling: spellings.split()[0]
-    for spellings in (
-        "mm millimeter millimetre",
-        "cm centimeter centimetre",
-        "dm decimeter decimetre",
-        "m meter metre",
-        "km kilometer kilometre",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mi mile",
-        "mg milligram",
-        "g gram",
-        "kg kilogram",
-        "oz ounce",
-        "lb pound",
-        "ml milliliter millilitre",
-        "L l liter litre",
-        "gal gallon",
-        "ms millisecond",
-        "s sec second",
-        "min minute",
-        "h hr hour",
-        "day",
-        "week",
-        "month",
-        "year yr",
-        "cent",
-        "dollar USD",
-        "degree deg",
-        "radian rad",
-    )
+    for spellings in _SPELLINGS.split(";")
     for spelling in spellings.split()
 }
 _SHORT_UNITS = (
