@@ -76,15 +76,10 @@ class PoolSettings:
             f"pool.slow_factor must be a number of at least 1, got {self.slow_factor}; "
             "2 is half the speed",
         )
-        require(
-            self.network_gigabytes_per_second > 0,
-            "pool.network_gigabytes_per_second must be positive, got "
-            f"{self.network_gigabytes_per_second}",
-        )
-        require(
-            self.straggler_sigma <= _MOST_SIGMA,
-            f"pool.straggler_sigma must be at most {_MOST_SIGMA}, got {self.straggler_sigma}",
-        )
+        speed, sigma = self.network_gigabytes_per_second, self.straggler_sigma
+        require(speed > 0, f"pool.network_gigabytes_per_second must be positive, got {speed}")
+        most = _MOST_SIGMA
+        require(sigma <= most, f"pool.straggler_sigma must be at most {most}, got {sigma}")
         require(
             not _MOST_FAILURES < self.failures_per_hour < math.inf,
             f"pool.failures_per_hour must be at most {_MOST_FAILURES:.0f}, one a minute for each "
