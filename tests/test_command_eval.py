@@ -242,7 +242,7 @@ def test_files_of_others_are_refused_before_a_model_is_loaded(name, capsys, tmp_
     path = tmp_path / "evals" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    assert "left alone" in refused(capsys, "some/m", "some/other", "--tasks", PUZZLES)
+    assert "is not replaced" in refused(capsys, "some/m", "some/other", "--tasks", PUZZLES)
     assert path.read_text() == "mine"
 
 

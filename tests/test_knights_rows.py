@@ -130,7 +130,7 @@ def test_the_system_message_asks_for_both_pairs_of_tags():
         ({"forms": ("iff",)}, "unknown form 'iff'"),
         ({"width": 1}, "width must lie in"),
         ({"depth": 9}, "depth must lie in"),
-        ({"roles": ("knight", "knight")}, "none is a part of the other"),
+        ({"roles": ("knight", "knight")}, "neither of them part of the other"),
         ({"style": "compact", "roles": ("hero", "liar")}, "roles needs style 'words'"),
     ],
 )

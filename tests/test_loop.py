@@ -316,7 +316,7 @@ def test_a_run_resumed_after_its_last_update_only_ends():
 
 def test_a_journal_refuses_a_clock_that_begins_anew():
     state = JournalState(has_begun=True, seconds=3.0)
-    with pytest.raises(ValueError, match=r"goes on from 3\.0 seconds, got 0\.0"):
+    with pytest.raises(ValueError, match=r"must start at 3\.0 seconds or later, got 0\.0"):
         Journal(lambda _: None, clock=VirtualClock(), state=state)
 
 

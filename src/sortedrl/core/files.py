@@ -1,9 +1,9 @@
-"""Files that are written whole or not at all, and files that grow line by line.
+"""Atomic writes, and files that grow line by line.
 
-A file is never written over one that is not ours. Of a file of lines only whole lines count: a last
-line without its newline belongs to a run that was killed or is still writing, and readers leave it
-out. A resumed run cuts its files to the lengths they had at the checkpoint, so what was written
-after it is written again, once.
+A file that we did not write is never overwritten. In a file of lines only complete lines count: a
+last line without its newline belongs to a run that was killed or is still writing, and readers skip
+it. A resumed run truncates its files to their lengths at the checkpoint, so what was written after
+the checkpoint is written again, once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _GZIP = b"\x1f\x8b"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the file; whatever happens, either all of it is new or the old one is untouched."""
+    """Write the file atomically: either all of it is new or the old one is untouched."""
     with writing_whole(path) as file:
         file.write(content)
 
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, piece by piece, which takes its place when the block ends well.
+    """A temporary file to write to, renamed to `path` when the block succeeds.
 
-    Through a link its target is written; a device is written to as it is.
+    A symbolic link is followed; a device is written to directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -51,9 +51,9 @@ def writing_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
-    """Refuse to replace a file that does not hold `mark` near its beginning, so is not ours.
+    """Refuse to replace a file that we did not write, recognised by `mark` near its beginning.
 
-    Without a mark, any file that holds something is refused.
+    Without a mark, any file that is not empty is refused.
     """
     try:
         if not path.is_file() or not path.stat().st_size:
@@ -67,7 +67,7 @@ def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
         beginning = b""
     if mark is None or mark not in beginning:
         what = "a file" if mark is None else "a file that this command did not write"
-        raise DataError(path, f"is {what}, which is left alone; remove it or choose another path")
+        raise DataError(path, f"is {what} and is not replaced; remove it or choose another path")
 
 
 class LineFile:
@@ -114,7 +114,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The whole lines of a file, each with its number; a torn last one is left out."""
+    """The complete lines of a file, each with its number; an incomplete last one is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -127,14 +127,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cut(path: Path, keep_bytes: int) -> None:
-    """Cut the file to its first bytes, which must be whole lines."""
+    """Truncate the file to its first bytes, which must be complete lines."""
     try:
         file = path.open("r+b")
     except FileNotFoundError as error:
         raise DataError(
             path,
             f"must hold the first {keep_bytes} bytes of the run to resume, but is missing; "
-            "put it back beside the checkpoint, or start a new run in another folder",
+            "restore it next to the checkpoint, or start a new run in another folder",
         ) from error
     with file:
         found = file.seek(0, os.SEEK_END)
@@ -142,8 +142,8 @@ def _cut(path: Path, keep_bytes: int) -> None:
         if found < keep_bytes or file.read(1) != b"\n":
             raise DataError(
                 path,
-                f"must hold {keep_bytes} bytes of whole lines for this checkpoint, found {found} "
-                "bytes or other lines; it belongs to another run or was changed: put the right "
-                "one back, or start a new run in another folder",
+                f"must hold {keep_bytes} bytes of complete lines for this checkpoint, found "
+                f"{found} bytes or other lines; it belongs to another run or was changed: restore "
+                "the right file, or start a new run in another folder",
             )
         file.truncate(keep_bytes)

@@ -1,8 +1,8 @@
-"""The logs of a run for people and scripts: `metrics.jsonl` and `answers.jsonl`.
+"""The metrics and sample answers of a run: `metrics.jsonl` and `answers.jsonl`.
 
 `metrics.jsonl` has one JSON object of numbers per update; a number that is not finite is written as
 null, so any JSON reader can read the file. `answers.jsonl` has some answers of every update as
-text, one JSON object each: a sample to look at, from which nothing is computed.
+text, one JSON object each; nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MetricsFile(LineFile):
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """The rows of a file, in order; a last line without its newline is left out."""
+    """The rows of a file, in order; a last line without its newline is skipped."""
     rows: list[dict[str, Value]] = []
     for number, line in read_lines(path):
         try:
@@ -41,10 +41,10 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
         except (ValueError, RecursionError) as error:
             raise DataError(path, f"not JSON: {error}", line=number) from error
         if not isinstance(row, dict) or any(isinstance(v, list | dict) for v in row.values()):
-            raise DataError(path, "expected a JSON object of numbers and words", line=number)
+            raise DataError(path, "expected a JSON object of numbers and text", line=number)
         huge = [n for n, v in row.items() if isinstance(v, int) and abs(v) > sys.float_info.max]
         if huge:
-            raise DataError(path, f"{huge[0]!r} must be a smaller number", line=number)
+            raise DataError(path, f"{huge[0]!r} is too large a number", line=number)
         rows.append(row)
     return rows
 
@@ -88,7 +88,7 @@ class AnswerFile(LineFile):
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
-    """The answers of a file, in order; a last line without its newline is left out."""
+    """The answers of a file, in order; a last line without its newline is skipped."""
     return [_answer(path, number, line) for number, line in read_lines(path)]
 
 

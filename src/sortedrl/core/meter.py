@@ -1,8 +1,8 @@
-"""Folds a run's events into its numbers, one event at a time.
+"""Computes the metrics of a run from its events, one event at a time.
 
-A meter is a `Record` itself, so a run can be measured without keeping its log.
-Sums only grow; a window (a round, the steady state, the life of a group) is the difference of the
-sums at its two ends.
+A meter is itself a `Record`, so a run can be measured without keeping its log.
+Sums never decrease; a window (a round, the steady state, the life of a group) is the difference
+between the sums at its two ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sortedrl.types import Key
 
 
 def measure(events: Iterable[Event]) -> Metrics:
-    """The numbers of a whole log."""
+    """The metrics of a whole log."""
     meter = Meter()
     for event in events:
         meter(event)
@@ -37,7 +37,7 @@ def measure(events: Iterable[Event]) -> Metrics:
 
 @dataclass(slots=True)
 class _Sums:
-    """What only grows."""
+    """Sums since the start of the run."""
 
     seconds: float = 0.0
     rollout_seconds: float = 0.0
@@ -100,7 +100,7 @@ class Meter:
     """Measures one run."""
 
     def __init__(self) -> None:
-        """Nothing measured yet."""
+        """Start with empty sums."""
         self._begin: Begin | None = None
         self._now = 0.0
         self._running = 0
@@ -120,7 +120,7 @@ class Meter:
         self._lengths: list[tuple[Key, int, int]] = []
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         if isinstance(event, HandOver):
             self._enter_round(event.round)
         self._pass_time(event)

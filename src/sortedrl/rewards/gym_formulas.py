@@ -1,9 +1,9 @@
-"""Formulas in the answers of reasoning-gym tasks: parsed against a list of what is allowed.
+"""Formulas in the answers of reasoning-gym tasks: parsed with an allow-list.
 
-The library hands them to `eval` or to sympy, which evaluates too, so that an answer could run code
-or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and judging it
-is walking that tree: exactly for whole numbers and polynomials, at points for integrals, by truth
-tables for logic.
+The library passes them to `eval` or to sympy, which also evaluates them, so an answer could run
+code or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and it is
+judged by walking that tree: exactly for whole numbers and polynomials, at sample points for
+integrals, by truth tables for logic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RefusedError(ValueError):
 
 
 def refuse_unless(holds: object) -> None:
-    """Raise a `RefusedError` if something does not hold of an answer."""
+    """Raise `RefusedError` unless the condition holds."""
     if not holds:
         raise RefusedError
 

@@ -1,21 +1,21 @@
-r"""How the answer of every reasoning-gym task is read and judged.
+r"""How the answer of every reasoning-gym task is parsed and judged.
 
-A model is paid for whatever passes, so two things hold for each task of `RULES`:
+A model is rewarded for whatever passes, so two things hold for each task of `RULES`:
 
-    no code     a scorer of the library that evaluates text, the answer or the row, is never called:
-                such a task is judged here, by parsing, and nothing of the answer is run
-    one form    an answer must have the form that the task asks for, in full: one finite number,
-                a JSON list of texts, moves ...; what is read is bounded in size
+    no code     a scorer of the library that evaluates text (of the answer or the row) is never
+                called: such a task is judged here, by parsing, and no part of an answer is run
+    one form    the whole answer must have the form that the task asks for: one finite number,
+                a JSON list of texts, moves ...; its size is bounded
 
-A task without a rule is refused, since nobody has read its scorer. To add one, read its
-`score_answer` and all that it calls, and choose:
+A task without a rule is refused, since its scorer has not been reviewed. To add one, read its
+`score_answer` and everything it calls, and choose:
 
     Rule("text")                            the library only compares texts
     Rule("moves", form)                     the library checks many right answers, once `form` has
-                                            refused what it would take for right or choke on
-    Rule("numbers", form, judge)            `judge` says whether the answer is right; the library
-                                            only gives the partial credit of a wrong one
-    Rule("formula", form, judge, False)     the library is not asked at all
+                                            refused what it would wrongly accept or fail on
+    Rule("numbers", form, judge)            `judge` decides whether the answer is right; the library
+                                            only gives partial credit to a wrong one
+    Rule("formula", form, judge, False)     the library is not called at all
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Rule:
     """How the answer of one task is read and judged."""
 
     reads: str
-    """What an answer must be, in a word or two."""
+    """What an answer must be, in a few words."""
     form: Form | None = None
-    """Gives the answer as it is judged, or raises a `RefusedError`; without it any text is read."""
+    """Returns the answer to judge, or raises `RefusedError`; without it any text is accepted."""
     judge: Judge | None = None
     """1 for a right answer; without it the library judges."""
     asks_library: bool = True
     """Whether the library's scorer is called, and gives partial credit."""
     is_fair: Callable[[Entry], bool] | None = None
-    """Whether a row has a right answer at all; rows that have none are left out."""
+    """Whether a row has a right answer; rows without one are skipped."""
 
 
 # Texts.
@@ -122,7 +122,7 @@ def _words_matching(pattern: str, *, separators: str = "") -> Form:
 
 
 def _roles(answer: str, entry: Entry) -> str:
-    """Nothing but who is what: `not`, `or` and the like would be read over by the library."""
+    """Only names and roles: the library would ignore `not`, `or` and the like."""
     terms = entry["metadata"]["knight_knave_terms"]
     known = {"is", "a", "an", "and", terms["knight"], terms["knave"], *entry["metadata"]["names"]}
     words = re.sub(r"[.,()\s]", " ", answer).casefold().split()
@@ -140,7 +140,7 @@ def _letters_to_digits(answer: str, _: Entry) -> str:
 
 
 def _pushes(answer: str, entry: Entry) -> str:
-    """Steps in Sokoban; a step into a wall does nothing, so that only short answers are read."""
+    """Steps in Sokoban; a step into a wall does nothing, so long answers are refused."""
     steps = "".join(answer.replace(",", " ").split())
     refuse_unless(re.fullmatch("[LRUD]+", steps) and len(steps) <= 4 * len(entry["answer"]) + 20)
     return steps
@@ -225,7 +225,7 @@ def _nearest_candidate(answer: str, entry: Entry) -> float:
 
 
 def _probability(answer: str, entry: Entry) -> float:
-    """Near enough on both scales, since rare events would all be 0 on the absolute one."""
+    """Within an absolute and a relative tolerance, since rare events are all near 0."""
     above, slash, below = answer.partition("/")
     gold = Fraction(*(entry["metadata"]["rational"][k] for k in ("numerator", "denominator")))
     refuse_unless(not slash or number(below))
@@ -279,7 +279,7 @@ def _same_table(answer: str, entry: Entry) -> float:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object with each key once: nobody answers twice."""
+    """An object in which each key occurs once, so that there is only one answer."""
     refuse_unless(len({key for key, _ in pairs}) == len(pairs))
     return dict(pairs)
 
@@ -405,9 +405,9 @@ _EXIT = 2 * _SIDE + _SIDE - 2
 
 
 def _parked(answer: str, entry: Entry) -> float:
-    """Whether moves in Rush Hour, each of which must be possible, bring car A to the exit.
+    """Whether moves in Rush Hour, all of them legal, bring car A to the exit.
 
-    The library passes over impossible moves, so that enough random ones would get there.
+    The library skips illegal moves, so enough random ones would solve the puzzle.
     """
     board = entry["metadata"]["board_config"]
     labels = sorted(set(board) - set("ox"))
@@ -459,7 +459,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TEXTS.split(),
             _TEXT,
         ),
-        # These give more than 0.99, or full marks, to what is nearly right.
+        # The library gives these more than 0.99, or 1, for answers that are nearly right.
         "calendar_arithmetic": Rule("text", None, _same_text),
         "figlet_font": Rule("text", None, _same_letters),
         "game_of_life_halting": Rule("text", None, _same_text, False),
@@ -529,4 +529,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "tower_of_hanoi": Rule("moves", _lines_matching(_MOVE)),
     }
 )
-"""All tasks whose scorers have been read; a task that is missing is refused."""
+"""All tasks whose scorers have been reviewed; any other task is refused."""

@@ -1,12 +1,12 @@
 """The rule-based reward of Knights and Knaves: the form of the response, then its answer.
 
     form      right: <think>...</think><answer>...</answer>, see `tags`
-    answer    right: everybody's role; partly right: somebody's; wrong: nobody's;
-              unparsable: not in the form, or not to be understood, see `knights_claims`
+    answer    right: all roles; partly right: some; wrong: none;
+              unparsable: not in the form, or unclear, see `knights_claims`
 
 A prompt has the fields `names` and `solution` (for each name, whether it is a knight), and may have
-`roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (what the model saw).
-An answer earns `right` only if it gives everybody their role and nobody another one.
+`roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (the prompt text).
+An answer earns `right` only if it gives each person their role and no other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def logic_reward(
 
 
 def lowest_logic_reward(options: Mapping[str, float]) -> float:
-    """The lowest reward with these options: that of an answer that cannot be read, as a rule."""
+    """The lowest reward with these options: usually that of an unparsable answer."""
     answers = ("right", "partly_right", "wrong", "unparsable")
     in_form = options["format_right"] + min(options[answer] for answer in answers)
     return min(in_form, options["format_wrong"] + options["unparsable"])
@@ -85,7 +85,7 @@ def _read_letters(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
 
 
 def _puzzle(prompt: Prompt) -> _Puzzle:
-    """The puzzle a prompt asks; a `DataError` says what is wrong with its fields."""
+    """The puzzle of a prompt; raises `DataError` if its fields are not valid."""
     names = _words(prompt, "names", prompt.fields.get("names"))
     roles = _words(prompt, "roles", prompt.fields.get("roles", ROLES))
     if len(roles) != 2:

@@ -1,7 +1,4 @@
-"""Simulated runs from their settings: one, or strategies and modes side by side.
-
-Runs that are compared have the same prompts and the same seed.
-"""
+"""Run one simulation, or compare strategies and modes on the same prompts and seed."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from sortedrl.types import Key, Prompt
 def simulated_loop(simulation: Simulation, *, lengths: Lengths, record: Record) -> Loop:
     """The loop on simulated parts and a virtual clock."""
     clock, costs, pool = VirtualClock(), simulation.costs.costs(), simulation.pool
-    # All machines train: each has its share of the tokens of an update.
+    # All machines train: each takes its share of the tokens of an update.
     shared = replace(costs, update_token_seconds=costs.update_token_seconds / pool.engines)
     return Loop(
         prompts=SimulatedPrompts(
@@ -51,7 +48,7 @@ def simulated_loop(simulation: Simulation, *, lengths: Lengths, record: Record) 
 
 
 def _engine(simulation: Simulation, *, lengths: Lengths, clock: VirtualClock) -> Engine:
-    """One engine where a pool of one would do the same, only slower."""
+    """A single engine, or a pool where the settings need one (it is slower to simulate)."""
     slots, costs = simulation.engine.slots, simulation.costs.costs()
     if simulation.pool == PoolSettings():
         return SimulatedEngine(slots=slots, lengths=lengths, costs=costs, clock=clock)
@@ -76,13 +73,13 @@ def simulated_lengths(simulation: Simulation) -> Lengths:
 
 
 PREDICTION_ERROR = 0.1
-"""The error of a simulated speed: most of the runs in docs/results.md are predicted to this share.
-Differences that are smaller say nothing."""
+"""Relative error of a simulated speed: most runs in docs/results.md are predicted within it.
+Smaller differences are not significant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What a simulated run gave."""
+    """The result of a simulated run."""
 
     simulation: Simulation
     metrics: Metrics
@@ -90,22 +87,22 @@ class SimulationResult:
     early_bias: LengthBias
     """Of the first half of the answers trained on: below 1 where long answers starve."""
     trajectory_events: int
-    """Starts, finishes and interruptions: each is asked of the controller."""
+    """Starts, finishes and interruptions, each handled by the controller."""
     weight_sync_seconds: float
 
     @property
     def events_per_second(self) -> float:
-        """What the controller has to answer in a second of the run."""
+        """Trajectory events per second, the load of the controller."""
         return self.trajectory_events / self.metrics.run.seconds
 
     @property
     def weight_sync_share(self) -> float:
-        """Share of the run in which weights were on their way."""
+        """Share of the run spent in weight sync."""
         return self.weight_sync_seconds / self.metrics.run.seconds
 
     @property
     def name(self) -> str:
-        """Strategy, mode and lookahead in a few letters."""
+        """Short name: strategy, mode and lookahead."""
         return self.simulation.schedule.name
 
 
@@ -115,10 +112,9 @@ def simulate(
     record: Record | None = None,
     on_update: Callable[[int], None] | None = None,
 ) -> SimulationResult:
-    """Run one simulation to its end.
+    """Run one simulation.
 
-    `record` sees every event; `on_update` is told after each update how many trajectories were
-    trained so far.
+    `record` receives every event; `on_update` receives the number of trajectories trained so far.
     """
     lengths = simulated_lengths(simulation)
     meter = Meter()
@@ -178,7 +174,7 @@ def variants(
 
 
 def row(result: SimulationResult, *, sync: SimulationResult | None = None) -> dict[str, object]:
-    """An result as one flat row, for tables and scripts."""
+    """A result as one flat row, for tables and scripts."""
     schedule, run, steady = result.simulation.schedule, result.metrics.run, result.metrics.steady
     return {
         "name": result.name,
@@ -200,7 +196,7 @@ def row(result: SimulationResult, *, sync: SimulationResult | None = None) -> di
 
 
 def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> Iterator[int]:
-    """For each answer trained on, its length had nothing interrupted it at that version."""
+    """For each trained answer, its length without interruptions at that version."""
     versions: dict[Key, int] = {key: version for key, version, _ in metrics.trained_lengths}
     for prompt_id in sorted({prompt_id for prompt_id, _ in versions}):
         fresh = open_group(

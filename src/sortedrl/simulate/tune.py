@@ -1,8 +1,8 @@
-"""The best settings for given lengths and hardware, found by simulating the candidates.
+"""Find the best settings for given lengths and hardware by simulation.
 
 Candidates differ in update batch, group size, lookahead and mode; all run the same prompts.
 The best is the least stale among those within one per cent of the fastest, where fast means
-trained tokens per second of the whole run, updates and hand-overs included.
+trained tokens per second of the whole run, updates and weight syncs included.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _NEAR = 0.99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What may vary, and what must hold."""
+    """The search space and the constraints."""
 
     modes: tuple[ModeName, ...] = ("on_policy", "partial", "coupled")
     """Modes to try."""
     lookaheads: tuple[int, ...] = (0, 1, 2, 3)
     """Lookaheads to try."""
     group_sizes: tuple[int, ...] = ()
-    """Group sizes to try, in prompts; default: half, one, two and four times the present one."""
+    """Group sizes to try, in prompts; default: half, one, two and four times the current one."""
     update_batches: tuple[int, ...] = ()
-    """Update batches to try; default: a quarter, half and all of the present one, so that the
-    number of updates never falls."""
+    """Update batches to try; default: a quarter, half and all of the current one, so that the
+    number of updates never decreases."""
     on_policy_only: bool = False
-    """Only settings that train on tokens of the present weights."""
+    """Only settings that train on tokens of the current weights."""
     max_length_bias: float | None = None
     """Largest allowed distance of the length bias from 1: 0.05 allows 0.95 to 1.05."""
 
@@ -54,7 +54,7 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """Trained tokens per second of the best over those of the present settings."""
+        """Trained tokens per second of the best over those of the current settings."""
         return _speed(self.best) / _speed(self.current)
 
 
@@ -67,8 +67,8 @@ def tune(
 ) -> Tuned:
     """Simulate every candidate and choose.
 
-    `simulation.schedule.max_staleness` is a constraint: partial candidates are held to it.
-    `on_done` is told how many of how many runs are done.
+    `simulation.schedule.max_staleness` is a constraint: partial candidates must meet it.
+    `on_done` receives the number of finished runs and of all runs.
     """
     require(workers >= 1, f"workers must be at least 1, got {workers}")
     candidates = list(_candidates(simulation, search))
@@ -97,7 +97,7 @@ def tune(
 
 
 def pareto_front(results: Sequence[SimulationResult]) -> Iterator[SimulationResult]:
-    """Those that no other beats in both speed and staleness, least stale first."""
+    """The results that no other beats in both speed and staleness, least stale first."""
     fastest = -math.inf
     for result in sorted(results, key=lambda o: (o.metrics.run.mean_staleness, -_speed(o))):
         if _speed(result) > fastest:
@@ -162,7 +162,7 @@ def _finished(
 
 
 def _brief(simulation: Simulation) -> SimulationResult:
-    """An result without its long lists, cheap to send between processes."""
+    """The result without its long lists, cheap to send between processes."""
     result = simulate(simulation)
     metrics = replace(result.metrics, rounds=(), groups=(), trained_lengths=())
     return replace(result, metrics=metrics)

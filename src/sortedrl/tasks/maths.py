@@ -1,7 +1,7 @@
-"""The maths sets: where each one lies, and how its records become rows that `math_reward` scores.
+"""The maths data sets: their sources, and how their records become rows for `math_reward`.
 
-A set is a description, not a class. Its columns are named differently on the hub and in the files
-that go round, so a reader knows both names; a record that has neither is refused with its place.
+Columns have different names on the hub and in other copies of the files, so a reader knows both; a
+record with neither is refused with its place.
 Golds are normalised: no `$`, no thousands separators, `27` instead of `27.0`.
 
 The rows of a set come in its order, so the same settings give the same rows. Only rows of `train`
@@ -37,7 +37,7 @@ class Example:
     question: str
     answer: str | list[str]
     fields: Mapping[str, object] = field(default_factory=dict)
-    """What else the row has; the reward knows `alternatives`, `error` and `is_measured`."""
+    """Other fields of the row; the reward uses `alternatives`, `error` and `is_measured`."""
     solution: str | None = None
     """A worked solution that ends in the boxed answer."""
 
@@ -76,7 +76,7 @@ def _gsm8k(record: Record) -> Example:
 
 
 def _math(record: Record) -> Example | None:
-    # A few rows of the training set that goes round have lost their answer.
+    # A few rows of a common copy of the training set have no answer.
     if _column(record, "answer") in (None, ""):
         return None
     solution = record.values.get("solution")
@@ -113,8 +113,8 @@ def _minerva(record: Record) -> Example:
     subject, solution = record.values.get("type"), record.values.get("solution")
     box = boxed_answer(solution) if isinstance(solution, str) else None
     if box and _SOLVED_BEFORE in question:
-        # Where a question tells the answers to the parts before it, the file that goes round has
-        # one of those for a gold (34 rows); what is boxed in the solution is right.
+        # If a question states the answers to its earlier parts, a common copy of the file has one
+        # of those as the gold (34 rows); the boxed answer of the solution is right.
         golds = [box.replace("np.", "\\")]
     return Example(
         question=question,
@@ -144,7 +144,7 @@ def _olympiadbench(record: Record) -> Example:
 
 
 def _golds(text: str) -> list[str]:
-    """The answers in the text of one; the text itself where it is a sentence."""
+    """The answers in a text; the text itself if it is a sentence."""
     tidy = tidied(text)
     return [tidy] if " is " in tidy else parts(tidy)
 
@@ -258,7 +258,7 @@ def _texts(record: Record, *names: str) -> list[str]:
 
 
 def _number(record: Record, *names: str) -> str:
-    """A number, however it is kept, as a person writes it."""
+    """A number, stored as text or number, in plain notation."""
     value = _column(record, *names)
     try:
         number = float(str(value).replace(",", ""))
@@ -272,7 +272,7 @@ def _number(record: Record, *names: str) -> str:
 
 
 def _level(record: Record, *names: str) -> int | None:
-    """The level as a whole number: 5, 5.0 or `Level 5`; `None` where it is not known."""
+    """The level as a whole number: 5, 5.0 or `Level 5`; `None` if it is unknown."""
     value = _column(record, *names)
     digits = re.search(r"[0-9]+", str(value))
     if digits is None or digits[0] == "0" or len(digits[0]) > _MOST_DIGITS:
@@ -291,18 +291,17 @@ class MathsSettings:
     """The set: gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv or
     mawps."""
     split: str = "test"
-    """train or test; only gsm8k has both in files, math has only train. Training takes train and
-    evaluation test, unless told otherwise."""
+    """train or test; only gsm8k has both in files, math has only train. By default training
+    uses train and evaluation uses test."""
     folder: Path | None = None
-    """The folder with the files of the sets, one folder each; by default they are loaded from
-    the hub."""
+    """Folder with one subfolder per set; by default the sets are loaded from the hub."""
     limit: int | None = None
-    """The first so many rows only."""
+    """Only the first rows, this many."""
     instruction: str = INSTRUCTION
-    """What is asked after the question; empty for nothing."""
+    """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         require(self.name in MATHS_SETS, unknown_name("maths set", self.name, MATHS_SETS))
         found = MATHS_SETS[self.name]
         splits = found.hub_splits if self.folder is None else found.files
@@ -317,13 +316,13 @@ class MathsSettings:
 
 
 def maths_rows(settings: MathsSettings) -> list[Row]:
-    """The rows of these settings; a record that cannot be used is refused with its place."""
+    """The rows of these settings; raises `DataError` for a record that cannot be used."""
     pairs = islice(maths_examples(settings), settings.limit)
     return [_row(example, place, settings) for place, example in pairs]
 
 
 def maths_examples(settings: MathsSettings) -> Iterator[tuple[str, Example]]:
-    """The examples of the set with their places; records without a gold are left out."""
+    """The examples of the set with their places; records without a gold are skipped."""
     read = MATHS_SETS[settings.name].read
     for record in _records(settings):
         example = read(record)

@@ -1,12 +1,12 @@
-r"""Plain numbers as people write them, read exactly: `1,080`, `1\frac{3}{4}`, `7 \times 10^{37}`.
+r"""Plain numbers as people write them, parsed exactly: `1,080`, `1\frac{3}{4}`, `7 \times 10^{37}`.
 
     number      sign, then 1080 | 1,080 | 1 080 | 0.5 | 0.1\overline{6} | 3/4 | \frac34 | 1 3/4
                            | 1\frac34 | 5e3 | 5 \times 10^3 | 10^{-3}
     with it     a currency before it; behind it a percent or degree sign, `million`, a unit
 
-Nothing is evaluated here: `2 + 3`, `5!` and `\sqrt{25}` are no plain numbers. A unit is words, and
-words that change the value (`5 squared`, `5 and a half`), that look like variables (`5 x`, `5 i`)
-or that name another number are none. No number has more than 1,000 digits.
+Nothing is evaluated here: `2 + 3`, `5!` and `\sqrt{25}` are not plain numbers. A unit consists of
+words; words that change the value (`5 squared`, `5 and a half`), that look like variables (`5 x`,
+`5 i`) or that name another number are not units. No number has more than 1,000 digits.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ class Numeral:
 
     value: Fraction
     step: Fraction
-    """What its last digit counts, where it has a decimal point or a mantissa with a power of ten
-    and so may be rounded; otherwise 0."""
+    """The value of one unit in its last digit, if it has a decimal point or a mantissa with a power
+    of ten and so may be rounded; otherwise 0."""
     form: Form = "plain"
     is_percent: bool = False
     unit: str | None = None
-    """Its unit, where it is one that is known."""
+    """Its unit, if it is a known one."""
     is_division: bool = False
-    """Whether it is a fraction that comes out even, such as 10/2."""
+    """Whether it is a fraction with an integer value, such as 10/2."""
 
     @property
     def is_whole(self) -> bool:
@@ -147,7 +147,7 @@ class Numeral:
 
 @dataclass(slots=True)
 class _Unit:
-    """What stands behind a number, as far as it was read."""
+    """The text after a number, as far as it was parsed."""
 
     scale: int = 1
     is_percent: bool = False
@@ -157,14 +157,14 @@ class _Unit:
 
     @property
     def name(self) -> str | None:
-        """The unit, where it is one that is known."""
+        """The unit, if it is a known one."""
         return next(iter(self.names)) if len(self.names) == 1 else None
 
 
 def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
-    """The plain number that a tidied answer is, with or without a unit; `None` if it is none.
+    """A tidied answer as a plain number, with or without a unit; `None` if it is not one.
 
-    In a gold a unit of one letter, or a short word that is no known unit, is a variable: `2 m`.
+    In a gold a unit of one letter, or a short word that is not a known unit, is a variable: `2 m`.
     """
     if len(tidy) > _GREATEST_LENGTH:
         return None
@@ -272,7 +272,7 @@ def without_unit(tidy: str) -> str:
 
 
 def _number(groups: dict[str, str | None], form: Form) -> Numeral | None:
-    """The number of one form; `None` where it is out of all proportion, or makes no sense."""
+    """The number of one form; `None` if it is too large or malformed."""
     if form == "fraction":
         over, under = _integer(groups["over"]), _integer(groups["under"])
         mixed = groups["mixed"]
@@ -306,7 +306,7 @@ def _integer(digits: str | None) -> int:
 
 
 def _unit(text: str, *, is_gold: bool) -> _Unit | None:
-    """What stands behind a number, read to its end; `None` where that is more than a unit."""
+    """The text after a number, parsed to its end; `None` if it is more than a unit."""
     text = text.replace("per cent", "percent").replace("a.m", "am").replace("p.m", "pm")
     found = _Unit()
     place, ends_open = 0, False
@@ -365,7 +365,7 @@ def _take_sign(found: _Unit, token: re.Match[str]) -> bool:
 
 
 def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool) -> bool:
-    """Whether a word behind a number is a unit, or part of one, and no variable."""
+    """Whether a word after a number is a unit, or part of one, and not a variable."""
     lower = word.lower()
     if not _NO_UNIT.isdisjoint(lower.split("-")) or (is_first and lower in _NO_FIRST_WORD):
         return False
@@ -385,5 +385,5 @@ def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool
 
 
 def _is_initials(word: str) -> bool:
-    """Whether the word is two letters that can stand before another one: 3 DS games."""
+    """Whether the word is two capital letters that qualify another word: 3 DS games."""
     return len(word) == 2 and word.isupper() and word not in _ABBREVIATIONS

@@ -1,8 +1,8 @@
-"""The reward pool: answers in, scores out in the order in which they are done.
+"""The reward pool: scores answers in worker processes, in order of completion.
 
-A thread of its own supervises the workers, so that scoring goes on while the engine generates.
-`submit` and `cancel` never wait. `PoolScorer` puts the pool behind the protocol of the loop: every
-complete answer is scored while others are generated.
+A supervisor thread runs the workers, so scoring continues while the engine generates. `submit` and
+`cancel` never block. `PoolScorer` implements the `Scorer` protocol of the loop on top of the pool:
+every complete answer is scored while others are generated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool did so far."""
+    """Counters of the pool."""
 
     scored: int = 0
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class RewardPool:
             raise
 
     def submit(self, prompt: Prompt, response: str, *, sample_index: int = 0) -> int:
-        """Start to score an answer; gives its ticket."""
+        """Start scoring an answer; returns its ticket."""
         with self._changed:
             self._raise_error()
             if self._is_closing:
@@ -97,7 +97,7 @@ class RewardPool:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """Forget an answer; nothing will come of it, and nobody waits for it."""
+        """Cancel an answer; it gets no result."""
         with self._changed:
             self._results.pop(ticket, None)
             if self._open.pop(ticket, None) is None:
@@ -106,7 +106,7 @@ class RewardPool:
         self._wake()
 
     def completed(self) -> list[CallResult]:
-        """What is done and was not given out yet, in the order in which it was done."""
+        """The results that were not returned yet, in order of completion."""
         with self._changed:
             self._raise_error()
             results = list(self._results.values())
@@ -114,11 +114,11 @@ class RewardPool:
         return results
 
     def wait(self, tickets: Sequence[int]) -> list[CallResult]:
-        """The results of these answers, in this order, once all are done; they go first."""
+        """Wait for these answers; returns their results in this order. They get priority."""
         with self._changed:
             unknown = [t for t in tickets if t not in self._open and t not in self._results]
             if unknown:
-                raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
+                raise ValueError(f"tickets {unknown} were cancelled, returned, or never submitted")
             if self._open.keys() - set(tickets):
                 self._news.append(tuple(tickets))
                 self._wake()
@@ -130,18 +130,18 @@ class RewardPool:
 
     @property
     def failure_reward(self) -> float:
-        """What an answer gets whose scoring failed, where it gets a reward."""
+        """The reward of an answer whose scoring failed."""
         if self.settings.failure_reward is not None:
             return self.settings.failure_reward
         return min(0.0, self._lowest if self._lowest is not None else 0.0)
 
     @property
     def num_open(self) -> int:
-        """Answers submitted and not done yet."""
+        """Answers that are submitted and not done yet."""
         return len(self._open)
 
     def close(self) -> None:
-        """End the workers; what is not done is dropped."""
+        """Stop the workers; unfinished answers are dropped."""
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -160,7 +160,7 @@ class RewardPool:
         self.close()
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:
-        """The group delivers a score."""
+        """Record a score."""
         self.stats.scored += 1
         self.stats.seconds += seconds
         lowest = self._lowest_scored
@@ -168,7 +168,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds)
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
-        """The group delivers a failure: it is counted, written down and warned of."""
+        """Count and log a failure."""
         if call.ticket not in self._open:
             return
         self.stats.failures[failure] += 1
@@ -183,7 +183,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds, failure=failure)
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
-        """The group delivers an exception of the function, or what is no score: the run stops."""
+        """Stop the run: the function raised an exception or returned an invalid score."""
         if self._error is not None:
             return
         call = calls[0]
@@ -233,7 +233,7 @@ class RewardPool:
         try:
             os.write(self._wake_writer.fileno(), b".")
         except (BlockingIOError, OSError):
-            return  # it is awake, or gone
+            return  # it is awake, or has ended
 
     def _supervise(self) -> None:
         group = WorkerGroup(self._source, self.settings, self)
@@ -250,8 +250,8 @@ class RewardPool:
                         self._changed.notify_all()
         except SortedRLError as error:
             self._stop(error)
-        except Exception as error:  # noqa: BLE001  whoever waits for a score must not wait for ever
-            broken = RewardError(f"the reward pool cannot go on: {error!r}")
+        except Exception as error:  # noqa: BLE001  callers that wait for a score must be released
+            broken = RewardError(f"the reward pool failed: {error!r}")
             broken.__cause__ = error
             self._stop(broken)
         finally:
@@ -275,8 +275,9 @@ class RewardPool:
         text = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
         if self._lowest_scored is not None and self.failure_reward > self._lowest_scored:
             text += (
-                f", which is more than the {self._lowest_scored:g} that the function gave another: "
-                "set failure_reward to the reward of a wrong answer, so that failing does not pay"
+                f", which is more than the {self._lowest_scored:g} that the function gave another "
+                "answer: set failure_reward to the reward of a wrong answer, so that failing does "
+                "not pay"
             )
         return text
 
@@ -311,7 +312,7 @@ def _wake_pipe() -> tuple[Connection, Connection]:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """An answer at the pool, and when it came there: on the pool's clock and on the run's."""
+    """A submitted answer, and its submission time on the pool's clock and on the run's."""
 
     number: int
     pool_seconds: float
@@ -319,7 +320,7 @@ class _Ticket:
 
 
 class PoolScorer:
-    """Hands answers to a pool as text, and gives them back with their rewards."""
+    """Scores trajectories with a reward pool."""
 
     def __init__(
         self,
@@ -328,29 +329,29 @@ class PoolScorer:
         text: Callable[[Trajectory], str],
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text` is an answer as a person reads it, `seconds` the time of the run."""
+        """`text` decodes an answer, `seconds` is the clock of the run."""
         self._pool = pool
         self._text = text
         self._seconds = seconds
         self._tickets: dict[Key, _Ticket] = {}
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Start to score a complete answer; never waits."""
+        """Start scoring a complete answer; never blocks."""
         number = self._pool.submit(
             trajectory.prompt, self._text(trajectory), sample_index=trajectory.sample_index
         )
         self._tickets[trajectory.key] = _Ticket(number, time.monotonic(), self._seconds())
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Forget an answer that will be renewed before it is trained on."""
+        """Cancel an answer that will be renewed before it is trained on."""
         ticket = self._tickets.pop(trajectory.key, None)
         if ticket is not None:
             self._pool.cancel(ticket.number)
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Wait for these answers and give them back, in order, with their rewards.
+        """Wait for these answers; returns them in order with their rewards.
 
-        One that was not submitted, as after a restart, is submitted now.
+        Answers that were not submitted (after a restart) are submitted now.
         """
         for trajectory in trajectories:
             if trajectory.key not in self._tickets:
@@ -364,7 +365,7 @@ class PoolScorer:
 
 
 def _scored(trajectory: Trajectory, ticket: _Ticket, result: CallResult) -> Trajectory:
-    """The answer with its reward, if it got one."""
+    """The answer with its reward, if any."""
     waited = max(0.0, result.began - ticket.pool_seconds)
     scoring = Scoring(
         worker=result.worker, start=ticket.run_seconds + waited, seconds=result.seconds

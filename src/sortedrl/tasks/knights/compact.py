@@ -1,10 +1,10 @@
-"""The same puzzles in few symbols, for a tiny model trained from scratch.
+"""Knights and Knaves in a compact notation, for tiny models trained from scratch.
 
     A:B&c;B:a|C;C:A>B?      A says: B is a knight and C a knave. B says: A is a knave or ...
 
 A capital is a knight, a small letter a knave: `B` claims that B is a knight, `b` that B is a
-knave. `!` is not, `&` and, `|` or, `>` if-then, `=` if and only if; parts that are joins
-themselves stand in brackets. The answer writes everyone in the order of the people: `ABc`.
+knave. `!` is not, `&` and, `|` or, `>` if-then, `=` if and only if; nested joins are
+in brackets. The answer writes everyone in the order of the people: `ABc`.
 
 The response tries every assignment in order, `#` before each, person A changing fastest, and
 checks the speakers in turn up to the first whose words do not fit:
