@@ -160,6 +160,6 @@ def _letter(place: int, term: int) -> str:
 
 def _terms(settings: SumSettings, draw: int) -> list[int]:
     low, high = settings.terms
-    # Train and test are told apart by the terms, so they may be drawn from the same numbers.
+    # Train and test are separated by the terms, so they may be drawn from the same numbers.
     count = low + int(uniform(settings.seed, draw, _LENGTH) * (high - low + 1))
     return [1 + mix(settings.seed, draw, _LENGTH, place) % _SIDES for place in range(count)]

@@ -1,7 +1,7 @@
 """The simulator's predictions beside the measured runs of the efficiency table.
 
 Costs and the loss of cached tokens are fitted to the events of one run of a model. The simulator
-is then told the schedules of the other runs and the distribution of the lengths, as a user would,
+then gets the schedules of the other runs and the distribution of the lengths, as from a user,
 and nothing else of them.
 """
 
