@@ -8,7 +8,7 @@ between the sums at its two ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from sortedrl.core.events import (
     Begin,
@@ -65,25 +65,10 @@ class _Sums:
         self.trajectory_staleness_sum += trained.staleness_max
 
     def figures(self, *, slots: int, staleness_max: int) -> Figures:
-        """The numbers of a window with these sums."""
-        return Figures(
-            seconds=self.seconds,
-            rollout_seconds=self.rollout_seconds,
-            busy_slot_seconds=self.busy_slot_seconds,
-            slots=slots,
-            ledger=Ledger(
-                decoded=self.decoded,
-                trained=self.trained,
-                discarded=self.discarded,
-                kept=self.kept,
-                prefilled_again=self.prefilled_again,
-            ),
-            updates=self.updates,
-            trajectories=self.trajectories,
-            staleness_sum=self.staleness_sum,
-            staleness_max=staleness_max,
-            trajectory_staleness_sum=self.trajectory_staleness_sum,
-        )
+        """The metrics of a window with these sums."""
+        sums = asdict(self)
+        ledger = Ledger(**{entry.name: sums.pop(entry.name) for entry in fields(Ledger)})
+        return Figures(**sums, ledger=ledger, slots=slots, staleness_max=staleness_max)
 
 
 @dataclass(slots=True)

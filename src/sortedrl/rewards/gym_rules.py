@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -92,6 +92,16 @@ def _matching(pattern: str) -> Form:
 
     def form(answer: str, _: Entry) -> str:
         refuse_unless(compiled.fullmatch(answer))
+        return answer
+
+    return form
+
+
+def _parsed_by(read: Callable[[str], object]) -> Form:
+    """Only what `read` does not refuse."""
+
+    def form(answer: str, _: Entry) -> str:
+        read(answer)
         return answer
 
     return form
@@ -185,11 +195,6 @@ def _within(
     return judge
 
 
-def _coordinates(answer: str, _: Entry) -> str:
-    _listed(answer)
-    return answer
-
-
 def _geometry(answer: str, entry: Entry) -> float:
     unit = "0.005" if entry["metadata"]["task_type"] == "angle_measure" else "0.0005"
     return _within(unit, _listed)(answer, entry)
@@ -204,11 +209,6 @@ def _factorization(answer: str, _: Entry) -> str:
 def _roots(text: str) -> list[Fraction]:
     """The roots in order; none are written as nothing or as two quotation marks."""
     return [] if text.strip() in {"", '""', "''"} else sorted(_listed(text))
-
-
-def _roots_form(answer: str, _: Entry) -> str:
-    _roots(answer)
-    return answer
 
 
 def _eleven_digits(answer: str, entry: Entry) -> float:
@@ -245,11 +245,6 @@ def _complex(text: str) -> tuple[Fraction, Fraction]:
     refuse_unless(real is None or imaginary is None or sign)
     size = Fraction(0) if imaginary is None else number(imaginary or "1")
     return number(real or "0"), -size if sign == "-" else size
-
-
-def _complex_form(answer: str, _: Entry) -> str:
-    _complex(answer)
-    return answer
 
 
 def _same_complex(answer: str, entry: Entry) -> float:
@@ -373,7 +368,7 @@ def _same_numbers(answer: str, entry: Entry) -> float:
     return float(found == gold)
 
 
-def _in_lines(text: str, *, joiner: str = " ") -> tuple[str, bool]:
+def _in_lines(text: str, *, joiner: str) -> tuple[str, bool]:
     """An answer in lines, and whether it was written as a list, or a list of rows, instead."""
     if not text.startswith("["):
         return text, False
@@ -383,19 +378,21 @@ def _in_lines(text: str, *, joiner: str = " ") -> tuple[str, bool]:
     return "\n".join(joiner.join(map(str, row)) for row in rows), True
 
 
-def _rows_of_numbers(answer: str, entry: Entry) -> float:
-    lines, is_list = _in_lines(answer)
-    return (0.1 if is_list else 1.0) * float(lines == entry["answer"].strip())
+def _in_lines_equal(
+    list_score: float, golds: Callable[[Entry], Sequence[str]], joiner: str
+) -> Judge:
+    """1 for one of the golds; less if the answer is a list instead of lines."""
+
+    def judge(answer: str, entry: Entry) -> float:
+        lines, is_list = _in_lines(answer, joiner=joiner)
+        return (list_score if is_list else 1.0) * float(lines in golds(entry))
+
+    return judge
 
 
-def _letters(answer: str, entry: Entry) -> float:
-    line, is_list = _in_lines(answer, joiner="")
-    return (0.1 if is_list else 1.0) * float(line == entry["answer"])
-
-
-def _board(answer: str, entry: Entry) -> float:
-    lines, is_list = _in_lines(answer)
-    return (0.5 if is_list else 1.0) * float(lines in entry["metadata"]["valid_answers"])
+_rows_of_numbers = _in_lines_equal(0.1, lambda entry: [entry["answer"].strip()], " ")
+_letters = _in_lines_equal(0.1, lambda entry: [entry["answer"]], "")
+_board = _in_lines_equal(0.5, lambda entry: entry["metadata"]["valid_answers"], " ")
 
 
 # Moves.
@@ -467,11 +464,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "spell_backward": Rule("text", None, _same_text),
         "word_sorting": Rule("text", None, _same_words),
         # Numbers.
-        "advanced_geometry": Rule("numbers", _coordinates, _geometry),
+        "advanced_geometry": Rule("numbers", _parsed_by(_listed), _geometry),
         "bitwise_arithmetic": Rule("number", None, _integer, False),
         "chain_sum": Rule("number", _one_number, _within("0")),
         "coin_flip": Rule("number or fraction", None, _probability, False),
-        "complex_arithmetic": Rule("complex number", _complex_form, _same_complex),
+        "complex_arithmetic": Rule("complex number", _parsed_by(_complex), _same_complex),
         "decimal_arithmetic": Rule("number", _one_number, _eleven_digits, False),
         "decimal_chain_sum": Rule("number", _one_number, _within("0"), False),
         "fraction_simplification": Rule("fraction", _matching(_FRACTION)),
@@ -479,7 +476,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "kakurasu": Rule("grid of numbers", _lines_matching(r"[01](?: [01])*+")),
         "number_format": Rule("number", _one_number, _nearest_candidate, False),
         "number_sorting": Rule("list of numbers", None, _same_numbers, False),
-        "polynomial_equations": Rule("numbers", _roots_form, _within("5e-5", _roots)),
+        "polynomial_equations": Rule("numbers", _parsed_by(_roots), _within("5e-5", _roots)),
         "pool_matrix": Rule("grid of numbers", None, _same_table, False),
         "power_function": Rule("number", _one_number),
         "prime_factorization": Rule("numbers", _factorization),
