@@ -67,7 +67,7 @@ def test_a_folder_without_the_split_is_named(folder):
 
 
 def test_a_set_that_has_only_training_rows_is_not_evaluated_on():
-    with pytest.raises(ConfigError, match=r"evaluation takes the split 'test', and math has none"):
+    with pytest.raises(ConfigError, match=r"evaluation uses the split 'test', and math has none"):
         open_task("math", split="test")
 
 

@@ -1,12 +1,12 @@
-"""A buffer on disk: one file, JSON for what is small, plain arrays for tokens, no pickle.
+"""A buffer on disk: one file with a JSON header and plain arrays for tokens, no pickle.
 
-    sortedrl-buffer 1            what this is, and the version of the format
+    sortedrl-buffer 1            format name and version
     {"payload_bytes": ...}       the header: one line of JSON
     ...                          the payload: token ids and log-probabilities, little-endian,
                                  in the order in which the header names them
 
-The file is written beside its place and renamed, so an older one stays valid until the new one
-is complete. Log-probabilities come back bit for bit, as 32-bit numbers where they were kept so.
+The file is written to a temporary name and renamed, so an older one stays valid until the new one
+is complete. Log-probabilities are restored bit for bit, as 32-bit numbers if they were stored so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save_buffer(state: BufferState, path: Path) -> None:
 
 
 def load_buffer(path: Path) -> BufferState:
-    """Read a state; `BufferFileError` if the file is not whole or not one of ours."""
+    """Read a state; raises `BufferFileError` if the file is incomplete or not a saved buffer."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -76,7 +76,7 @@ def load_buffer(path: Path) -> BufferState:
         found, expected = len(payload), header["payload_bytes"]
         if found != expected:
             raise BufferFileError(
-                f"{path}: holds {found} bytes of tokens, its header promises {expected}; "
+                f"{path}: holds {found} bytes of tokens, but its header says {expected}; "
                 "it is truncated or damaged, use an older checkpoint"
             )
         if hashlib.sha256(payload).hexdigest() != header["payload_sha256"]:

@@ -1,14 +1,14 @@
-"""Folds a run's events into its numbers, one event at a time.
+"""Computes the metrics of a run from its events, one event at a time.
 
-A meter is a `Record` itself, so a run can be measured without keeping its log.
-Sums only grow; a window (a round, the steady state, the life of a group) is the difference of the
-sums at its two ends.
+A meter is itself a `Record`, so a run can be measured without keeping its log.
+Sums never decrease; a window (a round, the steady state, the life of a group) is the difference
+between the sums at its two ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from sortedrl.core.events import (
     Begin,
@@ -30,7 +30,7 @@ from sortedrl.types import Key
 
 
 def measure(events: Iterable[Event]) -> Metrics:
-    """The numbers of a whole log."""
+    """The metrics of a whole log."""
     meter = Meter()
     for event in events:
         meter(event)
@@ -39,7 +39,7 @@ def measure(events: Iterable[Event]) -> Metrics:
 
 @dataclass(slots=True)
 class _Sums:
-    """What only grows."""
+    """Sums since the start of the run."""
 
     seconds: float = 0.0
     rollout_seconds: float = 0.0
@@ -68,26 +68,10 @@ class _Sums:
         self.trajectory_staleness_sum += trained.staleness_max
 
     def figures(self, *, slots: int, staleness_max: int) -> Figures:
-        """The numbers of a window with these sums."""
-        return Figures(
-            seconds=self.seconds,
-            rollout_seconds=self.rollout_seconds,
-            busy_slot_seconds=self.busy_slot_seconds,
-            outside_slot_seconds=self.outside_slot_seconds,
-            slots=slots,
-            ledger=Ledger(
-                decoded=self.decoded,
-                trained=self.trained,
-                discarded=self.discarded,
-                kept=self.kept,
-                prefilled_again=self.prefilled_again,
-            ),
-            updates=self.updates,
-            trajectories=self.trajectories,
-            staleness_sum=self.staleness_sum,
-            staleness_max=staleness_max,
-            trajectory_staleness_sum=self.trajectory_staleness_sum,
-        )
+        """The metrics of a window with these sums."""
+        sums = asdict(self)
+        ledger = Ledger(**{entry.name: sums.pop(entry.name) for entry in fields(Ledger)})
+        return Figures(**sums, ledger=ledger, slots=slots, staleness_max=staleness_max)
 
 
 @dataclass(slots=True)
@@ -104,7 +88,7 @@ class Meter:
     """Measures one run."""
 
     def __init__(self) -> None:
-        """Nothing measured yet."""
+        """Start with empty sums."""
         self._begin: Begin | None = None
         self._now = 0.0
         self._running = 0
@@ -125,7 +109,7 @@ class Meter:
         self._lengths: list[tuple[Key, int, int]] = []
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         if isinstance(event, HandOver):
             self._enter_round(event.round)
         self._pass_time(event)

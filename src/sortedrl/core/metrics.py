@@ -1,8 +1,12 @@
-"""The numbers we report. `meter` folds a run's events into them.
+"""The metrics of a run, computed by `meter` from its events.
 
 Bubble ratio: idle slot-seconds over all slot-seconds of the rollout phases.
+<<<<<<< HEAD
 Outside bubble: the part of it in which the environment of a conversation was awaited.
 Idle share: the same over the whole run, with updates and hand-overs counted too.
+=======
+Idle share: the same over the whole run, including updates and weight syncs.
+>>>>>>> content
 Throughput: decoded tokens per second of rollout. Goodput: trained tokens per second of rollout.
 Ledger: decoded = trained + discarded + still cached, in every run, or it is a bug.
 Steady state: from the close of the first group to the load of the last one.
@@ -18,14 +22,14 @@ from sortedrl.types import Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Where the tokens went."""
+    """What happened to the decoded tokens."""
 
     decoded: int = 0
     """Written by the engine."""
     trained: int = 0
     """Part of an update."""
     discarded: int = 0
-    """Thrown away: redrawn, too old, or no longer what the policy writes."""
+    """Discarded: redrawn, too old, or no longer what the policy writes."""
     kept: int = 0
     """Reused from the cache at a resume; a token counts once for each resume it survives."""
     prefilled_again: int = 0
@@ -65,7 +69,7 @@ class Figures:
 
     @property
     def idle_share(self) -> float:
-        """Idle share of all slot-seconds, updates and hand-overs included."""
+        """Idle share of all slot-seconds, updates and weight syncs included."""
         return _idle(self.busy_slot_seconds, self.slots * self.seconds)
 
     @property
@@ -80,7 +84,7 @@ class Figures:
 
     @property
     def trained_per_second(self) -> float:
-        """Trained tokens per second of the whole, updates and hand-overs included."""
+        """Trained tokens per second of the whole, updates and weight syncs included."""
         return _ratio(self.ledger.trained, self.seconds)
 
     @property

@@ -226,23 +226,23 @@ class SimulatedEnvironments:
     ) -> None:
         """Nobody is outside."""
         self.limit = limit
-        self._conversations = conversations
+        self.conversations = conversations
         self._clock = clock
         self._outside: dict[Key, tuple[float, Trajectory]] = {}
 
     @property
     def next_reply(self) -> float | None:
         """When the next reply comes; `None` if none does before it is waited for."""
-        if self._conversations.turns.is_lock_step:
+        if self.conversations.turns.is_lock_step:
             return None
         return min((at for at, _ in self._outside.values()), default=None)
 
     def submit(self, trajectory: Trajectory) -> None:
         """Take on a conversation; after its last turn it is complete at once."""
-        is_last = trajectory.num_turns >= self._conversations.num_turns(trajectory)
-        seconds = 0.0 if is_last else self._conversations.seconds_outside(trajectory)
+        is_last = trajectory.num_turns >= self.conversations.num_turns(trajectory)
+        seconds = 0.0 if is_last else self.conversations.seconds_outside(trajectory)
         now = self._clock.seconds()
-        if self._conversations.turns.has_serial_tools:
+        if self.conversations.turns.has_serial_tools:
             now = max([now, *(at for at, _ in self._outside.values())])
         self._outside[trajectory.key] = (now + seconds, trajectory)
 
@@ -253,7 +253,7 @@ class SimulatedEnvironments:
     def collect(self, *, wait: bool) -> Sequence[Trajectory]:
         """Those whose time has come; in lock step all of them, once they are waited for."""
         times = [at for at, _ in self._outside.values()]
-        is_lock_step = self._conversations.turns.is_lock_step
+        is_lock_step = self.conversations.turns.is_lock_step
         if is_lock_step and not wait:
             return ()
         if wait and times:
@@ -264,6 +264,6 @@ class SimulatedEnvironments:
         return [self._replied(self._outside.pop(key)[1]) for _, key in ready]
 
     def _replied(self, trajectory: Trajectory) -> Trajectory:
-        if trajectory.num_turns >= self._conversations.num_turns(trajectory):
+        if trajectory.num_turns >= self.conversations.num_turns(trajectory):
             return replace(trajectory, finish_reason="stop")
-        return replace(trajectory, given=range(self._conversations.num_given(trajectory)))
+        return replace(trajectory, given=range(self.conversations.num_given(trajectory)))

@@ -1,10 +1,10 @@
-"""The simulated engine: it writes no text but takes as long; with trainer, scorer and prompts.
+"""The simulated engine, with simulated trainer, scorer and prompts.
 
 The engine jumps from one finished answer to the next. In between every running answer grows by one
-token per step, so the seconds of any number of steps are a closed form. Its policy is certain of
-itself: the token at position `i` is `i`, with log-probability 0. An answer that diverged from its
-cached tokens under version `v` continues with other tokens, `v * BRANCH + i`, so its tokens say
-where it diverged.
+token per step, so the seconds of any number of steps have a closed form. Its policy is
+deterministic: the token at position `i` is `i`, with log-probability 0. An answer that diverged
+from its cached tokens under version `v` continues with other tokens, `v * BRANCH + i`, so its
+tokens show where it diverged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Work = tuple[Trajectory, float | None]
 
 
 class Zeros(Sequence[float]):
-    """A sequence of zeros that takes no room: the log-probabilities of certain tokens."""
+    """A sequence of zeros that takes no memory: the log-probabilities of simulated tokens."""
 
     __slots__ = ("_length",)
 
@@ -48,7 +48,7 @@ class Zeros(Sequence[float]):
     @overload
     def __getitem__(self, index: slice) -> Zeros: ...
     def __getitem__(self, index: int | slice) -> float | Zeros:
-        """Zero, or fewer zeros."""
+        """Zero, or a shorter sequence of zeros."""
         if isinstance(index, slice):
             return Zeros(len(range(self._length)[index]))
         range(self._length)[index]
@@ -118,11 +118,11 @@ class SimulatedBatch:
         return self._finishes[0][0] - self._steps if self._finishes else 0
 
     def queue(self, works: Sequence[Work]) -> None:
-        """Take on work; what exceeds the slots waits."""
+        """Queue work; what exceeds the slots waits."""
         self._queue.extend(works)
 
     def admit(self) -> int:
-        """Put queued work into free slots; gives the tokens to prefill."""
+        """Move queued work into free slots; returns the number of tokens to prefill."""
         prefilled = 0
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
@@ -160,7 +160,7 @@ class SimulatedBatch:
         return len(trajectory.prompt.tokens) + trajectory.num_given + trajectory.num_tokens
 
     def decode_seconds(self, count: int) -> float:
-        """Seconds of the next steps, if nobody comes or goes."""
+        """Seconds of the next steps, if the running set does not change."""
         running = len(self._running)
         cached = count * self._cached + running * count * (count - 1) // 2
         return (
@@ -169,7 +169,7 @@ class SimulatedBatch:
         )
 
     def decode(self, count: int) -> list[Trajectory]:
-        """Make that many steps, at most to the next finish; gives what is complete then."""
+        """Make that many steps, at most to the next finish; returns what is then complete."""
         self._steps += count
         self._cached += len(self._running) * count
         finished = []
@@ -179,7 +179,7 @@ class SimulatedBatch:
         return finished
 
     def stop(self) -> list[Work]:
-        """Give back everything that is not complete, with its tokens."""
+        """Return everything that is not complete, with its tokens."""
         works: list[Work] = []
         for key in sorted(self._running):
             tolerance = self._running[key].tolerance
@@ -187,7 +187,7 @@ class SimulatedBatch:
         return [*works, *self._emptied()]
 
     def lose(self) -> list[Work]:
-        """Give everything back as it came, and count the lost tokens as decoded."""
+        """Return everything as it was submitted, and count the lost tokens as decoded."""
         works: list[Work] = []
         for key in sorted(self._running):
             running = self._running[key]
@@ -203,9 +203,9 @@ class SimulatedBatch:
         return works
 
     def _verified(self, trajectory: Trajectory) -> int:
-        """How many cached tokens the present weights write too: a geometric prefix.
+        """How many cached tokens the current weights reproduce: a geometric prefix.
 
-        An exponential budget is spent at the mismatch rate for each version a token is old.
+        An exponential budget is spent at the mismatch rate for each version of staleness.
         """
         hazard = -math.log1p(-self._lengths.settings.mismatch_rate)
         budget = -math.log(uniform(trajectory.seed, trajectory.attempt, _VERIFY_KEY, self.version))
@@ -236,7 +236,7 @@ class SimulatedBatch:
         )
 
     def _written(self, running: _Running, decoded: int) -> tuple[Segment, ...]:
-        """The kept segments, and the tokens written since; joined if one goes on as the other."""
+        """The kept segments and the tokens written since; merged if they are contiguous."""
         if not decoded:
             return running.kept
         branch = 0 if running.parting is None else running.parting.version
@@ -249,7 +249,7 @@ class SimulatedBatch:
 
 
 def _parting(trajectory: Trajectory) -> Parting | None:
-    """Where the answer last parted from cached tokens, read off the tokens it has."""
+    """Where the answer last diverged from cached tokens, read from its own tokens."""
     if not trajectory.segments:
         return None
     branch = trajectory.segments[-1].tokens[-1] // BRANCH
@@ -277,16 +277,6 @@ def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:
     return replace(trajectory, segments=tuple(kept))
 
 
-__all__ = [
-    "BRANCH",
-    "SimulatedEngine",
-    "SimulatedPrompts",
-    "SimulatedScorer",
-    "SimulatedTrainer",
-    "Zeros",
-]
-
-
 class SimulatedEngine:
     """Continuous batching on a virtual clock."""
 
@@ -311,7 +301,7 @@ class SimulatedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights it writes with."""
+        """Version of the weights in use."""
         return self._batch.version
 
     @version.setter
@@ -319,7 +309,7 @@ class SimulatedEngine:
         self._batch.version = version
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work; what exceeds the slots queues."""
+        """Submit work; what exceeds the slots is queued."""
         self._batch.queue([(trajectory, tolerance) for trajectory in trajectories])
 
     def step(self) -> Step:
@@ -327,39 +317,39 @@ class SimulatedEngine:
         batch = self._batch
         prefilled = batch.admit()
         count, running = batch.steps_to_finish, batch.num_running
-        self._clock.advance(prefilled * self._costs.prefill_token_seconds)
-        count = self._steps_until(count)
-        self._clock.advance(batch.decode_seconds(count))
+        prefill_seconds = prefilled * self._costs.prefill_token_seconds
+        count = self._steps_until(count, self._clock.seconds() + prefill_seconds)
+        self._clock.advance(prefill_seconds + batch.decode_seconds(count))
         return Step(
             finished=tuple(batch.decode(count)),
             decoded_tokens=running * count,
             prefilled_tokens=prefilled,
         )
 
-    def _steps_until(self, count: int) -> int:
+    def _steps_until(self, count: int, now: float) -> int:
         """The fewest steps that reach the time to stop at; `count` at most, 1 at least."""
         until = self._until()
         if until is None or count <= 1:
             return count
-        seconds = until - self._clock.seconds()
+        seconds = until - now
         return 1 + bisect_left(
             range(1, count), seconds, key=lambda steps: self._batch.decode_seconds(steps)
         )
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back everything that is not complete."""
+        """Stop, and return everything that is not complete."""
         self._clock.advance(self._costs.interrupt_seconds)
         return [trajectory for trajectory, _ in self._batch.stop()]
 
     def load_weights(self, weights: Weights) -> None:
-        """Take over the version; the rest is time."""
+        """Set the version and advance the clock by a weight sync."""
         assert not self._batch.num_running, "weights change only while nothing runs"
-        self._clock.advance(self._costs.hand_over_seconds)
+        self._clock.advance(self._costs.weight_sync_seconds)
         self.version = weights.version
 
 
 class SimulatedTrainer:
-    """Counts versions and lets time pass."""
+    """Counts versions and advances the clock."""
 
     def __init__(self, *, costs: Costs, clock: VirtualClock) -> None:
         """At version 0."""
@@ -368,18 +358,18 @@ class SimulatedTrainer:
         self._clock = clock
 
     def update(self, batch: TrainBatch) -> None:
-        """One update's worth of seconds."""
+        """Advance the clock by one update."""
         tokens = batch.num_tokens * self._costs.update_token_seconds
         self._clock.advance(self._costs.update_seconds + tokens)
         self.version += 1
 
     def weights(self) -> Weights:
-        """Nothing but a version."""
+        """The version, without tensors."""
         return Weights(self.version)
 
 
 class SimulatedScorer:
-    """Gives no reward and takes no time."""
+    """Gives no rewards and takes no time."""
 
     def submit(self, trajectory: Trajectory) -> None:
         """Nothing to do."""
@@ -388,7 +378,7 @@ class SimulatedScorer:
         """Nothing to do."""
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """As they came."""
+        """The trajectories unchanged."""
         return trajectories
 
 
