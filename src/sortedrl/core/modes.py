@@ -52,8 +52,9 @@ class OnPolicy:
         return replace(_emptied(trajectory), attempt=trajectory.attempt + 1)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited."""
-        return trajectory
+        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        renewed = self.renewed(trajectory, version=version)
+        return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ class Redraw:
         return None if _age(trajectory, version) == 0 else _emptied(trajectory)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited."""
-        return trajectory
+        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        renewed = self.renewed(trajectory, version=version)
+        return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
