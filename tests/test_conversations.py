@@ -198,7 +198,7 @@ def test_conversations_are_replayed_from_a_log(tmp_path):
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
     log = tmp_path / "conversations.jsonl"
     log.write_text('{"turns": [{"tokens": 1, "seconds": 1, "given": 1}]}\n' + line + "\n")
-    with pytest.raises(DataError, match=r"conversations\.jsonl, line 2"):
+    with pytest.raises(DataError, match=r"conversations\.jsonl:2"):
         read_conversations(log)
 
 
