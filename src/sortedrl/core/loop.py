@@ -88,8 +88,9 @@ class Loop:
         self.journal.resumed(self.trainer.version)
         for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
             self.scorer.submit(ready)
-        for paused in self.buffer.outside() if self.environments is not None else ():
-            self.environments.submit(paused)
+        if self.environments is not None:
+            for paused in self.buffer.outside():
+                self.environments.submit(paused)
         # Without these, a round ends with its first batch; what is still ready waits for the next.
         if self.overlap is not None or self.controller.schedule.splits_rollouts:
             self.scheduler.cut_batches()

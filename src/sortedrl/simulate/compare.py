@@ -235,8 +235,10 @@ def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> It
 def agent_variants(simulation: Simulation) -> Iterator[tuple[str, Simulation]]:
     """The ways to give slots to conversations, each with its name, from lock step to turns."""
     conversations, schedule = simulation.conversations, simulation.schedule
-    plain = {"lookahead": 0, "tolerance": None, "max_staleness": None}
-    sync = replace(schedule, strategy="sync", mode="on_policy", **plain)
+    ours = replace(
+        schedule, strategy="sorted", mode="partial", lookahead=0, tolerance=None, max_staleness=None
+    )
+    sync = replace(ours, strategy="sync", mode="on_policy")
     per_trajectory = replace(conversations, max_open=simulation.engine.slots)
     serial = replace(conversations, is_lock_step=True, has_serial_tools=True)
     together = replace(conversations, is_lock_step=True)
@@ -246,12 +248,11 @@ def agent_variants(simulation: Simulation) -> Iterator[tuple[str, Simulation]]:
         "slot per trajectory, sync",
         replace(simulation, schedule=sync, conversations=per_trajectory),
     )
-    for mode in ("partial", "coupled"):
-        chosen = replace(schedule, strategy="sorted", mode=mode, **plain)
+    for chosen in (ours, replace(ours, mode="coupled")):
         for name, turns in (("trajectory", per_trajectory), ("turn", conversations)):
             yield (
                 f"slot per {name}, {chosen.name}",
                 replace(simulation, schedule=chosen, conversations=turns),
             )
-    ahead = replace(schedule, strategy="sorted", mode="partial", **(plain | {"lookahead": 1}))
+    ahead = replace(ours, lookahead=1)
     yield f"slot per turn, {ahead.name}", replace(simulation, schedule=ahead)
