@@ -35,6 +35,7 @@ RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
         "cluster.patience_seconds": "cluster.worker_timeout_seconds",
         "cluster.most_rollout_workers": "cluster.max_rollout_workers",
         "rollout.hand_over": "rollout.weight_sync_folder",
+        "costs.hand_over_seconds": "costs.weight_sync_seconds",
     }
 )
 """Keys and sections of older versions, and what they are called now.

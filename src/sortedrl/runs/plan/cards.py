@@ -83,7 +83,7 @@ class Card:
         bandwidth = _HOST_BANDWIDTH if cluster.offload else devices * self.bandwidth
         return replace(
             rollout,
-            hand_over_seconds=rollout.hand_over_seconds if cluster.is_used else 0.0,
+            weight_sync_seconds=rollout.weight_sync_seconds if cluster.is_used else 0.0,
             update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
             update_token_seconds=update.update_token_seconds,
         )
