@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -305,7 +305,7 @@ def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
     until, used = monotonic() + quiet_seconds, 0.0
     while True:
         try:
-            return cast("WorkerInfo", ray.get(starting.info, timeout=_LOOK_SECONDS))
+            return ray.get(starting.info, timeout=_LOOK_SECONDS)
         except GetTimeoutError:
             with suppress(GetTimeoutError):
                 call = starting.actor.cpu_seconds.options(concurrency_group=BESIDE).remote()
