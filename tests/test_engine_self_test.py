@@ -12,16 +12,7 @@ import pytest
 import torch
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.self_test.checks import (
-    MAX_TOKENS,
-    SelfTestFailed,
-    check,
-    check_as_it_is,
-    made_pair,
-    write_model,
-)
-from sortedrl.engines.self_test.opening import opened, served_vocabulary
-from sortedrl.engines.self_test.process import (
+from sortedrl.engines.self_test.launcher import (
     STAGE,
     Verdict,
     from_line,
@@ -29,6 +20,15 @@ from sortedrl.engines.self_test.process import (
     to_line,
     watched,
 )
+from sortedrl.engines.self_test.scenario import (
+    MAX_TOKENS,
+    NonConforming,
+    check,
+    check_as_it_is,
+    made_pair,
+    write_model,
+)
+from sortedrl.engines.self_test.tiny_engines import opened, served_vocabulary
 from sortedrl.errors import EngineError
 from sortedrl.types import Segment, Weights
 
@@ -69,13 +69,8 @@ class Sound:
     def version(self):
         return self.engine.version
 
-    def submit(self, trajectories, *, tolerance):
-        self.engine.submit(trajectories, tolerance=tolerance)
-
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        self.engine.submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        self.engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self):
         return self.engine.step()
@@ -106,11 +101,9 @@ def shifted(trajectory, *, by):
 class ShiftsGreedyLogprobs(Sound):
     is_greedy = False
 
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        self.is_greedy = True
-        super().submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        self.is_greedy = sampling is not None
+        super().submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self):
         step = super().step()
@@ -198,21 +191,21 @@ class CountsTooMuch(Sound):
 
 
 class IsNeverGreedy(Sound):
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        warm = Sampling(temperature=1.0)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=warm, max_tokens=max_tokens)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        warm = None if sampling is None else replace(sampling, temperature=1.0)
+        super().submit(trajectories, tolerance=tolerance, sampling=warm)
 
 
 class IgnoresTheTemperature(Sound):
-    def submit(self, trajectories, *, tolerance):
-        warm = Sampling(temperature=1.0)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=warm, max_tokens=MAX_TOKENS)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        warm = Sampling(temperature=1.0, max_tokens=MAX_TOKENS) if sampling is None else sampling
+        super().submit(trajectories, tolerance=tolerance, sampling=warm)
 
 
 class IgnoresTheLimit(Sound):
-    def submit(self, trajectories, *, tolerance):
-        sampling = Sampling(temperature=0.8)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=sampling, max_tokens=40)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        short = Sampling(temperature=0.8, max_tokens=40) if sampling is None else sampling
+        super().submit(trajectories, tolerance=tolerance, sampling=short)
 
 
 def test_the_native_engine_passes(models, folder):
@@ -234,21 +227,21 @@ def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(mo
         (ShiftsLogprobs, "nats off a plain forward pass at temperature 0.8"),
         (ShiftsGreedyLogprobs, "nats off those of temperature 1"),
         (IgnoresTheTemperature, "nats off a plain forward pass at temperature 0.8"),
-        (KeepsOldWeights, "it writes with other weights"),
-        (KeepsOldVersion, "must have version 1, it says 0"),
+        (KeepsOldWeights, "it uses other weights"),
+        (KeepsOldVersion, "must report version 1, got 0"),
         (LosesAnAnswer, "it lost"),
         (LosesAnInterruptedAnswer, "1 answers did not come back from an interruption"),
-        (LosesTokensWhenInterrupted, "gave back no answer that was begun and not complete"),
+        (LosesTokensWhenInterrupted, "never gave back an answer that was begun and not complete"),
         (GivesAnAnswerTwice, "came back twice"),
-        (ForgetsWhatWasWritten, "others when resumed"),
-        (StampsTheNewestVersion, "a version that did not write them"),
+        (ForgetsWhatWasWritten, "tokens when it was resumed"),
+        (StampsTheNewestVersion, "with the version of other weights"),
         (CountsTooMuch, f"tokens, but its answers have {8 * MAX_TOKENS}"),
-        (IsNeverGreedy, "finds likeliest"),
+        (IsNeverGreedy, "must write the most likely token"),
         (IgnoresTheLimit, f"must end at {MAX_TOKENS} tokens, it ended at 40"),
     ],
 )
 def test_an_engine_that_breaks_a_promise_fails_with_the_reason(kind, said, models, folder):
-    with pytest.raises(SelfTestFailed) as failure:
+    with pytest.raises(NonConforming) as failure:
         checked(kind(opened("native", folder, **CPU)), models)
     assert said in str(failure.value)
     assert "\n" not in str(failure.value)
@@ -268,7 +261,7 @@ def test_a_server_is_tried_without_touching_its_weights(models, folder):
 @pytest.mark.parametrize("kind", [LosesAnAnswer, GivesAnAnswerTwice, ForgetsWhatWasWritten])
 def test_a_server_can_fail_too(kind, models, folder):
     engine = kind(opened("native", folder, **CPU))
-    with pytest.raises(SelfTestFailed):
+    with pytest.raises(NonConforming):
         check_as_it_is(engine, vocabulary=models.vocabulary, stage=silent)
 
 

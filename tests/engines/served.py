@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sortedrl.engines.vllm.worker import RECEIVER
+from sortedrl.engines.vllm.worker_extension import RECEIVER
 
 START_SECONDS = 400
 SGL_KERNEL_STUB = Path(__file__).parent / "sgl_kernel_stub"

@@ -4,24 +4,24 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from conformance import (
+from served import SGL_KERNEL_STUB, sglang_servers
+
+from sortedrl.engines.conformance import (
     CONTEXT,
+    LAWS,
     SLOTS,
     STOPS,
     TEMPERATURE,
     VOCABULARY,
-    World,
-    each_law,
-    holds,
+    EngineUnderTest,
+    check,
     limit_of,
-    model,
+    reference_model,
 )
-from served import SGL_KERNEL_STUB, sglang_servers
-
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.sglang.process import SglangProcess
-from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.sglang.sglang_process import SglangProcess
+from sortedrl.engines.sglang.sglang_server import SglangServer
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
 pytestmark = [
     pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang, in a venv of its own"),
@@ -41,7 +41,7 @@ def streamed(opening):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang-model")
-    model().save_pretrained(folder)
+    reference_model().save_pretrained(folder)
     return folder
 
 
@@ -68,7 +68,7 @@ def process(folder, _):
             options={},
         )
 
-    world = World(opening=lambda: streamed(opening))
+    world = EngineUnderTest(opening=lambda: streamed(opening))
     yield world
     world.close()
 
@@ -86,12 +86,12 @@ def server(folder, hand_over):
                 hand_over=hand_over,
             )
 
-        world = World(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
+        world = EngineUnderTest(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
         yield world
         world.close()
         assert one.process.poll() is None, "a server lives on"
 
 
-@each_law
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_every_engine_keeps_the_law(law, world):
-    holds(law, world)
+    check(law, world)

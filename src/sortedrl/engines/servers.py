@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sortedrl.engines.sglang.server import SglangServer
+from sortedrl.engines.sglang.sglang_server import SglangServer
 from sortedrl.engines.streaming.backend import Backend
-from sortedrl.engines.streaming.http import Refused, Server
-from sortedrl.engines.vllm.server import VllmServer
+from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 
 

@@ -3,16 +3,18 @@
 `plain_logprobs` is what a model computes on its own, one text in one pass without a cache: every
 engine is compared with it.
 
-Axes: T positions of a text, V vocabulary.
+Axes: T positions of a text, V vocabulary, R rows, H query heads, K key/value heads, D head
+dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from sortedrl.errors import ModelError
 
@@ -35,24 +37,66 @@ def refuse_foreign_attention(model: PreTrainedModel, *, instead: str) -> None:
             )
 
 
-def checked_scale(
-    module: nn.Module,
-    query: Tensor,
+class AttentionInputs(NamedTuple):
+    """What transformers gives to the attention of one layer."""
+
+    module: nn.Module
+    q_1HRD: Tensor
+    k_1KRD: Tensor
+    v_1KRD: Tensor
+    scale: float
+    """Scores are multiplied by it."""
+    window: int | None
+    """Keys that a query sees at most; `None` for all."""
+
+    @property
+    def layer(self) -> int:
+        """The number of the layer."""
+        layer = self.module.layer_idx
+        assert isinstance(layer, int), "transformers numbers its attention layers"
+        return layer
+
+
+def register_attention(
+    name: str,
+    attend: Callable[[AttentionInputs, Any], Tensor],
     *,
-    value: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    argument: str,
     instead: str,
-) -> float:
-    """What scores are multiplied by; refuses an attention that is more than a softmax of them."""
-    if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
-        raise ModelError(
-            f"{type(module).__name__} uses an attention that is not ours (capped scores, sinks or "
-            f"values of another size than the keys); {instead}"
-        )
-    size: int = query.shape[-1]
-    return size**-0.5 if scaling is None else scaling
+) -> None:
+    """Register an attention with transformers, under a name for `_attn_implementation`.
+
+    `attend` is given what the model was called with under the keyword `argument`, and returns the
+    output as `[1, R, H, D]`. No mask is registered under the name, so transformers makes none. An
+    attention that is more than a softmax of scaled scores is refused; `instead` says what to do.
+    """
+
+    @torch.compiler.disable
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **keywords: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, None]:
+        if softcap is not None or s_aux is not None or query.shape[-1] != value.shape[-1]:
+            raise ModelError(
+                f"{type(module).__name__} uses an attention that is not supported (capped scores, "
+                f"sinks or values of another size than the keys); {instead}"
+            )
+        if argument not in keywords:
+            raise TypeError(f"{type(module).__name__} does not pass {argument} to its attention")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        inputs = AttentionInputs(module, query, key, value, scale, sliding_window)
+        return attend(inputs, keywords[argument]), None
+
+    AttentionInterface.register(name, attention)
 
 
 def plain_logprobs(
@@ -67,6 +111,11 @@ def plain_logprobs(
     logprobs_TV = (logits_TV / temperature).log_softmax(-1)
     written_T = torch.tensor(list(tokens[after:]))
     return logprobs_TV.gather(-1, written_T[:, None])[:, 0]
+
+
+def best_logprobs(model: PreTrainedModel, tokens: Sequence[int], *, after: int) -> Tensor:
+    """The log-probability of the most likely token at each position from `after` on."""
+    return _logits(model, tokens)[after - 1 : -1].log_softmax(-1).max(-1).values
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

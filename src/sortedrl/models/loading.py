@@ -12,12 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sortedrl.errors import ModelError
+from sortedrl.errors import DataError, ModelError
 from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from torch import Tensor
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
     from transformers.utils.logging import (
         disable_progress_bar,
@@ -113,6 +116,20 @@ def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end an answer of a model."""
     stop: int | list[int] | None = model.generation_config.eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, or of every `.safetensors` file of a folder."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(path, "holds no .safetensors file")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise DataError(file, f"is not a readable safetensors file: {error}") from error
+    return tensors
 
 
 def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,7 +4,7 @@ engine             submit, step, interrupt, load_weights
 request            one trajectory while it is generated
 planner            requests -> the rows of the next pass
 cache              the blocks of the KV cache, and how many there are
-driver             the Hugging Face module, used as it is
+hf_model             the Hugging Face module, used as it is
 cpu, cuda          rows -> tokens, on their device
 products           matrix products with the same bits in any batch
 attention_kernels  Triton: write keys and values, attend to them
@@ -15,7 +15,7 @@ weights            checks new weights and copies them in
 """
 
 try:
-    from sortedrl.engines.native.engine import NativeEngine
+    from sortedrl.engines.native.native_engine import NativeEngine
     from sortedrl.engines.sampling import Sampling
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

@@ -14,8 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Draw, Filter
+from sortedrl.engines.native.native_request import Request
+from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters
 
 BUFFERS = 3
 """One being written, one travelling, one to spare."""
@@ -40,8 +40,8 @@ class SlotState:
 
     def update(self, slot: int, request: Request) -> None:
         """Notice a request that is new in its slot, or has new blocks."""
-        if self._admissions[slot] != request.age:
-            self._admissions[slot] = request.age
+        if self._admissions[slot] != request.admission:
+            self._admissions[slot] = request.admission
             self._num_blocks[slot] = 0
             sampling = request.sampling
             inverse = 1 / sampling.temperature if sampling.temperature else 0.0
@@ -66,17 +66,17 @@ class SlotState:
 
     def facts(
         self, slots_Q: Tensor, *, positions_Q: Tensor, expected_Q: Tensor
-    ) -> tuple[Draw, Filter]:
+    ) -> tuple[SamplerInputs, TokenFilters]:
         """What the choice needs to know of rows at these positions in these slots."""
         facts_Q6 = self._facts.device[slots_Q]
         numbers_Q3 = facts_Q6[:, 3:].to(torch.int32).view(torch.float32)
-        draw = Draw(
+        draw = SamplerInputs(
             streams_Q=facts_Q6[:, 0].contiguous(),
             positions_Q=(positions_Q + 1 - facts_Q6[:, 1]).to(torch.int32),
             inverse_temperatures_Q=numbers_Q3[:, 0].contiguous(),
             expected_Q=expected_Q,
         )
-        return draw, Filter(facts_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
+        return draw, TokenFilters(facts_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
 
 
 class Mirror:

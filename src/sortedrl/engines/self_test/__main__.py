@@ -20,15 +20,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from sortedrl.engines.installed import KINDS, Kind
-from sortedrl.engines.self_test.checks import Figures, check, check_as_it_is, made_pair, write_model
-from sortedrl.engines.self_test.opening import (
+from sortedrl.engines.self_test.launcher import STAGE, Verdict, to_line
+from sortedrl.engines.self_test.scenario import (
+    Figures,
+    check,
+    check_as_it_is,
+    made_pair,
+    write_model,
+)
+from sortedrl.engines.self_test.tiny_engines import (
     opened,
     opened_at,
     served_vocabulary,
     usual_device,
     usual_dtype,
 )
-from sortedrl.engines.self_test.process import STAGE, Verdict, to_line
 from sortedrl.errors import SortedRLError
 
 if TYPE_CHECKING:

@@ -11,76 +11,44 @@ Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sortedrl.core.randomness import mix
 from sortedrl.errors import ModelError
-from sortedrl.models.attention import checked_scale, plain_logprobs, refuse_foreign_attention
+from sortedrl.models.attention import (
+    AttentionInputs,
+    plain_logprobs,
+    refuse_foreign_attention,
+    register_attention,
+)
 from sortedrl.types import Prompt, Segment, Trajectory
 
 _NAME = "sortedrl"
 _INSTEAD = "use the vLLM or SGLang engine for this model"
 
 
-class Pages(Protocol):
+class PagedAttention(Protocol):
     """The cache as one forward pass sees it."""
 
-    def attend(
-        self,
-        layer: int,
-        q_1HRD: Tensor,
-        k_1KRD: Tensor,
-        v_1KRD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Write the new keys and values, then give what each row reads, as `[1, R, H, D]`."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Write the new keys and values, then return the attention output, `[1, R, H, D]`."""
 
 
-@torch.compiler.disable
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    pages: Pages,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """The engine's attention, as transformers calls it."""
-    scale = checked_scale(
-        module,
-        query,
-        value=value,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        instead=_INSTEAD,
-    )
-    layer = module.layer_idx
-    assert isinstance(layer, int), "transformers numbers its attention layers"
-    return pages.attend(layer, query, key, value, scale=scale, window=sliding_window), None
+def _attend(inputs: AttentionInputs, attention: Any) -> Tensor:  # noqa: ANN401
+    return cast(PagedAttention, attention).attend(inputs)
 
 
-# No mask is registered under this name, so transformers makes none: the cache knows which keys a
-# row may see.
-AttentionInterface.register(_NAME, _attend)
+register_attention(_NAME, _attend, argument="paged_attention", instead=_INSTEAD)
 
 
-class Driver:
+class HFModel:
     """Forward passes of a model for the engine."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -133,7 +101,7 @@ class Driver:
                 self.replaced[layer] = partial(compiled[kind], layer)
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
         """The module with the engine's attention and linear layers; as it was, afterwards."""
         before = self.config._attn_implementation
         training = [module for module in self._modules if module.training]
@@ -155,15 +123,15 @@ class Driver:
                 module.training = True
 
     def forward(
-        self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, pages: Pages
+        self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, attention: PagedAttention
     ) -> Tensor:
-        """The logits of the rows in `keep_Q`; call it while driving and without gradients."""
+        """The logits of the rows in `keep_Q`; call it while patched and without gradients."""
         output: Any = self.model(
             input_ids=tokens_R[None],
             position_ids=positions_R[None],
             use_cache=False,
             logits_to_keep=keep_Q,
-            pages=pages,
+            paged_attention=attention,
         )
         logits_QV: Tensor = output.logits[0]
         return logits_QV.float()
@@ -206,14 +174,47 @@ def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
     return Trajectory(prompt=prompt, sample_index=0, group=0, seed=0, segments=(cached,))
 
 
-def refuse_other_numbers(model: PreTrainedModel, read: Trajectory) -> None:
-    """Refuse a model whose own log-probabilities of the probe are not those the engine read."""
-    tokens = [*read.prompt.tokens, *read.tokens]
-    plain_T = plain_logprobs(model, tokens, after=len(read.prompt.tokens))
-    gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()
+def refuse_other_logprobs(
+    model: PreTrainedModel, known: Trajectory, logprobs: Sequence[float]
+) -> None:
+    """Refuse a model whose plain forward pass gives other log-probabilities than the engine."""
+    tokens = [*known.prompt.tokens, *known.tokens]
+    plain_T = plain_logprobs(model, tokens, after=len(known.prompt.tokens))
+    gap = (plain_T - torch.tensor(logprobs)).abs().mean().item()
     if not gap <= _GAPS[model.dtype]:
         raise ModelError(
             f"{type(model).__name__} computes something else in the native engine than on its "
             f"own (log-probabilities differ by {gap:.2g} on average): its attention has a part "
             "the engine does not know; use the vLLM or SGLang engine for this model"
         )
+
+
+def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensor for each parameter of a model; raises `ModelError` if a name or shape differs."""
+    own = dict(model.named_parameters())
+    tied = model.state_dict().keys() - own.keys()
+    missing = sorted(own.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - own.keys() - tied)
+    if missing or unknown:
+        raise ModelError(
+            "the weights must be those of this model; "
+            f"missing: {', '.join(missing[:3]) or 'none'}; "
+            f"unknown: {', '.join(unknown[:3]) or 'none'}"
+        )
+    fitting = {}
+    for name, parameter in own.items():
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != parameter.shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            shape = tuple(parameter.shape)
+            raise ModelError(f"{name} must be a tensor of shape {shape}, got {got}")
+        fitting[name] = tensor
+    return fitting
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
+    """Copy named tensors into a model's parameters; nothing is copied unless all of them fit."""
+    fitting = checked_weights(model, tensors)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(fitting[name])

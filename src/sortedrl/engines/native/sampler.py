@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sortedrl.engines.native.noise import exponential, row_keys, words
+from sortedrl.engines.native.noise import exponential, random_bits, row_keys
 
 _NOTHING_EXPECTED = -1
 _CACHED_NUMBERS = 1 << 16
 
 
-class Draw(NamedTuple):
+class SamplerInputs(NamedTuple):
     """What a choice needs to know of its rows, one entry per row."""
 
     streams_Q: Tensor
@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class TokenFilters:
     """Which tokens each row may choose from."""
 
     top_k_Q: Tensor
@@ -39,7 +39,7 @@ class Filter:
     min_p_Q: Tensor
 
 
-class Choice(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The tokens chosen, and how the expected ones compare.
 
     `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SampledTokens:
     """A choice as the host reads it."""
 
     tokens: list[int]
@@ -63,7 +63,7 @@ class Outcome:
     expected_logprobs: list[float]
 
 
-def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
+def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor:
     """The least logit a token must have to be chosen: top-k first, then top-p, then min-p."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     sorted_QV, _ = (logits_QV * inverse_Q1).sort(dim=-1, descending=True)
@@ -81,7 +81,9 @@ def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
     return torch.where(draw.inverse_temperatures_Q > 0, lowest_Q, -math.inf)
 
 
-def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> Choice:
+def choose(
+    logits_QV: Tensor, draw: SamplerInputs, *, floors_Q: Tensor | None = None
+) -> SamplerOutput:
     """Choose by an exponential race, which is the Gumbel argmax with one logarithm less.
 
     `exp(logit) / exponential noise` is the exponential of `logit + Gumbel noise`, so the largest
@@ -91,17 +93,17 @@ def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> 
     parts = [
         _choose_few(
             logits_QV[start : start + size],
-            Draw(*(tensor[start : start + size] for tensor in draw)),
+            SamplerInputs(*(tensor[start : start + size] for tensor in draw)),
             floors_Q[start : start + size] if floors_Q is not None else None,
         )
         for start in range(0, logits_QV.shape[0], size)
     ]
     if not parts:
         return _choose_few(logits_QV, draw, floors_Q)
-    return Choice(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return SamplerOutput(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choice:
+def _choose_few(logits_QV: Tensor, draw: SamplerInputs, floors_Q: Tensor | None) -> SamplerOutput:
     """The choice for rows so few that their numbers stay in the processor's cache."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     is_greedy_Q1 = inverse_Q1 == 0
@@ -110,7 +112,9 @@ def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choic
     race_QV = (scaled_QV - best_Q1).exp_()
     totals_Q = race_QV.sum(-1)
     keys_Q = row_keys(draw.streams_Q, draw.positions_Q)
-    noise_QV = exponential(words(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device)))
+    noise_QV = exponential(
+        random_bits(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device))
+    )
     race_QV /= noise_QV.masked_fill_(is_greedy_Q1, 1.0)
     if floors_Q is not None:
         race_QV.masked_fill_(logits_QV < floors_Q[:, None], 0.0)
@@ -122,7 +126,7 @@ def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choic
         return (scaled_QV.gather(-1, tokens_Q1) - best_Q1)[:, 0] - totals_Q.log()
 
     gaps_Q1 = race_QV.gather(-1, winners_Q1).log() - race_QV.gather(-1, expected_Q1).log()
-    return Choice(
+    return SamplerOutput(
         tokens_Q=winners_Q1[:, 0],
         logprobs_Q=logprobs(winners_Q1),
         gaps_Q=gaps_Q1[:, 0],

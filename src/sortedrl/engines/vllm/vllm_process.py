@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import VLLM
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.weights import named_tensors, write_weights
-from sortedrl.engines.vllm.worker import RECEIVER, addresses
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.weight_files import export_weights, named_tensors
+from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 
@@ -51,14 +51,14 @@ class VllmProcess:
     def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
         """Take over an engine that runs; see `opened`."""
         self.name = name
-        self.limits = Limits(
+        self.limits = BackendLimits(
             slots=slots,
             context=engine.model_config.max_model_len,
             vocabulary=engine.model_config.get_vocab_size(),
         )
         self._open_engine: AsyncLLM | None = engine
         self._written: set[str] = set()
-        self._broken_off_early: set[str] = set()
+        self._aborted_early: set[str] = set()
         self._folder: Path | None = None
 
     @classmethod
@@ -96,49 +96,49 @@ class VllmProcess:
             ours["gpu_memory_utilization"] = memory_share
         name = f"vLLM {version}"
         backend = cls(_started(ours, options or {}, name=name), name=name, slots=slots)
-        # It asks the child once, and would let go of the loop in the middle of the first ask.
+        # It asks the child once, and would let go of the loop in the middle of the first request.
         await backend._answered(backend._engine.get_supported_tasks())
         return backend
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the engine is gone."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if ask.id in self._broken_off_early:
-            self._broken_off_early.discard(ask.id)
-            yield Piece(tokens=(), logprobs=(), end="abort")
+        if request.id in self._aborted_early:
+            self._aborted_early.discard(request.id)
+            yield Delta(tokens=(), logprobs=(), end="abort")
             return
-        self._written.add(ask.id)
+        self._written.add(request.id)
         outputs = self._engine.generate(
-            tokens_input(list(ask.tokens)),
-            _sampling_params(ask),
-            ask.id,
-            priority=ask.priority,
+            tokens_input(list(request.tokens)),
+            _sampling_params(request),
+            request.id,
+            priority=request.priority,
         )
         try:
             async for output in outputs:
-                yield _piece(output)
+                yield _delta(output)
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._lost() from error
         finally:
-            self._written.discard(ask.id)
+            self._written.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Break these answers off; each stream ends with what it had."""
-        self._broken_off_early |= set(ids) - self._written
+        self._aborted_early |= set(ids) - self._written
         known = [id for id in ids if id in self._written]
         await self._answered(self._engine.abort(known))
 
     async def load_weights(self, weights: Weights) -> None:
         """Write with these weights from now on, and forget every cached prefix."""
         # Nothing is being written, so these are answers that had ended before.
-        self._broken_off_early.clear()
+        self._aborted_early.clear()
         tensors = named_tensors(weights)
         if all(tensor.is_cuda for tensor in tensors.values()):
             await self._call_workers("receive_weights", {"given": addresses(tensors)})
         else:
-            folder = write_weights(weights, self._hand_over_folder(tensors))
+            folder = export_weights(weights, self._hand_over_folder(tensors))
             await self._call_workers("read_weights", {"folder": str(folder)})
         for _ in range(_FORGET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
@@ -222,18 +222,18 @@ def _check_options(
             raise EngineError(unknown_name("option of vLLM", option, sorted(known)))
 
 
-def _sampling_params(ask: Ask) -> SamplingParams:
+def _sampling_params(request: GenerationRequest) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = ask.sampling
+    sampling = request.sampling
     return SamplingParams(
-        max_tokens=ask.max_tokens,
+        max_tokens=request.max_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        stop_token_ids=sorted(ask.stop_tokens),
+        stop_token_ids=sorted(request.stop_tokens),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
@@ -242,18 +242,18 @@ def _sampling_params(ask: Ask) -> SamplingParams:
     )
 
 
-def _piece(output: Any) -> Piece:  # noqa: ANN401
+def _delta(output: Any) -> Delta:  # noqa: ANN401
     (completion,) = output.outputs
     tokens = list(completion.token_ids)
     # The last output of an answer that is broken off may repeat all log-probabilities behind
     # those of its own tokens.
     logprobs = completion.logprobs.logprobs[: len(tokens)]
     assert len(logprobs) == len(tokens), "every token has one log-probability"
-    return Piece(
+    return Delta(
         tokens=tokens,
         logprobs=logprobs,
         end=completion.finish_reason,
-        reused_tokens=output.num_cached_tokens or 0,
+        num_cached_tokens=output.num_cached_tokens or 0,
     )
 
 

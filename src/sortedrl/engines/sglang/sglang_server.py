@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import SGLANG
-from sortedrl.engines.sglang.request import HIGH_FIRST, LOW_FIRST, NO_ORDER, Answer, server_context
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.http import Refused, Server
-from sortedrl.engines.streaming.weights import remove_weights, write_weights
+from sortedrl.engines.sglang.sglang_request import (
+    HIGH_FIRST,
+    LOW_FIRST,
+    NO_ORDER,
+    SglangStream,
+    server_context,
+)
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -35,7 +41,7 @@ class Verdict:
     """What a server that passed is."""
 
     version: str
-    limits: Limits
+    limits: BackendLimits
     priority_sign: int
 
 
@@ -74,7 +80,7 @@ class Trial:
         sign = LOW_FIRST if has_low_first else HIGH_FIRST
         return Verdict(
             version=version,
-            limits=Limits(
+            limits=BackendLimits(
                 slots=self._slots_of(info), context=self._context, vocabulary=self._vocabulary
             ),
             priority_sign=sign if info.get("enable_priority_scheduling") else NO_ORDER,
@@ -203,7 +209,7 @@ class SglangServer:
         self._verdict = verdict
         self._hand_over = hand_over
         self._request_ids: dict[str, str] = {}
-        self._broken_off: set[str] = set()
+        self._aborted: set[str] = set()
 
     @classmethod
     async def opened(
@@ -238,27 +244,27 @@ class SglangServer:
         return f"SGLang {self._verdict.version} at {self._server.url}"
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> BackendLimits:
         """What it can be asked for."""
         return self._verdict.limits
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the server is gone."""
-        answer = Answer(ask, priority_sign=self._verdict.priority_sign)
+        state = SglangStream(request, priority_sign=self._verdict.priority_sign)
         try:
-            while not answer.is_over:
-                if ask.id in self._broken_off:
-                    yield Piece(tokens=(), logprobs=(), end="abort")
+            while not state.is_over:
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                request = answer.next_request()
-                self._request_ids[ask.id] = answer.request_id
-                async for event in self._server.events("/generate", request):
-                    yield answer.piece(event)
-                if answer.is_broken:
-                    raise EngineLost(f"{self.name} broke an answer off without a word")
+                body = state.next_body()
+                self._request_ids[request.id] = state.request_id
+                async for event in self._server.events("/generate", body):
+                    yield state.delta(event)
+                if state.is_broken:
+                    raise EngineLost(f"{self.name} ended a stream without a finish reason")
         finally:
-            self._request_ids.pop(ask.id, None)
-            self._broken_off.discard(ask.id)
+            self._request_ids.pop(request.id, None)
+            self._aborted.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Break these answers off: each stream ends with what it had.
@@ -267,7 +273,7 @@ class SglangServer:
         told again.
         """
         # Kept, for an answer whose stream is not followed yet.
-        self._broken_off.update(ids)
+        self._aborted.update(ids)
         running = [self._request_ids[id_] for id_ in ids if id_ in self._request_ids]
         if not running:
             return
@@ -280,8 +286,8 @@ class SglangServer:
     async def load_weights(self, weights: Weights) -> None:
         """Write with these weights from now on, and forget every cached prefix."""
         # Nothing is being written, so these are answers that had ended before.
-        self._broken_off.clear()
-        folder = await asyncio.to_thread(write_weights, weights, self._hand_over.absolute())
+        self._aborted.clear()
+        folder = await asyncio.to_thread(export_weights, weights, self._hand_over.absolute())
         update = {
             "model_path": str(folder),
             # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
@@ -309,4 +315,4 @@ class SglangServer:
     async def close(self) -> None:
         """Close the connections; the server goes on."""
         await self._server.close()
-        remove_weights(self._hand_over)
+        remove_exported(self._hand_over)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import VLLM
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.http import Refused, Server
-from sortedrl.engines.streaming.weights import remove_weights, write_weights
-from sortedrl.engines.vllm.worker import RECEIVER
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
+from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -58,7 +58,7 @@ class Found:
 
     version: str
     model: str
-    limits: Limits
+    limits: BackendLimits
     has_receiver: bool
     """Whether our part of the workers is there, which renews everything on a CPU too."""
 
@@ -74,7 +74,7 @@ async def inspected(server: Server, wanted: Wanted) -> Found:
         await _check_answer(server, wanted, model=model)
     except EngineLost as error:
         raise EngineError(f"{error}; start the server with: {wanted.command}") from error
-    limits = Limits(slots=slots, context=context, vocabulary=wanted.vocabulary)
+    limits = BackendLimits(slots=slots, context=context, vocabulary=wanted.vocabulary)
     extension = config["parallel_config"].get("worker_extension_cls")
     return Found(version=version, model=model, limits=limits, has_receiver=extension == RECEIVER)
 
@@ -143,9 +143,9 @@ def _slots(server: Server, wanted: Wanted, config: Mapping[str, Any]) -> int:
 
 async def _check_vocabulary(server: Server, wanted: Wanted, *, model: str) -> None:
     # No endpoint tells it, but the refusal of a token that no model has does.
-    ask = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
+    request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
     try:
-        await server.post(COMPLETIONS, ask)
+        await server.post(COMPLETIONS, request)
     except Refused as error:
         size = re.search(r"Vocabulary size: (\d+)", str(error))
         if size is None:
@@ -242,7 +242,7 @@ class VllmServer:
         self._has_receiver = found.has_receiver
         self._hand_over = hand_over
         self._written: set[str] = set()
-        self._broken_off: set[str] = set()
+        self._aborted: set[str] = set()
 
     @classmethod
     async def opened(
@@ -271,45 +271,45 @@ class VllmServer:
             raise
         return cls(server, found, hand_over=hand_over)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the server is gone."""
-        if ask.id in self._broken_off:
-            self._broken_off.discard(ask.id)
-            yield Piece(tokens=(), logprobs=(), end="abort")
+        if request.id in self._aborted:
+            self._aborted.discard(request.id)
+            yield Delta(tokens=(), logprobs=(), end="abort")
             return
-        self._written.add(ask.id)
+        self._written.add(request.id)
         end = None
         try:
-            async for event in self._server.events(COMPLETIONS, self._body(ask)):
-                piece = self._piece(event)
-                end = piece.end
-                yield piece
-                if end is None and ask.id in self._broken_off:
+            async for event in self._server.events(COMPLETIONS, self._body(request)):
+                delta = self._delta(event)
+                end = delta.end
+                yield delta
+                if end is None and request.id in self._aborted:
                     # It was told before it knew of the answer.
-                    await self._tell_to_abort([ask.id])
-            if end is None and ask.id not in self._broken_off:
+                    await self._send_abort([request.id])
+            if end is None and request.id not in self._aborted:
                 raise EngineLost(f"{self.name} ended an answer in the middle")
         except Refused as error:
             raise await self._judged(error) from error
         finally:
-            self._written.discard(ask.id)
-            self._broken_off.discard(ask.id)
+            self._written.discard(request.id)
+            self._aborted.discard(request.id)
         if end is None:
-            # An answer that has no token yet ends without a word.
-            yield Piece(tokens=(), logprobs=(), end="abort")
+            # An answer that has no token yet ends without an event.
+            yield Delta(tokens=(), logprobs=(), end="abort")
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Break these answers off; each stream ends with what it had."""
-        self._broken_off |= set(ids)
+        self._aborted |= set(ids)
         known = [id for id in ids if id in self._written]
         if known:
-            await self._tell_to_abort(known)
+            await self._send_abort(known)
 
     async def load_weights(self, weights: Weights) -> None:
         """Write with these weights from now on, and forget every cached prefix."""
         # Nothing is being written, so these are answers that had ended before.
-        self._broken_off.clear()
-        folder = await asyncio.to_thread(write_weights, weights, self._hand_over.absolute())
+        self._aborted.clear()
+        folder = await asyncio.to_thread(export_weights, weights, self._hand_over.absolute())
         body: dict[str, object] = {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(folder)},
@@ -325,7 +325,7 @@ class VllmServer:
     async def close(self) -> None:
         """Close the connections; the server stays."""
         await self._server.close()
-        remove_weights(self._hand_over)
+        remove_exported(self._hand_over)
 
     async def _forget_prefixes(self) -> None:
         for _ in range(_FORGET_TRIES):
@@ -337,20 +337,22 @@ class VllmServer:
             "not ours; under new weights they are wrong: give it to one run alone"
         )
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        sampling = ask.sampling
-        question = completion_body(list(ask.tokens), model=self._model, max_tokens=ask.max_tokens)
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        question = completion_body(
+            list(request.tokens), model=self._model, max_tokens=request.max_tokens
+        )
         return question | {
-            "request_id": ask.id,
-            "priority": ask.priority,
-            "stop_token_ids": sorted(ask.stop_tokens),
+            "request_id": request.id,
+            "priority": request.priority,
+            "stop_token_ids": sorted(request.stop_tokens),
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or 0,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         }
 
-    def _piece(self, event: Any) -> Piece:  # noqa: ANN401
+    def _delta(self, event: Any) -> Delta:  # noqa: ANN401
         if "error" in event:
             error = event["error"]
             raise Refused(f"{self.name} says: {error['message']}", status=error["code"])
@@ -358,13 +360,13 @@ class VllmServer:
         tokens = choice["token_ids"]
         if choice["finish_reason"] not in _ENDS:
             raise EngineError(f"{self.name} ended an answer with {choice['finish_reason']!r}")
-        return Piece(
+        return Delta(
             tokens=tokens,
             logprobs=choice["logprobs"]["token_logprobs"],
             end=choice["finish_reason"],
         )
 
-    async def _tell_to_abort(self, ids: Sequence[str]) -> None:
+    async def _send_abort(self, ids: Sequence[str]) -> None:
         # Its name for the first answer to a question.
         names = [f"cmpl-{id}-0" for id in ids]
         try:

@@ -23,7 +23,7 @@ _cuda = torch.backends.cuda
 
 
 @contextmanager
-def unsplit_sums() -> Iterator[None]:
+def no_split_k() -> Iterator[None]:
     """Forbid cuBLAS to split sums, for a while."""
     matmul = _cuda.matmul
     library = _cuda.preferred_blas_library()
@@ -61,7 +61,7 @@ def fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def widened_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
+def widened_fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
     """The same for a processor that has no such product: the weights are widened once."""
     weight = output.weight.detach().float()
     bias: Tensor | None = output.bias

@@ -15,9 +15,9 @@ import torch
 
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.installed import Kind
-from sortedrl.engines.self_test.checks import CONTEXT, MAX_TOKENS, SAMPLING, SLOTS
+from sortedrl.engines.self_test.scenario import CONTEXT, MAX_TOKENS, SAMPLING, SLOTS
 from sortedrl.engines.streaming.backend import Backend
-from sortedrl.engines.streaming.http import Refused, Server
+from sortedrl.engines.streaming.http_client import Refused, Server
 from sortedrl.errors import EngineError
 
 _NO_TOKEN = 2**31 - 1
@@ -79,7 +79,7 @@ def opened(kind: Kind, model: Path, *, device: torch.device, dtype: torch.dtype)
         return _native(model, device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     if kind == "vllm":
-        from sortedrl.engines.vllm.process import VllmProcess
+        from sortedrl.engines.vllm.vllm_process import VllmProcess
 
         return _streamed(
             lambda: VllmProcess.opened(
@@ -90,7 +90,7 @@ def opened(kind: Kind, model: Path, *, device: torch.device, dtype: torch.dtype)
                 options={"kv_cache_memory_bytes": _CACHE_BYTES, "enforce_eager": True},
             )
         )
-    from sortedrl.engines.sglang.process import SglangProcess
+    from sortedrl.engines.sglang.sglang_process import SglangProcess
 
     return _streamed(
         lambda: SglangProcess.opened(
@@ -137,6 +137,6 @@ def _native(model: Path, *, device: torch.device, dtype: torch.dtype) -> Rollout
 
 
 def _streamed(opening: Callable[[], Coroutine[Any, Any, Backend]]) -> RolloutEngine:
-    from sortedrl.engines.streaming.engine import StreamedEngine
+    from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
     return StreamedEngine(opening, max_tokens=MAX_TOKENS, stop_tokens=(), sampling=SAMPLING)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sortedrl.engines.streaming.backend import Ask, End, Piece
+from sortedrl.engines.streaming.backend import Delta, GenerationRequest, StreamEnd
 from sortedrl.errors import EngineError
 
 _MARGIN = 6
@@ -29,61 +29,61 @@ def server_context(context: int) -> int:
     return context + _MARGIN
 
 
-class Answer:
-    """What was read so far of the answer to one ask."""
+class SglangStream:
+    """What was read so far of the answer to one request."""
 
-    def __init__(self, ask: Ask, *, priority_sign: int) -> None:
+    def __init__(self, request: GenerationRequest, *, priority_sign: int) -> None:
         """Nothing is read yet."""
         self.is_over = False
         """Whether nothing is left to be asked for."""
         self.is_broken = False
         """Whether the present request has not come to its end."""
-        self._ask = ask
+        self._request = request
         self._priority_sign = priority_sign
-        if self._is_filtered and ask.sampling.top_k is None:
+        if self._is_filtered and request.sampling.top_k is None:
             raise EngineError(
                 "SGLang gives log-probabilities before top_p and min_p, unless a top_k of at most "
                 "4096 comes with them; set sampling.top_k too, or leave the filters out"
             )
         self._tokens: list[int] = []
-        self._requests = 0
-        self._of_earlier_requests = 0
+        self._num_calls = 0
+        self._num_earlier_tokens = 0
 
     @property
     def request_id(self) -> str:
-        """The name of the present request; no name is the beginning of another ask's."""
-        return f"{self._ask.id}-{self._requests}"
+        """The name of the present request; no name is the beginning of another request's."""
+        return f"{self._request.id}-{self._num_calls}"
 
-    def next_request(self) -> dict[str, object]:
+    def next_body(self) -> dict[str, object]:
         """A request for what is still missing."""
-        ask, sampling = self._ask, self._ask.sampling
+        wanted, sampling = self._request, self._request.sampling
         self.is_broken = True
-        self._requests += 1
-        self._of_earlier_requests = len(self._tokens)
-        request: dict[str, object] = {
+        self._num_calls += 1
+        self._num_earlier_tokens = len(self._tokens)
+        body: dict[str, object] = {
             "rid": self.request_id,
-            "input_ids": [*ask.tokens, *self._tokens],
+            "input_ids": [*wanted.tokens, *self._tokens],
             "sampling_params": {
-                "max_new_tokens": ask.max_tokens - len(self._tokens),
+                "max_new_tokens": wanted.max_tokens - len(self._tokens),
                 "temperature": sampling.temperature,
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
-                "stop_token_ids": sorted(ask.stop_tokens),
+                "stop_token_ids": sorted(wanted.stop_tokens),
                 # With it SGLang passes over `stop_token_ids` too, so it serves only without them.
-                "ignore_eos": not ask.stop_tokens,
+                "ignore_eos": not wanted.stop_tokens,
             },
             "return_logprob": True,
             "stream": True,
         }
         if self._is_filtered:
             # Its usual log-probabilities are those before the filters.
-            request["return_sampling_mask"] = True
+            body["return_sampling_mask"] = True
         if self._priority_sign:
-            request["priority"] = self._priority_sign * ask.priority
-        return request
+            body["priority"] = self._priority_sign * wanted.priority
+        return body
 
-    def piece(self, chunk: Chunk) -> Piece:
+    def delta(self, chunk: Chunk) -> Delta:
         """What is new in a chunk."""
         if "error" in chunk:
             raise EngineError(f"SGLang refused an answer: {chunk['error'].get('message')}")
@@ -91,7 +91,7 @@ class Answer:
         end = self._end(about["finish_reason"])
         is_first = not self._tokens
         so_far = about["completion_tokens"]
-        fresh = self._of_earlier_requests + so_far - len(self._tokens)
+        fresh = self._num_earlier_tokens + so_far - len(self._tokens)
         tokens = list(_last(fresh, chunk["output_ids"], so_far=so_far))
         logprobs = self._logprobs(about, fresh=fresh, so_far=so_far)
         if not len(tokens) == len(logprobs) == fresh:
@@ -100,17 +100,17 @@ class Answer:
                 f"tokens and {len(logprobs)} log-probabilities where {fresh} were new"
             )
         self._tokens += tokens
-        if end == "stop" and self._tokens[-1] not in self._ask.stop_tokens:
+        if end == "stop" and self._tokens[-1] not in self._request.stop_tokens:
             # The model has stop tokens of its own, which do not count here.
-            end = "length" if len(self._tokens) == self._ask.max_tokens else None
+            end = "length" if len(self._tokens) == self._request.max_tokens else None
         self.is_over = end is not None
         self.is_broken = about["finish_reason"] is None
         reused = about.get("cached_tokens", 0) if is_first else 0
-        return Piece(tokens=tokens, logprobs=logprobs, end=end, reused_tokens=reused)
+        return Delta(tokens=tokens, logprobs=logprobs, end=end, num_cached_tokens=reused)
 
     @property
     def _is_filtered(self) -> bool:
-        return self._ask.sampling.is_filtered and self._ask.sampling.temperature > 0
+        return self._request.sampling.is_filtered and self._request.sampling.temperature > 0
 
     def _logprobs(self, about: Mapping[str, Any], *, fresh: int, so_far: int) -> list[float]:
         if self._is_filtered:
@@ -118,10 +118,10 @@ class Answer:
         triples = _last(fresh, about.get("output_token_logprobs"), so_far=so_far)
         return [logprob for logprob, *_ in triples]
 
-    def _end(self, reason: Mapping[str, Any] | None) -> End | None:
+    def _end(self, reason: Mapping[str, Any] | None) -> StreamEnd | None:
         if reason is None:
             return None
-        kind: End = reason["type"]
+        kind: StreamEnd = reason["type"]
         if kind == "abort" and reason.get("status_code") is not None:
             raise EngineError(f"SGLang refused an answer: {reason.get('message')}")
         return kind

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sglang import containment
-from sortedrl.engines.sglang.request import HIGH_FIRST, Answer, server_context
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.weights import named_tensors
+from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, SglangStream, server_context
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.weight_files import named_tensors
 from sortedrl.errors import EngineError, EngineLost, unknown_name
 from sortedrl.types import Weights
 
@@ -40,14 +40,14 @@ _ON_A_CPU: Mapping[str, object] = {
 class SglangProcess:
     """An SGLang engine that lives and dies with this object."""
 
-    def __init__(self, engine: Engine, *, name: str, limits: Limits) -> None:
+    def __init__(self, engine: Engine, *, name: str, limits: BackendLimits) -> None:
         """Take over an engine that runs; see `opened`."""
         self.name = name
         self.limits = limits
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._request_ids: dict[str, str] = {}
-        self._broken_off: set[str] = set()
+        self._aborted: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._processes = containment.processes_of(engine)
@@ -114,41 +114,41 @@ class SglangProcess:
                     "stands above"
                 ) from error
         manager = engine.tokenizer_manager
-        limits = Limits(
+        limits = BackendLimits(
             slots=slots,
             context=min(context, manager.max_req_input_len),
             vocabulary=manager.model_config.vocab_size,
         )
         return cls(engine, name=f"SGLang {version}", limits=limits)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the engine is gone."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        answer = Answer(ask, priority_sign=HIGH_FIRST)
+        state = SglangStream(request, priority_sign=HIGH_FIRST)
         try:
-            while not answer.is_over:
+            while not state.is_over:
                 self._refuse_if_lost()
-                if ask.id in self._broken_off:
-                    yield Piece(tokens=(), logprobs=(), end="abort")
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                request = GenerateReqInput(**answer.next_request())
-                self._request_ids[ask.id] = answer.request_id
-                async with aclosing(self._manager.generate_request(request, None)) as chunks:
+                call = GenerateReqInput(**state.next_body())
+                self._request_ids[request.id] = state.request_id
+                async with aclosing(self._manager.generate_request(call, None)) as chunks:
                     async for chunk in chunks:
                         self._refuse_if_lost()
-                        yield answer.piece(chunk)
+                        yield state.delta(chunk)
         except ValueError as error:
             raise EngineError(f"{self.name} refused an answer: {error}") from error
         finally:
-            self._request_ids.pop(ask.id, None)
-            self._broken_off.discard(ask.id)
+            self._request_ids.pop(request.id, None)
+            self._aborted.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """Break these answers off: each stream ends with what it had."""
         self._refuse_if_lost()
         # Kept, for an answer whose stream is not followed yet.
-        self._broken_off.update(ids)
+        self._aborted.update(ids)
         for id_ in ids:
             if id_ in self._request_ids:
                 self._manager.abort_request(self._request_ids[id_])
@@ -163,7 +163,7 @@ class SglangProcess:
         from sglang.srt.utils import MultiprocessingSerializer
 
         # Nothing is being written, so these are answers that had ended before.
-        self._broken_off.clear()
+        self._aborted.clear()
         # Sharing moves a tensor's memory, and that of the trainer must stay where it is. On a GPU
         # nothing moves: the child reads it where it is.
         tensors = [

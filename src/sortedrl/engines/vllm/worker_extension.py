@@ -87,4 +87,4 @@ def _gpu(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-RECEIVER = "sortedrl.engines.vllm.worker.WeightReceiver"
+RECEIVER = "sortedrl.engines.vllm.worker_extension.WeightReceiver"
