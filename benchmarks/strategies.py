@@ -190,7 +190,7 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
         options["kv_cache_memory_bytes"] = cache
         if world.device == "cuda":
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        return await VllmProcess.opened(
+        return await VllmProcess.start(
             model=folder,
             slots=world.slots,
             context=context,
@@ -201,7 +201,7 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
         )
     from sortedrl.engines.sglang.sglang_process import SglangProcess
 
-    return await SglangProcess.opened(
+    return await SglangProcess.start(
         model=folder,
         slots=world.slots,
         context=context,

@@ -28,7 +28,8 @@ from sortedrl.engines.self_test.scenario import (
     made_pair,
     write_model,
 )
-from sortedrl.engines.self_test.tiny_engines import opened, served_vocabulary
+from sortedrl.engines.self_test.tiny_engines import start_engine
+from sortedrl.engines.servers import served_vocabulary
 from sortedrl.errors import EngineError
 from sortedrl.types import Segment, Weights
 
@@ -209,13 +210,13 @@ class IgnoresTheLimit(Sound):
 
 
 def test_the_native_engine_passes(models, folder):
-    figures = checked(opened("native", folder, **CPU), models)
+    figures = checked(start_engine("native", folder, **CPU), models)
     assert figures.largest_gap < 1e-4
     assert figures.tokens_per_second > 0
 
 
 def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(models, folder):
-    engine = IsThroughBeforeItStops(opened("native", folder, **CPU))
+    engine = IsThroughBeforeItStops(start_engine("native", folder, **CPU))
     checked(engine, models)
     assert engine.interruptions > 2
     assert engine.version == 1
@@ -242,7 +243,7 @@ def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(mo
 )
 def test_an_engine_that_breaks_a_promise_fails_with_the_reason(kind, said, models, folder):
     with pytest.raises(NonConforming) as failure:
-        checked(kind(opened("native", folder, **CPU)), models)
+        checked(kind(start_engine("native", folder, **CPU)), models)
     assert said in str(failure.value)
     assert "\n" not in str(failure.value)
 
@@ -252,7 +253,7 @@ def test_a_server_is_tried_without_touching_its_weights(models, folder):
         def load_weights(self, weights):
             raise AssertionError("the weights of a server belong to others")
 
-    engine = HasASacredModel(opened("native", folder, **CPU))
+    engine = HasASacredModel(start_engine("native", folder, **CPU))
     figures = check_as_it_is(engine, vocabulary=models.vocabulary, stage=silent)
     assert figures.largest_gap is None
     assert figures.tokens_per_second > 0
@@ -260,7 +261,7 @@ def test_a_server_is_tried_without_touching_its_weights(models, folder):
 
 @pytest.mark.parametrize("kind", [LosesAnAnswer, GivesAnAnswerTwice, ForgetsWhatWasWritten])
 def test_a_server_can_fail_too(kind, models, folder):
-    engine = kind(opened("native", folder, **CPU))
+    engine = kind(start_engine("native", folder, **CPU))
     with pytest.raises(NonConforming):
         check_as_it_is(engine, vocabulary=models.vocabulary, stage=silent)
 
@@ -401,7 +402,7 @@ def test_a_server_tells_its_vocabulary_by_what_it_refuses(path, words):
 def test_a_stranger_is_no_server_of_answers():
     with (
         refusing("/v1/completions", "what?") as url,
-        pytest.raises(EngineError, match="must be a server of vLLM or SGLang"),
+        pytest.raises(EngineError, match="must be a vLLM or SGLang server"),
     ):
         asyncio.run(served_vocabulary(url))
 

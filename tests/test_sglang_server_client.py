@@ -14,7 +14,7 @@ from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, NO_ORDER, SglangStream
 from sortedrl.engines.sglang.sglang_server import SglangServer
-from sortedrl.engines.streaming.backend import GenerationRequest
+from sortedrl.engines.streaming.backend import GenerationRequest, ServerRequirements
 from sortedrl.errors import EngineError, EngineLost
 
 VOCABULARY = 16
@@ -56,7 +56,7 @@ def chunk(tokens, *, shown, count, reason=None, shown_logprobs=None):
 @given(data=st.data(), tokens=st.lists(st.integers(10, 99), max_size=12), is_whole=st.booleans())
 def test_each_token_is_handed_on_once_however_often_it_is_said(data, tokens, is_whole):
     answer = SglangStream(make_request(), priority_sign=NO_ORDER)
-    answer.next_request()
+    answer.next_body()
     deltas, said = [], 0
     while said < len(tokens):
         fresh = data.draw(st.integers(1, len(tokens) - said))
@@ -75,11 +75,11 @@ def test_each_token_is_handed_on_once_however_often_it_is_said(data, tokens, is_
 
 def test_after_a_stop_token_that_does_not_count_the_rest_is_asked_for():
     answer = SglangStream(make_request(stop_tokens=[99]), priority_sign=HIGH_FIRST)
-    first = answer.next_request()
+    first = answer.next_body()
     assert (first["priority"], first["sampling_params"]["ignore_eos"]) == (-3, False)
     delta = answer.delta(chunk([7, 8], shown=2, count=2, reason={"type": "stop", "matched": 8}))
     assert (delta.end, answer.is_over, answer.is_broken) == (None, False, False)
-    rest = answer.next_request()
+    rest = answer.next_body()
     assert rest["rid"] != first["rid"]
     assert rest["input_ids"] == [1, 2, 7, 8]
     assert rest["sampling_params"]["max_new_tokens"] == 98
@@ -97,7 +97,7 @@ def test_after_a_stop_token_that_does_not_count_the_rest_is_asked_for():
 )
 def test_an_answer_that_cannot_be_used_is_an_error(said):
     answer = SglangStream(make_request(), priority_sign=NO_ORDER)
-    answer.next_request()
+    answer.next_body()
     with pytest.raises(EngineError):
         answer.delta(said)
 
@@ -156,14 +156,10 @@ def fake_server(info, *, is_tempered=True, has_logprobs=True):
 
 
 async def opened(url, folder, *, slots=None, temperature=0.5):
-    return await SglangServer.opened(
-        url,
-        vocabulary=VOCABULARY,
-        context=64,
-        temperature=temperature,
-        slots=slots,
-        hand_over=folder,
+    required = ServerRequirements(
+        vocabulary=VOCABULARY, context=64, temperature=temperature, slots=slots
     )
+    return await SglangServer.connect(url, required, weights_folder=folder)
 
 
 async def limits_of(url, folder, **how):

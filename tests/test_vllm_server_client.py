@@ -12,7 +12,7 @@ import pytest
 
 from sortedrl.engines.installed import VLLM
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import GenerationRequest
+from sortedrl.engines.streaming.backend import GenerationRequest, ServerRequirements
 from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 
@@ -115,8 +115,8 @@ def serving(stand_in):
 
 
 async def opened(url, folder, **changes):
-    wanted = {"vocabulary": 128, "context": 64, "temperature": TEMPERATURE, "slots": None}
-    return await VllmServer.opened(url, hand_over=folder, **(wanted | changes))
+    wanted = {"vocabulary": 128, "context": 64, "temperature": TEMPERATURE} | changes
+    return await VllmServer.connect(url, ServerRequirements(**wanted), weights_folder=folder)
 
 
 async def limits(url, folder, **changes):

@@ -21,6 +21,7 @@ from sortedrl.engines.conformance import (
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.sglang_process import SglangProcess
 from sortedrl.engines.sglang.sglang_server import SglangServer
+from sortedrl.engines.streaming.backend import ServerRequirements
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
 pytestmark = [
@@ -57,7 +58,7 @@ def world(request, folder, tmp_path_factory):
 
 def process(folder, _):
     def opening():
-        return SglangProcess.opened(
+        return SglangProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -77,14 +78,10 @@ def server(folder, hand_over):
     with sglang_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
 
         def opening():
-            return SglangServer.opened(
-                one.url,
-                vocabulary=VOCABULARY,
-                context=CONTEXT,
-                temperature=TEMPERATURE,
-                slots=None,
-                hand_over=hand_over,
+            required = ServerRequirements(
+                vocabulary=VOCABULARY, context=CONTEXT, temperature=TEMPERATURE
             )
+            return SglangServer.connect(one.url, required, weights_folder=hand_over)
 
         world = EngineUnderTest(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
         yield world

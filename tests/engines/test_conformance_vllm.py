@@ -19,6 +19,7 @@ from sortedrl.engines.conformance import (
 )
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.streaming.backend import ServerRequirements
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.engines.vllm.vllm_process import VllmProcess
 from sortedrl.engines.vllm.vllm_server import VllmServer
@@ -55,7 +56,7 @@ def world(request, folder, tmp_path_factory):
 
 def process(folder, _):
     def opening():
-        return VllmProcess.opened(
+        return VllmProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -70,10 +71,8 @@ def process(folder, _):
 
 def at(server, hand_over):
     """An engine over a server, which has the weights of the test before."""
-    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": TEMPERATURE}
-    return streamed(
-        lambda: VllmServer.opened(server.url, slots=None, hand_over=hand_over, **wanted)
-    )
+    required = ServerRequirements(vocabulary=VOCABULARY, context=CONTEXT, temperature=TEMPERATURE)
+    return streamed(lambda: VllmServer.connect(server.url, required, weights_folder=hand_over))
 
 
 def server(folder, hand_over):

@@ -24,7 +24,7 @@ from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.sglang_process import SglangProcess
 from sortedrl.engines.sglang.sglang_server import SglangServer
-from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest
+from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
 from sortedrl.engines.streaming.http_client import Server
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
@@ -99,7 +99,7 @@ def process(folder, loop, _):
 
 
 def opened_process(folder, **options):
-    return SglangProcess.opened(
+    return SglangProcess.start(
         model=str(folder),
         slots=SLOTS,
         context=CONTEXT,
@@ -161,8 +161,8 @@ def server(folder, loop, hand_over):
 
 
 def opened_server(url, hand_over, **changes):
-    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": 0.7, "slots": None}
-    return SglangServer.opened(url, hand_over=hand_over, **(wanted | changes))
+    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": 0.7} | changes
+    return SglangServer.connect(url, ServerRequirements(**wanted), weights_folder=hand_over)
 
 
 async def answering(url, started):

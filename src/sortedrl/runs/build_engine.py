@@ -22,7 +22,7 @@ from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.engines.native.hf_model import attention_shape
 from sortedrl.engines.native.kv_cache import available_bytes
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.streaming.backend import Backend
+from sortedrl.engines.streaming.backend import Backend, ServerRequirements
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.engines.streaming.weight_files import refuse_other_model
 from sortedrl.models.loading import stop_tokens
@@ -160,7 +160,7 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
     if settings.rollout.engine == "vllm":
         from sortedrl.engines.vllm.vllm_process import VllmProcess
 
-        return await VllmProcess.opened(
+        return await VllmProcess.start(
             model=model,
             slots=settings.engine.slots,
             context=world.context(settings),
@@ -171,7 +171,7 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
         )
     from sortedrl.engines.sglang.sglang_process import SglangProcess
 
-    return await SglangProcess.opened(
+    return await SglangProcess.start(
         model=model,
         slots=settings.engine.slots,
         context=world.context(settings),
@@ -185,17 +185,16 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
 
 async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> Backend:
     """A running server; it has the slots that it was started with."""
-    from sortedrl.engines.servers import opened_server
+    from sortedrl.engines.servers import connect_server
 
     hand_over = settings.rollout.hand_over or settings.out / "hand_over"
-    return await opened_server(
-        settings.rollout.urls[number],
+    required = ServerRequirements(
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
-        slots=None,
-        hand_over=hand_over / f"server-{number}",
     )
+    folder = hand_over / f"server-{number}"
+    return await connect_server(settings.rollout.urls[number], required, weights_folder=folder)
 
 
 @contextmanager

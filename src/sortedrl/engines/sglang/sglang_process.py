@@ -8,7 +8,7 @@ A child that dies ends every stream with `EngineLost`, and nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from sortedrl.engines.sglang import containment
 from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, SglangStream, server_context
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import named_tensors
-from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SglangProcess:
     """An SGLang engine that lives and dies with this object."""
 
     def __init__(self, engine: Engine, *, name: str, limits: BackendLimits) -> None:
-        """Take over an engine that runs; see `opened`."""
+        """Take over an engine that runs; see `start`."""
         self.name = name
         self.limits = limits
         self._engine = engine
@@ -60,7 +60,7 @@ class SglangProcess:
         self._reader.add_done_callback(self._reader_ended)
 
     @classmethod
-    async def opened(
+    async def start(
         cls,
         *,
         model: str,
@@ -105,7 +105,7 @@ class SglangProcess:
         with containment.everything_put_back(settings):
             from sglang.srt.server_args import ServerArgs
 
-            _check_options(options, known=ServerArgs.__struct_fields__, ours=ours)
+            SGLANG.check_options(options, known=ServerArgs.__struct_fields__, fixed=ours)
             try:
                 engine = containment.started(usual | dict(options) | ours)
             except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
@@ -256,17 +256,3 @@ class SglangProcess:
     def _refuse_if_lost(self) -> None:
         if self._end.done():
             raise EngineLost(f"{self.name} is gone: {self._end.result()}")
-
-
-def _check_options(
-    options: Mapping[str, object], *, known: Iterable[str], ours: Mapping[str, object]
-) -> None:
-    names = sorted(name for name in known if not name.startswith("_"))
-    for option in options:
-        if option in ours:
-            raise EngineError(
-                f"the option {option} of SGLang is set to {ours[option]!r} by this engine; "
-                "leave it out"
-            )
-        if option not in names:
-            raise EngineError(unknown_name("option of SGLang", option, names))

@@ -24,7 +24,12 @@ from sortedrl.engines.sglang.sglang_request import (
     SglangStream,
     server_context,
 )
-from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.backend import (
+    BackendLimits,
+    Delta,
+    GenerationRequest,
+    ServerRequirements,
+)
 from sortedrl.engines.streaming.http_client import Refused, Server
 from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
 from sortedrl.errors import EngineError, EngineLost
@@ -37,7 +42,7 @@ _BAD_REQUEST = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SglangServerInfo:
     """What a server that passed is."""
 
     version: str
@@ -45,28 +50,20 @@ class Verdict:
     priority_sign: int
 
 
-class Trial:
+class _Inspection:
     """The questions that one server is asked."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        vocabulary: int,
-        context: int,
-        temperature: float,
-        slots: int | None,
-    ) -> None:
-        """Nothing is asked yet."""
+    def __init__(self, server: Server, required: ServerRequirements) -> None:
+        """Nothing is sent yet."""
         self._server = server
-        self._vocabulary = vocabulary
-        self._context = context
-        self._temperature = temperature
-        self._slots = slots
+        self._vocabulary = required.vocabulary
+        self._context = required.context
+        self._temperature = required.temperature
+        self._slots = required.slots
 
-    async def verdict(self) -> Verdict:
+    async def result(self) -> SglangServerInfo:
         """What it is; raises `EngineError` if it does not pass."""
-        info = await self._info()
+        info = await self._server_info()
         version = str(info["version"])
         SGLANG.check(
             version,
@@ -78,7 +75,7 @@ class Trial:
         await self._check_logprobs()
         has_low_first = info.get("schedule_low_priority_values_first")
         sign = LOW_FIRST if has_low_first else HIGH_FIRST
-        return Verdict(
+        return SglangServerInfo(
             version=version,
             limits=BackendLimits(
                 slots=self._slots_of(info), context=self._context, vocabulary=self._vocabulary
@@ -102,7 +99,7 @@ class Trial:
             f"start it with: {self._command}"
         )
 
-    async def _info(self) -> Mapping[str, Any]:
+    async def _server_info(self) -> Mapping[str, Any]:
         try:
             info = await self._server.get("/server_info")
         except Refused as error:
@@ -203,54 +200,44 @@ _FLUSH_PAUSE_SECONDS = 0.1
 class SglangServer:
     """An SGLang server that somebody else started."""
 
-    def __init__(self, server: Server, verdict: Verdict, *, hand_over: Path) -> None:
-        """Use a server that has passed its trial; see `opened`."""
+    def __init__(self, server: Server, info: SglangServerInfo, *, weights_folder: Path) -> None:
+        """Use a server that has passed its trial; see `connect`."""
         self._server = server
-        self._verdict = verdict
-        self._hand_over = hand_over
+        self._info = info
+        self._weights_folder = weights_folder
         self._request_ids: dict[str, str] = {}
         self._aborted: set[str] = set()
 
     @classmethod
-    async def opened(
-        cls,
-        url: str,
-        *,
-        vocabulary: int,
-        context: int,
-        temperature: float,
-        slots: int | None,
-        hand_over: Path,
+    async def connect(
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path
     ) -> SglangServer:
-        """A server that was checked to be fit for what it will be asked.
+        """Inspect a running server, and refuse one that does not meet the requirements.
 
-        `slots` counts where the server does not say how many it has; `hand_over` is the folder for
-        new weights, which the server must be able to read.
+        New weights go through `weights_folder`, which the server must be able to read. The required
+        `slots` count where the server does not report its own.
         """
         server = Server(url)
-        trial = Trial(
-            server, vocabulary=vocabulary, context=context, temperature=temperature, slots=slots
-        )
         try:
-            verdict = await trial.verdict()
+            info = await _Inspection(server, required).result()
         except BaseException:
             await server.close()
             raise
-        return cls(server, verdict, hand_over=hand_over)
+        return cls(server, info, weights_folder=weights_folder)
 
     @property
     def name(self) -> str:
         """What it is and where, for messages."""
-        return f"SGLang {self._verdict.version} at {self._server.url}"
+        return f"SGLang {self._info.version} at {self._server.url}"
 
     @property
     def limits(self) -> BackendLimits:
         """What it can be asked for."""
-        return self._verdict.limits
+        return self._info.limits
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the server is gone."""
-        state = SglangStream(request, priority_sign=self._verdict.priority_sign)
+        state = SglangStream(request, priority_sign=self._info.priority_sign)
         try:
             while not state.is_over:
                 if request.id in self._aborted:
@@ -287,7 +274,7 @@ class SglangServer:
         """Write with these weights from now on, and forget every cached prefix."""
         # Nothing is being written, so these are answers that had ended before.
         self._aborted.clear()
-        folder = await asyncio.to_thread(export_weights, weights, self._hand_over.absolute())
+        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
         update = {
             "model_path": str(folder),
             # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
@@ -315,4 +302,4 @@ class SglangServer:
     async def close(self) -> None:
         """Close the connections; the server goes on."""
         await self._server.close()
-        remove_exported(self._hand_over)
+        remove_exported(self._weights_folder)

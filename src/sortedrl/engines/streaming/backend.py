@@ -73,6 +73,19 @@ class BackendLimits:
     """Token ids lie below."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRequirements:
+    """What a run needs of a running server."""
+
+    vocabulary: int
+    """Tokens of the model that is trained."""
+    context: int
+    """Tokens of prompt and answer together, at least."""
+    temperature: float
+    slots: int | None = None
+    """`None` for those that the server was started with."""
+
+
 class Backend(Protocol):
     """An external engine; every method is called on the same event loop."""
 

@@ -21,7 +21,7 @@ from sortedrl.engines.installed import VLLM
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
 from sortedrl.engines.streaming.weight_files import export_weights, named_tensors
 from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
-from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class VllmProcess:
     """A vLLM engine that lives and dies with this object."""
 
     def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
-        """Take over an engine that runs; see `opened`."""
+        """Take over an engine that runs; see `start`."""
         self.name = name
         self.limits = BackendLimits(
             slots=slots,
@@ -62,7 +62,7 @@ class VllmProcess:
         self._folder: Path | None = None
 
     @classmethod
-    async def opened(
+    async def start(
         cls,
         *,
         model: str,
@@ -196,7 +196,7 @@ def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_options(options, known={field.name for field in fields(AsyncEngineArgs)}, ours=ours)
+    VLLM.check_options(options, known=[field.name for field in fields(AsyncEngineArgs)], fixed=ours)
     quiet = {"disable_log_stats": True, "use_tqdm_on_load": False}
     arguments = quiet | dict(options) | dict(ours)
     try:
@@ -207,19 +207,6 @@ def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name:
             f"{name} did not start with {ours['model']}: {error}; what it says itself stands "
             "above (more of it with the environment variable VLLM_LOGGING_LEVEL=INFO)"
         ) from error
-
-
-def _check_options(
-    options: Mapping[str, object], *, known: set[str], ours: Mapping[str, object]
-) -> None:
-    for option in options:
-        if option in ours:
-            raise EngineError(
-                f"the option {option} of vLLM is set to {ours[option]!r} by this engine; "
-                "leave it out"
-            )
-        if option not in known:
-            raise EngineError(unknown_name("option of vLLM", option, sorted(known)))
 
 
 def _sampling_params(request: GenerationRequest) -> SamplingParams:

@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import VLLM
-from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.backend import (
+    BackendLimits,
+    Delta,
+    GenerationRequest,
+    ServerRequirements,
+)
 from sortedrl.engines.streaming.http_client import Refused, Server
 from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
 from sortedrl.engines.vllm.worker_extension import RECEIVER
@@ -31,29 +36,19 @@ _NO_TOKEN = 2**31 - 1
 _LOGPROB_TOLERANCE = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the run needs; `None` where anything will do."""
-
-    vocabulary: int
-    context: int
-    temperature: float
-    slots: int | None
-
-    @property
-    def command(self) -> str:
-        """How to start a server that fits."""
-        slots = "SLOTS" if self.slots is None else str(self.slots)
-        return (
-            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
-            "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
-            f"--worker-extension-cls {RECEIVER} "
-            f"--max-model-len {self.context} --max-num-seqs {slots}"
-        )
+def start_command(required: ServerRequirements) -> str:
+    """The command that starts a server which meets the requirements."""
+    slots = "SLOTS" if required.slots is None else str(required.slots)
+    return (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
+        "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
+        f"--worker-extension-cls {RECEIVER} "
+        f"--max-model-len {required.context} --max-num-seqs {slots}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class VllmServerInfo:
     """A server that fits."""
 
     version: str
@@ -63,57 +58,59 @@ class Found:
     """Whether our part of the workers is there, which renews everything on a CPU too."""
 
 
-async def inspected(server: Server, wanted: Wanted) -> Found:
+async def inspect_server(server: Server, required: ServerRequirements) -> VllmServerInfo:
     """What was found at the server; an `EngineError` where it does not fit."""
     try:
-        version = await _version(server, wanted)
-        model, context = await _model(server, wanted)
-        config = await _config(server, wanted)
-        slots = _slots(server, wanted, config)
-        await _check_vocabulary(server, wanted, model=model)
-        await _check_answer(server, wanted, model=model)
+        version = await _version(server, required)
+        model, context = await _model(server, required)
+        config = await _config(server, required)
+        slots = _slots(server, required, config)
+        await _check_vocabulary(server, required, model=model)
+        await _check_answer(server, required, model=model)
     except EngineLost as error:
-        raise EngineError(f"{error}; start the server with: {wanted.command}") from error
-    limits = BackendLimits(slots=slots, context=context, vocabulary=wanted.vocabulary)
+        raise EngineError(f"{error}; start the server with: {start_command(required)}") from error
+    limits = BackendLimits(slots=slots, context=context, vocabulary=required.vocabulary)
     extension = config["parallel_config"].get("worker_extension_cls")
-    return Found(version=version, model=model, limits=limits, has_receiver=extension == RECEIVER)
+    return VllmServerInfo(
+        version=version, model=model, limits=limits, has_receiver=extension == RECEIVER
+    )
 
 
-async def _version(server: Server, wanted: Wanted) -> str:
+async def _version(server: Server, required: ServerRequirements) -> str:
     try:
         answer = await server.get("/version")
     except Refused as error:
-        raise _unfit(server, wanted, f"is no vLLM server: {error}") from error
+        raise _unfit(server, required, f"is no vLLM server: {error}") from error
     if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
-        raise _unfit(server, wanted, f"is no vLLM server: /version gives {answer!r:.100}")
+        raise _unfit(server, required, f"is no vLLM server: /version gives {answer!r:.100}")
     version: str = answer["version"]
     VLLM.check(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
     return version
 
 
-async def _model(server: Server, wanted: Wanted) -> tuple[str, int]:
+async def _model(server: Server, required: ServerRequirements) -> tuple[str, int]:
     """The name and the context of the model that is served."""
     answer = await server.get("/v1/models")
     model = answer["data"][0]
     context: int = model["max_model_len"]
-    if context < wanted.context:
+    if context < required.context:
         raise _unfit(
             server,
-            wanted,
+            required,
             f"serves {model['id']} with a context of {context} tokens, but prompts and answers "
-            f"need {wanted.context}",
+            f"need {required.context}",
         )
     return model["id"], context
 
 
-async def _config(server: Server, wanted: Wanted) -> dict[str, Any]:
+async def _config(server: Server, required: ServerRequirements) -> dict[str, Any]:
     """What the server was started with; refuses one that is not for training."""
     try:
         answer = await server.get("/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS)
     except Refused as error:
         raise _unfit(
             server,
-            wanted,
+            required,
             "has no development endpoints, so it cannot be given new weights (it was started "
             "without VLLM_SERVER_DEV_MODE=1)",
         ) from error
@@ -121,27 +118,27 @@ async def _config(server: Server, wanted: Wanted) -> dict[str, Any]:
     return config
 
 
-def _slots(server: Server, wanted: Wanted, config: Mapping[str, Any]) -> int:
+def _slots(server: Server, required: ServerRequirements, config: Mapping[str, Any]) -> int:
     """How many answers it writes at a time."""
     scheduler = config["scheduler_config"]
     if scheduler["policy"] != "priority":
         raise _unfit(
             server,
-            wanted,
+            required,
             f"has the scheduling policy {scheduler['policy']}, so it cannot keep our order",
         )
     engines: int = config["parallel_config"]["data_parallel_size"]
     slots: int = scheduler["max_num_seqs"] * engines
-    if wanted.slots not in (None, slots):
+    if required.slots not in (None, slots):
         raise _unfit(
             server,
-            wanted,
-            f"writes {slots} answers at a time, not {wanted.slots}; leave slots out, or restart it",
+            required,
+            f"has {slots} slots, not {required.slots}; leave slots out, or restart it",
         )
     return slots
 
 
-async def _check_vocabulary(server: Server, wanted: Wanted, *, model: str) -> None:
+async def _check_vocabulary(server: Server, required: ServerRequirements, *, model: str) -> None:
     # No endpoint tells it, but the refusal of a token that no model has does.
     request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
     try:
@@ -149,37 +146,37 @@ async def _check_vocabulary(server: Server, wanted: Wanted, *, model: str) -> No
     except Refused as error:
         size = re.search(r"Vocabulary size: (\d+)", str(error))
         if size is None:
-            raise _unfit(server, wanted, f"does not tell its vocabulary: {error}") from error
-        if int(size[1]) == wanted.vocabulary:
+            raise _unfit(server, required, f"does not tell its vocabulary: {error}") from error
+        if int(size[1]) == required.vocabulary:
             return
         found = f"serves {model} with {size[1]} tokens"
     else:
         found = f"serves {model}, which accepts every token"
     raise _unfit(
         server,
-        wanted,
-        f"{found}, but the model that is trained has {wanted.vocabulary}; it must serve the same",
+        required,
+        f"{found}, but the model that is trained has {required.vocabulary}; it must serve the same",
     )
 
 
-async def _check_answer(server: Server, wanted: Wanted, *, model: str) -> None:
+async def _check_answer(server: Server, required: ServerRequirements, *, model: str) -> None:
     """Refuse log-probabilities that are missing, or not those of the temperature."""
-    warm = await _lead_of_the_best(server, wanted, model=model, temperature=1.0)
-    temperature = wanted.temperature
+    warm = await _top_two_gap(server, required, model=model, temperature=1.0)
+    temperature = required.temperature
     if temperature in (0.0, 1.0):
         return
-    lead = await _lead_of_the_best(server, wanted, model=model, temperature=temperature)
+    lead = await _top_two_gap(server, required, model=model, temperature=temperature)
     if not math.isclose(lead * temperature, warm, rel_tol=_LOGPROB_TOLERANCE, abs_tol=1e-3):
         raise _unfit(
             server,
-            wanted,
+            required,
             "gives log-probabilities before temperature (it was started without --logprobs-mode "
             f"processed_logprobs), but answers are drawn at temperature {temperature:g}",
         )
 
 
-async def _lead_of_the_best(
-    server: Server, wanted: Wanted, *, model: str, temperature: float
+async def _top_two_gap(
+    server: Server, required: ServerRequirements, *, model: str, temperature: float
 ) -> float:
     """How much likelier the most likely token is than the next one, in nats."""
     body = completion_body([0], model=model, max_tokens=1) | {
@@ -190,13 +187,13 @@ async def _lead_of_the_best(
     try:
         answer = await server.post(COMPLETIONS, body)
     except Refused as error:
-        raise _unfit(server, wanted, f"refuses a question like ours: {error}") from error
+        raise _unfit(server, required, f"refuses a question like ours: {error}") from error
     choice = answer["choices"][0]
     if not choice.get("token_ids"):
-        raise _unfit(server, wanted, "does not give the token ids of its answers")
+        raise _unfit(server, required, "does not give the token ids of its answers")
     tops: list[Mapping[str, float]] = (choice.get("logprobs") or {}).get("top_logprobs") or []
     if not tops:
-        raise _unfit(server, wanted, "does not give the log-probabilities of its tokens")
+        raise _unfit(server, required, "does not give the log-probabilities of its tokens")
     best, second, *_ = sorted(tops[0].values(), reverse=True)
     return best - second
 
@@ -220,56 +217,45 @@ def completion_body(tokens: list[int], *, model: str, max_tokens: int) -> dict[s
     }
 
 
-def _unfit(server: Server, wanted: Wanted, reason: str) -> EngineError:
-    return EngineError(f"{server.url} {reason}; start the server with: {wanted.command}")
+def _unfit(server: Server, required: ServerRequirements, reason: str) -> EngineError:
+    return EngineError(f"{server.url} {reason}; start the server with: {start_command(required)}")
 
 
 _RELOAD_SECONDS = 1800.0
-_FORGET_TRIES = 100
-_FORGET_PAUSE_SECONDS = 0.1
+_RESET_TRIES = 100
+_RESET_PAUSE_SECONDS = 0.1
 _ENDS = ("stop", "length", "abort", None)
 
 
 class VllmServer:
     """A vLLM server, which lives on when this object is closed."""
 
-    def __init__(self, server: Server, found: Found, *, hand_over: Path) -> None:
-        """Take over a server that was looked at; see `opened`."""
-        self.name = f"vLLM {found.version} at {server.url}"
-        self.limits = found.limits
+    def __init__(self, server: Server, info: VllmServerInfo, *, weights_folder: Path) -> None:
+        """Take over a server that was looked at; see `connect`."""
+        self.name = f"vLLM {info.version} at {server.url}"
+        self.limits = info.limits
         self._server = server
-        self._model = found.model
-        self._has_receiver = found.has_receiver
-        self._hand_over = hand_over
+        self._model = info.model
+        self._has_receiver = info.has_receiver
+        self._weights_folder = weights_folder
         self._written: set[str] = set()
         self._aborted: set[str] = set()
 
     @classmethod
-    async def opened(
-        cls,
-        url: str,
-        *,
-        vocabulary: int,
-        context: int,
-        temperature: float,
-        slots: int | None,
-        hand_over: Path,
+    async def connect(
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path
     ) -> VllmServer:
-        """Look at the server and refuse one that does not fit.
+        """Inspect a running server, and refuse one that does not meet the requirements.
 
-        `hand_over` is a folder that the server can read too: new weights go through it. `slots` is
-        what the server was started with unless given.
+        New weights go through `weights_folder`, which the server must be able to read.
         """
         server = Server(url)
-        wanted = Wanted(
-            vocabulary=vocabulary, context=context, temperature=temperature, slots=slots
-        )
         try:
-            found = await inspected(server, wanted)
+            info = await inspect_server(server, required)
         except BaseException:
             await server.close()
             raise
-        return cls(server, found, hand_over=hand_over)
+        return cls(server, info, weights_folder=weights_folder)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Write an answer; raises `EngineLost` where the server is gone."""
@@ -309,7 +295,7 @@ class VllmServer:
         """Write with these weights from now on, and forget every cached prefix."""
         # Nothing is being written, so these are answers that had ended before.
         self._aborted.clear()
-        folder = await asyncio.to_thread(export_weights, weights, self._hand_over.absolute())
+        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
         body: dict[str, object] = {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(folder)},
@@ -318,20 +304,20 @@ class VllmServer:
             body = {"method": "read_weights", "kwargs": {"folder": str(folder)}}
         try:
             await self._server.post("/collective_rpc", body, seconds=_RELOAD_SECONDS)
-            await self._forget_prefixes()
+            await self._reset_prefix_cache()
         except Refused as error:
             raise await self._judged(error) from error
 
     async def close(self) -> None:
         """Close the connections; the server stays."""
         await self._server.close()
-        remove_exported(self._hand_over)
+        remove_exported(self._weights_folder)
 
-    async def _forget_prefixes(self) -> None:
-        for _ in range(_FORGET_TRIES):
+    async def _reset_prefix_cache(self) -> None:
+        for _ in range(_RESET_TRIES):
             if (await self._server.post("/reset_prefix_cache"))["success"]:
                 return
-            await asyncio.sleep(_FORGET_PAUSE_SECONDS)
+            await asyncio.sleep(_RESET_PAUSE_SECONDS)
         raise EngineError(
             f"{self.name} does not forget its cached prefixes, because it writes answers that are "
             "not ours; under new weights they are wrong: give it to one run alone"
