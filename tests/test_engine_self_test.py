@@ -339,7 +339,7 @@ def test_an_engine_that_hangs_is_ended_with_all_its_children(tmp_path):
     began = time.monotonic()
     verdict = watched(python(program), seconds=3)
     assert time.monotonic() - began < 30
-    assert verdict.reason == "no result within 3 s; it was still busy: starting the engine"
+    assert verdict.reason == "no result within 3 s; last stage: starting the engine"
     assert os.read(reader, 100) == b"started"
     assert is_let_go(reader)
 
@@ -409,4 +409,4 @@ def test_a_stranger_is_no_server_of_answers():
 
 def test_a_server_that_is_not_there_fails_in_one_line():
     verdict = server_self_test("http://127.0.0.1:9", seconds=120)
-    assert verdict.reason.startswith("http://127.0.0.1:9 does not answer")
+    assert verdict.reason.startswith("http://127.0.0.1:9 does not respond")

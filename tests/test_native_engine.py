@@ -796,10 +796,10 @@ UNSUITED = {
         ),
         "T5ForConditionalGeneration has an encoder",
     ),
-    "no logits": (lambda: LlamaModel(LlamaConfig(**SIZES)), "LlamaModel gives no logits"),
+    "no logits": (lambda: LlamaModel(LlamaConfig(**SIZES)), "LlamaModel has no output layer"),
     "no attention": (
         lambda: causal(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)),
-        "MambaForCausalLM cannot be exchanged",
+        "MambaForCausalLM cannot be replaced",
     ),
     "double precision": (lambda: tiny_model().double(), "must be in float32, float16 or bfloat16"),
     "capped scores": (lambda: causal(Gemma2Config(**SIZES)), "capped scores"),
@@ -818,7 +818,7 @@ UNSUITED = {
                 rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
             )
         ),
-        "turns its positions by 'dynamic'",
+        "uses rope_type 'dynamic'",
     ),
 }
 

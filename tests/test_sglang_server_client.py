@@ -171,14 +171,14 @@ async def limits_of(url, folder, **how):
 @pytest.mark.parametrize(
     ("info", "world", "words"),
     [
-        (None, {}, "no such server"),
-        ({"status": "ok"}, {}, "words of its own"),
+        (None, {}, "must answer /server_info, but it does not"),
+        ({"status": "ok"}, {}, "another format"),
         (INFO | {"version": "0.4.0"}, {}, "0.4.0"),
         (INFO | {"max_req_input_len": 63}, {}, "room for 63"),
         (INFO | {"incremental_streaming_output": False}, {}, "repeats the whole answer"),
         (INFO | {"max_running_requests": None}, {}, "number of slots"),
         (INFO, {"is_tempered": False}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        (INFO, {"has_logprobs": False}, "must give log-probabilities"),
+        (INFO, {"has_logprobs": False}, "must return log-probabilities"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_it_right(

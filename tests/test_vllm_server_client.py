@@ -150,14 +150,14 @@ def test_a_server_that_fits_says_how_much_it_can_do(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": "hello"}, "is no vLLM server"),
-        ({"version": {"version": "0.9.1"}}, "must be of a version >=0.26,<0.33.* has 0.9.1"),
+        ({"version": "hello"}, "is not a vLLM server"),
+        ({"version": {"version": "0.9.1"}}, "must be >=0.26,<0.33.* has 0.9.1"),
         ({"context": 32}, "context of 32 tokens, but prompts and answers need 64"),
-        ({"is_in_development": False}, "cannot be given new weights"),
+        ({"is_in_development": False}, "cannot load new weights"),
         ({"policy": "fcfs"}, "scheduling policy fcfs"),
         ({"vocabulary": 256}, "256 tokens, but the model that is trained has 128"),
-        ({"has_token_ids": False}, "does not give the token ids"),
-        ({"has_logprobs": False}, "does not give the log-probabilities"),
+        ({"has_token_ids": False}, "does not return token ids"),
+        ({"has_logprobs": False}, "does not return log-probabilities"),
         ({"is_processed": False}, "log-probabilities before temperature"),
     ],
 )
@@ -179,14 +179,14 @@ def test_logprobs_before_temperature_serve_at_temperature_1(tmp_path):
 
 
 def test_other_slots_than_the_server_has_are_refused(tmp_path):
-    with serving(StandIn()) as url, pytest.raises(EngineError, match="16 answers at a time, not 4"):
+    with serving(StandIn()) as url, pytest.raises(EngineError, match="has 16 slots, not 4"):
         asyncio.run(limits(url, tmp_path, slots=4))
 
 
 def test_a_server_out_of_reach_is_refused_with_the_command_that_helps(tmp_path):
     with serving(StandIn()) as url:
         pass
-    with pytest.raises(EngineError, match=f"{url} does not answer.*vllm serve"):
+    with pytest.raises(EngineError, match=f"{url} does not respond.*vllm serve"):
         asyncio.run(limits(url, tmp_path))
 
 

@@ -325,7 +325,7 @@ def test_a_server_that_does_not_fit_is_refused_with_what_was_found(engine, loop,
     for changes, words in [
         ({"vocabulary": 129}, "128 tokens, but the model that is trained has 129"),
         ({"context": 300}, "context of 256 tokens, but .* need 300; .*--max-model-len 300"),
-        ({"slots": 8}, "writes 4 answers at a time, not 8.*--max-num-seqs 8"),
+        ({"slots": 8}, "has 4 slots, not 8.*--max-num-seqs 8"),
     ]:
         with pytest.raises(EngineError, match=words):
             loop.call(opened(engine.url, tmp_path, **changes))

@@ -1,6 +1,6 @@
-"""What rollout and training need from a model: attention that can be replaced, and finite numbers.
+"""Replaceable attention, plain log-probabilities, and checks for finite weights.
 
-`plain_logprobs` is what a model computes on its own, one text in one pass without a cache: every
+`plain_logprobs` is what a model computes on its own, one text in one pass without a KV cache: every
 engine is compared with it.
 
 Axes: T positions of a text, V vocabulary, R rows, H query heads, K key/value heads, D head
@@ -20,10 +20,12 @@ from sortedrl.errors import ModelError
 
 
 def refuse_foreign_attention(model: PreTrainedModel, *, instead: str) -> None:
-    """Raise `ModelError` where rows would depend on their neighbours; `instead` says what to do."""
+    """Refuse attention in which rows depend on their neighbours; `instead` says what to do."""
     name = type(model).__name__
     if not model._supports_attention_backend:
-        raise ModelError(f"the attention of {name} cannot be exchanged in transformers; {instead}")
+        raise ModelError(
+            f"the attention of {name} cannot be replaced through transformers; {instead}"
+        )
     values = model.config.get_text_config().to_dict()
     kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -32,8 +34,8 @@ def refuse_foreign_attention(model: PreTrainedModel, *, instead: str) -> None:
     for rope in [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]:
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise ModelError(
-                f"{name} turns its positions by {rope['rope_type']!r}, which depends on the whole "
-                f"batch, so a row would not be the same in every batch; {instead}"
+                f"{name} uses rope_type {rope['rope_type']!r}, which depends on the whole batch: "
+                f"a row would not be the same in every batch; {instead}"
             )
 
 
@@ -128,7 +130,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def why_not_finite(model: PreTrainedModel) -> str:
-    """Why a model may compute what is not finite, and what to do about it."""
+    """Why the output of a model is not finite, and what to do about it."""
     names = not_finite(dict(model.named_parameters()))
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

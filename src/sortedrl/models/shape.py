@@ -72,7 +72,7 @@ def shape_of(name: str | Path) -> Shape:
         )
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
-            f"the sizes of {name} cannot be read: {first_line(error)}; give the folder of a model "
+            f"cannot read the sizes of {name}: {first_line(error)}; give the folder of a model "
             "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
         ) from error
     return shape_of_config(config, name=str(name))
@@ -85,7 +85,7 @@ def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     except ModelError:
         raise
     except Exception as error:  # and so do numbers that do not fit together
-        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
+        raise ModelError(f"{name} is not a causal language model: {first_line(error)}") from error
 
 
 def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
@@ -99,7 +99,7 @@ def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     missing = [key for key in (*needed, "max_position_embeddings") if key not in values]
     if missing:
-        raise ModelError(f"the config of {name} must name {', '.join(missing)}, and does not")
+        raise ModelError(f"the config of {name} must have {', '.join(missing)}, but does not")
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     output = model.get_output_embeddings()
     return Shape(

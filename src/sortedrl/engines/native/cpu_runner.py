@@ -84,12 +84,12 @@ _NO_PLACES = torch.empty(0, dtype=torch.long)
 
 
 class CpuRunner:
-    """Runs plans at once, one after the other."""
+    """Runs plans synchronously."""
 
     lag = 0
 
     def __init__(self, hf_model: HFModel, *, size: CacheSize, slots: int) -> None:
-        """Room for the cache; the operating system hands out its memory as it is used."""
+        """Allocate the KV cache; the operating system commits its memory as it is used."""
         layers, heads, dim = attention_shape(hf_model.config)
         places = size.num_blocks * size.block_tokens
         self._hf_model = hf_model
@@ -105,7 +105,7 @@ class CpuRunner:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Make the copies of the linear layers anew."""
+        """Pack the linear layers again."""
         if self._can_pack:
             self._hf_model.replaced = packed_linears(self._hf_model.model, rows=self._slots)
         elif self._hf_model.dtype != torch.float32:
@@ -113,16 +113,16 @@ class CpuRunner:
             self._hf_model.replaced = {output: widened_fp32_logits(output)}
 
     def release(self) -> None:
-        """Let go of the memory of the cache."""
+        """Free the memory of the KV cache."""
         self._offloader.offload(self._cache.tensors)
 
     def restore(self) -> None:
-        """Take memory for the cache again."""
+        """Allocate the KV cache again."""
         self._offloader.onload()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> SamplerOutput:
-        """Run a plan; gives what the sampled rows chose."""
+        """Run a plan; returns the tokens of the sampled rows."""
         spans = plan.spans
         padding = -plan.num_rows % ROW_MULTIPLE
         tokens: list[int] = []
@@ -144,7 +144,7 @@ class CpuRunner:
         return sample(logits_QV, plan.sampled)
 
     def collect(self, ticket: object) -> SampledTokens:
-        """What a launch gave."""
+        """The results of a launch, as lists."""
         assert isinstance(ticket, SamplerOutput), "tickets come from launch"
         return SampledTokens(
             tokens=ticket.tokens_Q.tolist(),
@@ -155,7 +155,7 @@ class CpuRunner:
 
 
 def sample(logits_QV: Tensor, spans: Sequence[RowSpan]) -> SamplerOutput:
-    """Choose a token for every sampled row."""
+    """Sample a token for every sampled row."""
     requests = [span.request for span in spans for _ in range(span.num_rows)]
     after = [span.start + step + 1 for span in spans for step in range(span.num_rows)]
     settings = [request.sampling for request in requests]
@@ -189,10 +189,10 @@ def sample(logits_QV: Tensor, spans: Sequence[RowSpan]) -> SamplerOutput:
 
 
 class CpuCache:
-    """Keys and values of all layers; a request's part of them is looked at again and again."""
+    """Keys and values of all layers, with a cache of the views that requests use."""
 
     def __init__(self, keys_YKND: Tensor, values_YKND: Tensor, *, num_views: int) -> None:
-        """The cache itself; that many views are kept at hand."""
+        """Keep up to `num_views` views."""
         self.layers = list(zip(keys_YKND.unbind(), values_YKND.unbind(), strict=True))
         self.num_places = keys_YKND.shape[2]
         self.tensors = (keys_YKND, values_YKND)
@@ -207,8 +207,8 @@ class CpuCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """The keys one span reads: a run of places, or a list of them where blocks are scattered."""
+class _KeyRange:
+    """The keys that one span reads: a contiguous range, or a list where blocks are scattered."""
 
     span: RowSpan
     row: int
@@ -217,7 +217,7 @@ class _Reading:
     places: Tensor
 
     def keys_and_values(self, cache: CpuCache, layer: int) -> tuple[Tensor, Tensor]:
-        """What it reads of a layer, `[1, K, L, D]` each."""
+        """Its keys and values of a layer, `[1, K, L, D]` each."""
         if self.views is not None:
             return self.views[layer]
         keys_KND, values_KND = cache.layers[layer]
@@ -225,7 +225,7 @@ class _Reading:
         return keys_KLD[None], values_KND.index_select(1, self.places)[None]
 
     def mask(self, *, window: int | None, repeats: int, padding: int) -> Tensor:
-        """What each query row may see, as numbers to add: `[rows of the span x repeats, L]`."""
+        """The additive attention mask, `[rows of the span x repeats, L]`."""
         rows = torch.arange(self.span.start, self.span.start + self.span.num_rows)[:, None]
         keys = torch.arange(self.num_keys)[None]
         is_seen = keys <= rows
@@ -236,7 +236,7 @@ class _Reading:
 
 
 class CpuPagedAttention:
-    """The cache of a CPU runner as one forward pass sees it."""
+    """The attention of one forward pass on the CPU."""
 
     def __init__(
         self,
@@ -246,14 +246,14 @@ class CpuPagedAttention:
         block_tokens: int,
         padding: int,
     ) -> None:
-        """Work out once per pass what all layers need."""
+        """Compute once per pass what all layers share."""
         self._cache = cache
         self._block_tokens = block_tokens
         self._padding = padding
         self._num_rows = sum(span.num_rows for span in spans)
         places = [place for span in spans for place in self._places(span)]
         self._places_R = torch.tensor(places)
-        self._readings = self._make_readings(spans)
+        self._key_ranges = self._make_key_ranges(spans)
         self._masks: dict[tuple[int | None, int], list[Tensor]] = {}
         self._num_single = next(
             (i for i, span in enumerate(spans) if span.num_rows > 1), len(spans)
@@ -279,22 +279,22 @@ class CpuPagedAttention:
             outs = [
                 scaled_dot_product_attention(
                     q_1KGD,
-                    *reading.keys_and_values(self._cache, layer),
+                    *key_range.keys_and_values(self._cache, layer),
                     attn_mask=mask,
                     scale=scale,
                 )
-                for q_1KGD, reading, mask in zip(
-                    q_SKGD.split(1), self._readings[:singles], masks[:singles], strict=True
+                for q_1KGD, key_range, mask in zip(
+                    q_SKGD.split(1), self._key_ranges[:singles], masks[:singles], strict=True
                 )
             ]
             out_RKGD[:singles] = torch.cat(outs)[:, :, :group]
-        for reading, mask in zip(self._readings[singles:], masks[singles:], strict=True):
-            count, row = reading.span.num_rows, reading.row
+        for key_range, mask in zip(self._key_ranges[singles:], masks[singles:], strict=True):
+            count, row = key_range.span.num_rows, key_range.row
             q_KXD = q_KGRD[:, :, row : row + count].flatten(1, 2)
             q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
             out_KXD = scaled_dot_product_attention(
                 q_KXD[None],
-                *reading.keys_and_values(self._cache, layer),
+                *key_range.keys_and_values(self._cache, layer),
                 attn_mask=mask,
                 scale=scale,
             )[0, :, : group * count]
@@ -305,14 +305,14 @@ class CpuPagedAttention:
         key = (window, group)
         if key not in self._masks:
             self._masks[key] = [
-                reading.mask(window=window, repeats=1, padding=0)
-                if reading.span.num_rows == 1
-                else reading.mask(
+                key_range.mask(window=window, repeats=1, padding=0)
+                if key_range.span.num_rows == 1
+                else key_range.mask(
                     window=window,
                     repeats=group,
-                    padding=-group * reading.span.num_rows % _QUERY_MULTIPLE,
+                    padding=-group * key_range.span.num_rows % _QUERY_MULTIPLE,
                 )
-                for reading in self._readings
+                for key_range in self._key_ranges
             ]
         return self._masks[key]
 
@@ -323,15 +323,15 @@ class CpuPagedAttention:
             for position in range(span.start, span.start + span.num_rows)
         ]
 
-    def _make_readings(self, spans: Sequence[RowSpan]) -> list[_Reading]:
-        readings = []
+    def _make_key_ranges(self, spans: Sequence[RowSpan]) -> list[_KeyRange]:
+        key_ranges = []
         row = 0
         for span in spans:
-            readings.append(self._reading(span, row))
+            key_ranges.append(self._key_range(span, row))
             row += span.num_rows
-        return readings
+        return key_ranges
 
-    def _reading(self, span: RowSpan, row: int) -> _Reading:
+    def _key_range(self, span: RowSpan, row: int) -> _KeyRange:
         size = self._block_tokens
         num_keys = padded_keys(span.start + span.num_rows)
         blocks = span.request.blocks[: -(-num_keys // size)]
@@ -341,11 +341,11 @@ class CpuPagedAttention:
         )
         if is_run and first + num_keys <= self._cache.num_places:
             views = self._cache.views(first, num_keys)
-            return _Reading(span, row, num_keys, views, _NO_PLACES)
+            return _KeyRange(span, row, num_keys, views, _NO_PLACES)
         starts = torch.tensor(blocks)[:, None] * size
         places = (starts + torch.arange(size)).flatten()
         places = pad(places, (0, max(0, num_keys - len(places))))[:num_keys]
-        return _Reading(span, row, num_keys, None, places)
+        return _KeyRange(span, row, num_keys, None, places)
 
 
 def padded_keys(count: int) -> int:

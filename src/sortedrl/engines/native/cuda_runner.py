@@ -1,9 +1,9 @@
-"""Forward passes on a GPU: the whole pass, from rows to chosen tokens, replayed as one graph.
+"""Forward passes on a GPU: the whole pass, from rows to sampled tokens, as one CUDA graph.
 
-The host only says which rows run (one small copy in) and reads what they chose (one small copy
-out); the token a row takes in may be one the host has not read yet, because the device keeps the
-last token of every slot. The passes come in a few sizes; the first pass of a size runs as it is,
-the second is captured, all later ones are replays.
+The host only sends which rows run (one small copy in) and reads the sampled tokens (one small copy
+out). The input token of a row may be one that the host has not read yet, because the device keeps
+the last token of every slot. Passes come in a few sizes; the first pass of a size runs eagerly, the
+second is captured, all later ones are replays.
 
 Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places, D head dimension.
 """
@@ -45,7 +45,7 @@ _TAKE_LAST = -1
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What decides which graph a pass is."""
+    """The key of a CUDA graph."""
 
     rows: int
     sampled: int
@@ -55,7 +55,7 @@ class _Size:
 
 @dataclass(slots=True)
 class _Recorded:
-    """A pass of one size as a graph, with the place of its results."""
+    """The CUDA graph of one size, and its output."""
 
     graph: torch.cuda.CUDAGraph
     results_4Q: Tensor
@@ -63,14 +63,14 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """Results on their way to the host."""
+    """Results that are being copied to the host."""
 
     results_4Q: NDArray[numpy.int32]
     arrived: torch.cuda.Event
 
 
 class CudaRunner:
-    """Runs plans on a GPU, one ahead of the host."""
+    """Runs plans on a GPU, one pass ahead of the host."""
 
     lag = 1
     _is_recordable = True
@@ -78,7 +78,7 @@ class CudaRunner:
     def __init__(
         self, hf_model: HFModel, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
     ) -> None:
-        """Room for the cache and for what travels; graphs are made as sizes are met."""
+        """Allocate the KV cache and the transfer buffers; graphs are captured on demand."""
         layers, heads, dim = attention_shape(hf_model.config)
         device, places = hf_model.device, size.num_blocks * size.block_tokens
         self._hf_model = hf_model
@@ -113,23 +113,23 @@ class CudaRunner:
             hf_model.compile_layers()
 
     def weights_changed(self) -> None:
-        """Nothing to do: graphs read the parameters where they are."""
+        """Nothing to do: graphs read the parameters in place."""
 
     def release(self) -> None:
-        """Let go of the memory of the cache, and of the graphs that know where it was."""
+        """Free the KV cache, and the graphs that hold its address."""
         torch.cuda.synchronize(self._device)
-        # A size that was met is captured again when it is met again.
+        # A known size is captured again at its next pass.
         self._recorded = dict.fromkeys(self._recorded)
         self._pool = torch.cuda.graph_pool_handle()
         self._offloader.offload(self._attention.tensors)
 
     def restore(self) -> None:
-        """Take memory for the cache again."""
+        """Allocate the KV cache again."""
         self._offloader.onload()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> _Ticket:
-        """Start a pass behind those under way."""
+        """Start a pass behind those in flight."""
         size = self._fill(plan)
         if size in self._recorded and self._is_recordable:
             recorded = self._recorded[size] or self._record(size)
@@ -158,7 +158,7 @@ class CudaRunner:
         )
 
     def _fill(self, plan: Plan) -> _Size:
-        """Write down the rows of a plan and send them off."""
+        """Fill the host buffer with the rows of a plan, and start its copy."""
         self._host_rows.rotate(1)
         host = self._host_rows[0].numpy()
         host[_TOKENS : _TILE_COUNTS + 1] = 0
@@ -182,14 +182,14 @@ class CudaRunner:
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
         rows = _rounded(max(plan.num_rows, self._fewest))
-        # Passes with prompts in them are few and big: fewer sizes, so that they meet again.
+        # Passes with prefill are few and big: fewer sizes, so that graphs are reused.
         fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
         sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
         return _Size(rows, sampled, splits, is_filtered)
 
     def _measured_fewest(self) -> int:
-        """Below which number of rows a pass only takes longer."""
+        """The number of rows below which a pass gets slower."""
         if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
             return 1
         sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
@@ -204,7 +204,7 @@ class CudaRunner:
         return recorded
 
     def _run(self, size: _Size) -> Tensor:
-        """The pass itself, from what was sent to the results."""
+        """The pass itself."""
         rows = self._rows[:, : size.rows]
         slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
         last_R = self._last_tokens_S[slots_R]
@@ -222,7 +222,7 @@ class CudaRunner:
             logits_QV = self._hf_model.forward(
                 tokens_R.long(), positions_R.long(), keep_Q, self._attention
             )
-        draw, keep = self._slots.facts(
+        draw, keep = self._slots.sampler_inputs(
             slots_R[: size.sampled],
             positions_Q=positions_R[: size.sampled],
             expected_Q=rows[_EXPECTED, : size.sampled],
@@ -243,7 +243,7 @@ class CudaRunner:
 
 
 class _CudaPagedAttention:
-    """The cache as a pass on the GPU sees it."""
+    """The attention of a pass on the GPU."""
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
         """The cache of every layer; the rows are set before each pass."""
@@ -282,7 +282,7 @@ class _CudaPagedAttention:
 
 
 def _fill_singles(host: NDArray[numpy.int32], spans: Sequence[RowSpan]) -> None:
-    """The rows of spans of one row each, a tile each: nearly always, all of a pass."""
+    """Fill spans of one row, a tile each: in most passes that is all of them."""
     count = len(spans)
     starts = [span.start for span in spans]
     slots = [span.slot for span in spans]

@@ -1,10 +1,10 @@
-"""One forward pass of a Hugging Face model over rows of many requests, on the module as it is.
+"""Forward passes of a Hugging Face model over rows of many requests, on the unmodified module.
 
-The module that is trained is the module that rolls out. Only while the engine drives it are two
-things changed, and put back after: its attention goes through transformers' attention interface
-to the engine's cache, and its linear layers may be replaced by faster ones that give every row
-the same bits in any batch. Before a model is used it is tried: it must compute the same in the
-engine as on its own.
+The module that is trained is the module that rolls out. Only during a pass two things are patched
+and restored afterwards: its attention goes through transformers' attention interface to the
+engine's KV cache, and its linear layers may be replaced by faster ones that give every row the same
+bits in any batch. Before a model is used it is verified: it must compute the same in the engine as
+on its own.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D head dimension.
 """
@@ -35,7 +35,7 @@ _INSTEAD = "use the vLLM or SGLang engine for this model"
 
 
 class PagedAttention(Protocol):
-    """The cache as one forward pass sees it."""
+    """The attention of one forward pass, over the KV cache."""
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Write the new keys and values, then return the attention output, `[1, R, H, D]`."""
@@ -52,7 +52,7 @@ class HFModel:
     """Forward passes of a model for the engine."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Refuse a model that cannot be driven, before any work."""
+        """Refuse a model that is not supported, before any work."""
         self.model = model
         self.config = model.config.get_text_config()
         _refuse_unsupported(model)
@@ -61,17 +61,17 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are stored in."""
+        """The dtype of its weights."""
         return self.model.dtype
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together that the model was made for."""
+        """Tokens of prompt and answer together that the model supports."""
         return int(self.config.max_position_embeddings)
 
     @property
@@ -81,13 +81,13 @@ class HFModel:
 
     @property
     def output_layer(self) -> nn.Linear:
-        """The layer that makes the logits."""
+        """The layer that computes the logits."""
         layer = self.model.get_output_embeddings()
         assert isinstance(layer, nn.Linear), "transformers' causal models end in a linear layer"
         return layer
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse the small operations of the decoder layers.
+        """Compile the decoder layers with torch.compile.
 
         All layers of a class share one compiled function, so it takes seconds, not minutes.
         """
@@ -102,7 +102,7 @@ class HFModel:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """The module with the engine's attention and linear layers; as it was, afterwards."""
+        """Patch in the engine's attention and linear layers, and restore the module afterwards."""
         before = self.config._attn_implementation
         training = [module for module in self._modules if module.training]
         forwards = {m: m.__dict__["forward"] for m in self.replaced if "forward" in m.__dict__}
@@ -142,7 +142,7 @@ def attention_shape(config: Any) -> tuple[int, int, int]:  # noqa: ANN401
     values = config.to_dict()
     missing = {"num_attention_heads", "num_hidden_layers", "hidden_size"} - values.keys()
     if missing:
-        raise ModelError(f"{type(config).__name__} does not name {', '.join(sorted(missing))}")
+        raise ModelError(f"{type(config).__name__} has no {', '.join(sorted(missing))}")
     heads = values["num_attention_heads"]
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     return values["num_hidden_layers"], values.get("num_key_value_heads") or heads, head_dim
@@ -152,10 +152,12 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ModelError(
-            f"the native engine writes with decoder-only models, {name} has an encoder"
+            f"the native engine supports decoder-only models, but {name} has an encoder"
         )
     if model.get_output_embeddings() is None:
-        raise ModelError(f"{name} gives no logits; load it with AutoModelForCausalLM")
+        raise ModelError(
+            f"{name} has no output layer for logits; load it with AutoModelForCausalLM"
+        )
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ModelError(f"{name} must be in float32, float16 or bfloat16, got {model.dtype}")
     refuse_foreign_attention(model, instead=_INSTEAD)
@@ -166,7 +168,7 @@ _GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
-    """A complete answer of arbitrary tokens, as if sampled by weights long gone."""
+    """A complete answer of arbitrary tokens, to be scored."""
     count = min(_TOKENS, max_tokens)
     tokens = [mix(index) % vocabulary for index in range(count)]
     cached = Segment(tokens[1:], [0.0] * (count - 1), version=-1)
@@ -184,8 +186,8 @@ def refuse_other_logprobs(
     if not gap <= _GAPS[model.dtype]:
         raise ModelError(
             f"{type(model).__name__} computes something else in the native engine than on its "
-            f"own (log-probabilities differ by {gap:.2g} on average): its attention has a part "
-            "the engine does not know; use the vLLM or SGLang engine for this model"
+            f"own (log-probabilities differ by {gap:.2g} on average): its attention has a "
+            "feature that the engine does not support; use the vLLM or SGLang engine for this model"
         )
 
 

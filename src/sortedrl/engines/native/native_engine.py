@@ -216,7 +216,7 @@ class NativeEngine:
         )
 
     def step(self) -> Step:
-        """Work until at least one token was written or an answer is complete."""
+        """Work until at least one token was decoded or an answer is complete."""
         self._refuse_fault(self._unreported)
         finished = self._take_complete()
         decoded, self._unreported = self._unreported, 0

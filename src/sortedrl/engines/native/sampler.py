@@ -1,7 +1,7 @@
-"""From logits to tokens: the rules of the choice, and the choice itself on any device.
+"""Sampling: from logits and noise to tokens, on any device.
 
 A token is `argmax(logits / temperature + noise)`, which is exact sampling from the softmax.
-The noise belongs to the answer (noise.py), so the choice depends on the row alone.
+The noise belongs to the answer (noise.py), so a sampled token depends on its row alone.
 
 Axes: Q rows that are sampled, V tokens of the vocabulary.
 """
@@ -22,7 +22,7 @@ _CACHED_NUMBERS = 1 << 16
 
 
 class SamplerInputs(NamedTuple):
-    """What a choice needs to know of its rows, one entry per row."""
+    """The inputs of the sampler besides the logits, one entry per row."""
 
     streams_Q: Tensor
     positions_Q: Tensor
@@ -32,7 +32,7 @@ class SamplerInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenFilters:
-    """Which tokens each row may choose from."""
+    """Top-k, top-p and min-p of each row."""
 
     top_k_Q: Tensor
     top_p_Q: Tensor
@@ -40,11 +40,11 @@ class TokenFilters:
 
 
 class SamplerOutput(NamedTuple):
-    """The tokens chosen, and how the expected ones compare.
+    """The sampled tokens, and how the expected ones compare.
 
     `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
-    logits the choice was made with; filters do not enter them. `gaps_Q` is by how many nats the
-    expected token fell short of the chosen one.
+    logits that were sampled from; filters do not enter them. `gaps_Q` is by how many nats the
+    expected token falls short of the sampled one.
     """
 
     tokens_Q: Tensor
@@ -55,7 +55,7 @@ class SamplerOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A choice as the host reads it."""
+    """The output of the sampler on the host."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -64,7 +64,7 @@ class SampledTokens:
 
 
 def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor:
-    """The least logit a token must have to be chosen: top-k first, then top-p, then min-p."""
+    """The lowest logit that passes the filters: top-k first, then top-p, then min-p."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     sorted_QV, _ = (logits_QV * inverse_Q1).sort(dim=-1, descending=True)
     ranks_V = torch.arange(logits_QV.shape[1], device=logits_QV.device)
@@ -76,7 +76,7 @@ def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor
     is_kept_QV &= mass_QV >= keep.min_p_Q[:, None] * mass_QV[:, :1]
     last_Q1 = is_kept_QV.long().cumsum(-1).argmax(-1, keepdim=True)
     lowest_Q = sorted_QV.gather(-1, last_Q1)[:, 0]
-    # A hair's breadth below: undoing the division must not push the last kept token out.
+    # Slightly lower: rounding in the division must not exclude the last kept token.
     lowest_Q = (lowest_Q - lowest_Q.abs() * 1e-6) / draw.inverse_temperatures_Q
     return torch.where(draw.inverse_temperatures_Q > 0, lowest_Q, -math.inf)
 
@@ -84,7 +84,7 @@ def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor
 def choose(
     logits_QV: Tensor, draw: SamplerInputs, *, floors_Q: Tensor | None = None
 ) -> SamplerOutput:
-    """Choose by an exponential race, which is the Gumbel argmax with one logarithm less.
+    """Sample by an exponential race: the Gumbel argmax with one logarithm less.
 
     `exp(logit) / exponential noise` is the exponential of `logit + Gumbel noise`, so the largest
     is the same token, and gaps in nats are differences of logarithms.
@@ -104,7 +104,7 @@ def choose(
 
 
 def _choose_few(logits_QV: Tensor, draw: SamplerInputs, floors_Q: Tensor | None) -> SamplerOutput:
-    """The choice for rows so few that their numbers stay in the processor's cache."""
+    """Sample so few rows that their logits stay in the CPU cache."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     is_greedy_Q1 = inverse_Q1 == 0
     scaled_QV = logits_QV * inverse_Q1.masked_fill(is_greedy_Q1, 1.0)

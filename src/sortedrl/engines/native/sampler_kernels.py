@@ -1,4 +1,4 @@
-"""The Triton kernels of the choice: one pass over the logits, with the noise made on the way.
+"""Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
 
 The twin of `sampling.choose` and `noise`: the same bits, and the same token up to the rounding of
 two logarithms.

@@ -29,9 +29,9 @@ from sortedrl.models.loading import without_bars
 from sortedrl.models.tiny import tiny_model, tiny_settings, tiny_tokenizer
 from sortedrl.types import Trajectory, Weights
 
-# Heads of 32 numbers: vLLM's attention on a CPU has no smaller ones.
+# A head dimension of 32: the smallest of vLLM's attention on a CPU.
 SPEC = "tiny:hidden=64,heads=2,layers=2"
-_OPINION = 0.1
+_SPREAD = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def _made(seed: int, *, device: torch.device, dtype: torch.dtype) -> PreTrainedM
     with torch.no_grad():
         for parameter in model.parameters():
             mean = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.normal_(mean, _OPINION, generator=generator)
+            parameter.normal_(mean, _SPREAD, generator=generator)
     torch.nn.Module.to(model, device, dtype)
     return model
 
@@ -76,7 +76,7 @@ def _made(seed: int, *, device: torch.device, dtype: torch.dtype) -> PreTrainedM
 SLOTS = 4
 MAX_TOKENS = 64
 CONTEXT = 128
-# Neither 1 nor 0: log-probabilities before temperature would pass otherwise.
+# Neither 1 nor 0, so that log-probabilities before temperature do not pass.
 SAMPLING = Sampling(temperature=0.8)
 _PROMPTS = 8
 _PROMPT_TOKENS = (3, 20)
@@ -249,7 +249,7 @@ def _check_greedy(answers: Sequence[Trajectory], model: PreTrainedModel, *, most
         text = [*answer.prompt.tokens, *answer.tokens]
         after = len(answer.prompt.tokens)
         plain_T = plain_logprobs(model, text, after=after)
-        # Two tokens that are all but equal may be taken for each other.
+        # Rounding may decide between two tokens that are almost equal.
         short_T = best_logprobs(model, text, after=after) - plain_T
         expect(
             short_T.max().item() <= most,

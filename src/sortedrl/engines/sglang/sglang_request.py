@@ -1,8 +1,8 @@
 """One request in SGLang's format, and how its response chunks are read.
 
-SGLang repeats itself: a chunk may hold the whole answer so far or only what is new, and the chunk
-that ends an aborted answer may hold either. `completion_tokens` counts the whole answer in every
-chunk, and so tells what is new. Each token is passed on exactly once.
+A chunk of SGLang may hold the whole answer so far or only what is new, and the last chunk of an
+aborted request may hold either. `completion_tokens` counts the whole answer in every chunk, and so
+tells what is new. Each token is passed on exactly once.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from sortedrl.errors import EngineError
 
 _MARGIN = 6
 LOW_FIRST, HIGH_FIRST, NO_ORDER = 1, -1, 0
-"""What priorities are multiplied with for a server that takes these first, or knows none."""
+"""Factor of the priority, for a server that takes low or high values first, or has none."""
 
 Chunk = Mapping[str, Any]
-"""What SGLang says at a time: `output_ids` and `meta_info`."""
+"""One response chunk: `output_ids` and `meta_info`."""
 
 
 def server_context(context: int) -> int:
-    """The context SGLang must be started with, so that a text of `context` tokens can be written.
+    """The context length SGLang must be started with for sequences of `context` tokens.
 
-    It wants room for itself, and more of it for a long prompt than for a short one.
+    It reserves a few tokens, more for a long prompt than for a short one.
     """
     return context + _MARGIN
 
 
 class SglangStream:
-    """What was read so far of the answer to one request."""
+    """The state of one request: what was received so far."""
 
     def __init__(self, request: GenerationRequest, *, priority_sign: int) -> None:
-        """Nothing is read yet."""
+        """Nothing is received yet."""
         self.is_over = False
-        """Whether nothing is left to be asked for."""
+        """Whether the answer is complete or aborted."""
         self.is_broken = False
-        """Whether the present request has not come to its end."""
+        """Whether the present call has not ended."""
         self._request = request
         self._priority_sign = priority_sign
         if self._is_filtered and request.sampling.top_k is None:
             raise EngineError(
-                "SGLang gives log-probabilities before top_p and min_p, unless a top_k of at most "
-                "4096 comes with them; set sampling.top_k too, or leave the filters out"
+                "SGLang returns log-probabilities before top_p and min_p, unless top_k is at most "
+                "4096; set sampling.top_k too, or leave the filters out"
             )
         self._tokens: list[int] = []
         self._num_calls = 0
@@ -51,11 +51,11 @@ class SglangStream:
 
     @property
     def request_id(self) -> str:
-        """The name of the present request; no name is the beginning of another request's."""
+        """The id of the present call; no id is a prefix of that of another request."""
         return f"{self._request.id}-{self._num_calls}"
 
     def next_body(self) -> dict[str, object]:
-        """A request for what is still missing."""
+        """The body of a call for the missing tokens."""
         wanted, sampling = self._request, self._request.sampling
         self.is_broken = True
         self._num_calls += 1
@@ -70,23 +70,23 @@ class SglangStream:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "stop_token_ids": sorted(wanted.stop_tokens),
-                # With it SGLang passes over `stop_token_ids` too, so it serves only without them.
+                # It makes SGLang ignore `stop_token_ids` too.
                 "ignore_eos": not wanted.stop_tokens,
             },
             "return_logprob": True,
             "stream": True,
         }
         if self._is_filtered:
-            # Its usual log-probabilities are those before the filters.
+            # Its default log-probabilities are those before the filters.
             body["return_sampling_mask"] = True
         if self._priority_sign:
             body["priority"] = self._priority_sign * wanted.priority
         return body
 
     def delta(self, chunk: Chunk) -> Delta:
-        """What is new in a chunk."""
+        """The new tokens of a chunk."""
         if "error" in chunk:
-            raise EngineError(f"SGLang refused an answer: {chunk['error'].get('message')}")
+            raise EngineError(f"SGLang refused a request: {chunk['error'].get('message')}")
         about = chunk["meta_info"]
         end = self._end(about["finish_reason"])
         is_first = not self._tokens
@@ -96,12 +96,12 @@ class SglangStream:
         logprobs = self._logprobs(about, fresh=fresh, so_far=so_far)
         if not len(tokens) == len(logprobs) == fresh:
             raise EngineError(
-                f"every token must come with its log-probability, but SGLang gave {len(tokens)} "
-                f"tokens and {len(logprobs)} log-probabilities where {fresh} were new"
+                f"every token must come with its log-probability, but SGLang sent {len(tokens)} "
+                f"tokens and {len(logprobs)} log-probabilities for {fresh} new tokens"
             )
         self._tokens += tokens
         if end == "stop" and self._tokens[-1] not in self._request.stop_tokens:
-            # The model has stop tokens of its own, which do not count here.
+            # A stop token of the model, which does not count here.
             end = "length" if len(self._tokens) == self._request.max_tokens else None
         self.is_over = end is not None
         self.is_broken = about["finish_reason"] is None
@@ -123,7 +123,7 @@ class SglangStream:
             return None
         kind: StreamEnd = reason["type"]
         if kind == "abort" and reason.get("status_code") is not None:
-            raise EngineError(f"SGLang refused an answer: {reason.get('message')}")
+            raise EngineError(f"SGLang refused a request: {reason.get('message')}")
         return kind
 
 

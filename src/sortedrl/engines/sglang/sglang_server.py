@@ -2,9 +2,9 @@
 
     request -> POST /generate -> events -> tokens
 
-The server belongs to one run: its weights are those of the run. It outlives the run, and a server
-that dies ends the streams with `EngineLost`. One that cannot do what a run asks for is refused,
-with what was found and the command that starts it correctly.
+The server belongs to one run: its weights are those of the run. It keeps running afterwards. A
+server that dies ends the streams with `EngineLost`. One that does not meet the requirements of a
+run is refused, with the reason and the command that starts it correctly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BAD_REQUEST = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangServerInfo:
-    """What a server that passed is."""
+    """A server that meets the requirements."""
 
     version: str
     limits: BackendLimits
@@ -51,7 +51,7 @@ class SglangServerInfo:
 
 
 class _Inspection:
-    """The questions that one server is asked."""
+    """The checks of one server."""
 
     def __init__(self, server: Server, required: ServerRequirements) -> None:
         """Nothing is sent yet."""
@@ -62,7 +62,7 @@ class _Inspection:
         self._slots = required.slots
 
     async def result(self) -> SglangServerInfo:
-        """What it is; raises `EngineError` if it does not pass."""
+        """Its properties; raises `EngineError` if it does not meet the requirements."""
         info = await self._server_info()
         version = str(info["version"])
         SGLANG.check(
@@ -103,13 +103,11 @@ class _Inspection:
         try:
             info = await self._server.get("/server_info")
         except Refused as error:
-            raise self._refusal("must answer /server_info", f"it is no such server: {error}") from (
-                error
-            )
+            raise self._refusal("must answer /server_info", f"it does not: {error}") from (error)
         except EngineLost as error:
             raise self._refusal("must be running", str(error)) from error
         if not isinstance(info, Mapping) or "max_req_input_len" not in info:
-            raise self._refusal("must answer /server_info", "it answered in words of its own")
+            raise self._refusal("must answer /server_info", "its response has another format")
         return info
 
     def _check_arguments(self, info: Mapping[str, Any]) -> None:
@@ -117,7 +115,7 @@ class _Inspection:
             raise self._refusal(
                 f"must have room for {self._context} tokens of prompt and answer",
                 f"it has room for {info['max_req_input_len']} (its context less "
-                f"{server_context(0)}, or its whole cache)",
+                f"{server_context(0)}, or its whole KV cache)",
             )
         if not info.get("incremental_streaming_output"):
             raise self._refusal(
@@ -127,11 +125,11 @@ class _Inspection:
     def _slots_of(self, info: Mapping[str, Any]) -> int:
         slots = info.get("max_running_requests") or self._slots
         if slots is None:
-            raise self._refusal("must have a number of slots", "it was given none")
+            raise self._refusal("must have a number of slots", "it reports none")
         return int(slots)
 
     async def _check_vocabulary(self) -> None:
-        # SGLang knows its vocabulary but does not say it; it refuses what lies outside.
+        # SGLang does not report its vocabulary, but refuses token ids outside of it.
         must = f"must have the model that is trained, with a vocabulary of {self._vocabulary}"
         try:
             await self._first_token(self._temperature, looked_up=self._vocabulary - 1)
@@ -157,18 +155,18 @@ class _Inspection:
         at_once, at_twice = [await self._spread(self._temperature * by) for by in (1, 2)]
         if at_once > _SPREAD and abs(at_once - 2 * at_twice) > _CLOSE_ENOUGH * at_once:
             raise self._refusal(
-                f"must give log-probabilities at temperature {self._temperature:g}",
-                "it gives those from before the temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB",
+                f"must return log-probabilities at temperature {self._temperature:g}",
+                "it returns those before temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB",
             )
 
     async def _spread(self, temperature: float) -> float:
-        """How far apart the log-probabilities of the likeliest tokens are."""
+        """The range of the log-probabilities of the most likely tokens."""
         answer = await self._first_token(temperature)
         about = answer.get("meta_info", {})
         if len(answer.get("output_ids", ())) != 1:
-            raise self._refusal("must give token ids", f"it gave {sorted(answer)}")
+            raise self._refusal("must return token ids", f"it returned {sorted(answer)}")
         if len(about.get("output_token_logprobs", ())) != 1:
-            raise self._refusal("must give log-probabilities", f"it gave {sorted(about)}")
+            raise self._refusal("must return log-probabilities", f"it returned {sorted(about)}")
         (likeliest,) = about["output_top_logprobs"]
         logprobs = [logprob for logprob, *_ in likeliest]
         return float(max(logprobs) - min(logprobs))
@@ -181,14 +179,14 @@ class _Inspection:
             "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
             "return_logprob": True,
             "top_logprobs_num": min(_COMPARED, self._vocabulary),
-            # SGLang fails at an answer without one, where low priorities go first.
+            # Required where low priorities go first.
             "priority": 0,
         }
         if looked_up is not None:
             body["token_ids_logprob"] = [looked_up]
         answer = await self._server.post("/generate", body)
         if not isinstance(answer, Mapping):
-            raise self._refusal("must answer /generate", f"it said {str(answer)[:100]!r}")
+            raise self._refusal("must answer /generate", f"it returned {str(answer)[:100]!r}")
         return answer
 
 
@@ -198,10 +196,10 @@ _FLUSH_PAUSE_SECONDS = 0.1
 
 
 class SglangServer:
-    """An SGLang server that somebody else started."""
+    """A running SGLang server, which keeps running when this object is closed."""
 
     def __init__(self, server: Server, info: SglangServerInfo, *, weights_folder: Path) -> None:
-        """Use a server that has passed its trial; see `connect`."""
+        """Use a server that was inspected; see `connect`."""
         self._server = server
         self._info = info
         self._weights_folder = weights_folder
@@ -227,16 +225,16 @@ class SglangServer:
 
     @property
     def name(self) -> str:
-        """What it is and where, for messages."""
+        """Version and address, for messages."""
         return f"SGLang {self._info.version} at {self._server.url}"
 
     @property
     def limits(self) -> BackendLimits:
-        """What it can be asked for."""
+        """What it can do."""
         return self._info.limits
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Write an answer; raises `EngineLost` where the server is gone."""
+        """Generate an answer; raises `EngineLost` if the server is gone."""
         state = SglangStream(request, priority_sign=self._info.priority_sign)
         try:
             while not state.is_over:
@@ -254,12 +252,11 @@ class SglangServer:
             self._aborted.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off: each stream ends with what it had.
+        """Abort these requests: each stream ends with its tokens so far.
 
-        The server forgets to break off an answer that it does not know yet, so that one must be
-        told again.
+        The server ignores the abort of a request that has not reached it yet, so it is repeated.
         """
-        # Kept, for an answer whose stream is not followed yet.
+        # Kept for a request whose stream has not started yet.
         self._aborted.update(ids)
         running = [self._request_ids[id_] for id_ in ids if id_ in self._request_ids]
         if not running:
@@ -271,13 +268,13 @@ class SglangServer:
             await asyncio.gather(*calls)
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
-        # Nothing is being written, so these are answers that had ended before.
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
         self._aborted.clear()
         folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
         update = {
             "model_path": str(folder),
-            # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
+            # SGLang would exit instead of waiting for a request that is being aborted.
             "flush_cache": False,
             "weight_version": str(weights.version),
         }
@@ -285,7 +282,7 @@ class SglangServer:
             await self._server.post("/update_weights_from_disk", update, seconds=_LOAD_SECONDS)
         except Refused as error:
             raise EngineError(
-                f"{self.name} did not take the new weights: {error}; it must be able to read "
+                f"{self.name} did not load the new weights: {error}; it must be able to read "
                 f"{folder}"
             ) from error
         for _ in range(_FLUSH_TRIES):
@@ -294,12 +291,11 @@ class SglangServer:
                 return
             await asyncio.sleep(_FLUSH_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} still holds cache of other answers after "
-            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s, which is wrong under new weights; "
-            "does somebody else use it?"
+            f"{self.name} cannot flush its cache after {_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s, "
+            "because it runs other requests; use the server for one run only"
         )
 
     async def close(self) -> None:
-        """Close the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         await self._server.close()
         remove_exported(self._weights_folder)

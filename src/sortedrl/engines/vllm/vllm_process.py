@@ -2,8 +2,8 @@
 
     request -> AsyncLLM (here) -> scheduler and model (child process) -> tokens
 
-An answer is known to vLLM from the first step of its stream on. One that is aborted earlier never
-reaches it.
+vLLM knows a request from the first step of its stream on. One that is aborted earlier never reaches
+it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _HEARTBEAT_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 20.0
-_FORGET_TRIES = 100
-_FORGET_PAUSE_SECONDS = 0.05
+_RESET_TRIES = 100
+_RESET_PAUSE_SECONDS = 0.05
 _MEMORY_FOLDER = Path("/dev/shm")
 _ENVIRONMENT = {
-    # A fork of a process whose threads compute hangs, and the trainer's threads do.
+    # Forking hangs while threads compute, and the trainer's threads do.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Every hand-over would have two warnings of layers that have no weights of their own.
+    # Every weight update would log two warnings about layers without weights of their own.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Settings of vLLM that hold unless the user has set them."""
+"""Defaults for environment variables of vLLM."""
 
 
 class VllmProcess:
     """A vLLM engine that lives and dies with this object."""
 
     def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
-        """Take over an engine that runs; see `start`."""
+        """Use a running engine; see `start`."""
         self.name = name
         self.limits = BackendLimits(
             slots=slots,
@@ -96,12 +96,12 @@ class VllmProcess:
             ours["gpu_memory_utilization"] = memory_share
         name = f"vLLM {version}"
         backend = cls(_started(ours, options or {}, name=name), name=name, slots=slots)
-        # It asks the child once, and would let go of the loop in the middle of the first request.
+        # vLLM asks its child for this once; do it now rather than within the first request.
         await backend._answered(backend._engine.get_supported_tasks())
         return backend
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Write an answer; raises `EngineLost` where the engine is gone."""
+        """Generate an answer; raises `EngineLost` if the engine is gone."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -125,35 +125,35 @@ class VllmProcess:
             self._written.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off; each stream ends with what it had."""
+        """Abort these requests; each stream ends with its tokens so far."""
         self._aborted_early |= set(ids) - self._written
         known = [id for id in ids if id in self._written]
         await self._answered(self._engine.abort(known))
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
-        # Nothing is being written, so these are answers that had ended before.
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
         self._aborted_early.clear()
         tensors = named_tensors(weights)
         if all(tensor.is_cuda for tensor in tensors.values()):
             await self._call_workers("receive_weights", {"given": addresses(tensors)})
         else:
-            folder = export_weights(weights, self._hand_over_folder(tensors))
+            folder = export_weights(weights, self._weights_folder(tensors))
             await self._call_workers("read_weights", {"folder": str(folder)})
-        for _ in range(_FORGET_TRIES):
+        for _ in range(_RESET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
                 return
-            await asyncio.sleep(_FORGET_PAUSE_SECONDS)
+            await asyncio.sleep(_RESET_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} still holds cache of answers that were broken off, after "
-            f"{_FORGET_TRIES * _FORGET_PAUSE_SECONDS:g} s; under new weights it is wrong"
+            f"{self.name} cannot reset its prefix cache: it still holds blocks of aborted requests "
+            f"after {_RESET_TRIES * _RESET_PAUSE_SECONDS:g} s"
         )
 
     async def close(self) -> None:
-        """End the child processes and remove what was written."""
+        """End the child processes and remove temporary files."""
         if self._open_engine is not None:
             self._open_engine.shutdown(timeout=_SHUTDOWN_SECONDS)
-            # It has more to do when the last one lets go of it, which fails at the end of Python.
+            # Drop the last reference now: its finalizer fails at interpreter shutdown.
             self._open_engine = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -168,7 +168,7 @@ class VllmProcess:
         await self._answered(self._engine.collective_rpc(method, kwargs=dict(arguments)))
 
     async def _answered(self, call: Awaitable[_Result]) -> _Result:
-        """What a call gives; one to a child that has died would never return."""
+        """The result of a call; without this a call to a dead child would never return."""
         task = asyncio.ensure_future(call)
         while not task.done():
             await asyncio.wait({task}, timeout=_HEARTBEAT_SECONDS)
@@ -183,9 +183,9 @@ class VllmProcess:
         raise EngineError(f"{self.name} refused: {error}") from error
 
     def _lost(self) -> EngineLost:
-        return EngineLost(f"{self.name} is gone: its process ended; what it said stands above")
+        return EngineLost(f"{self.name} is gone: its process ended; see its log above")
 
-    def _hand_over_folder(self, tensors: Mapping[str, Tensor]) -> Path:
+    def _weights_folder(self, tensors: Mapping[str, Tensor]) -> Path:
         if self._folder is None:
             needed = sum(tensor.nbytes for tensor in tensors.values())
             self._folder = Path(tempfile.mkdtemp(prefix="sortedrl-", dir=_roomy_folder(needed)))
@@ -200,12 +200,12 @@ def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name:
     quiet = {"disable_log_stats": True, "use_tqdm_on_load": False}
     arguments = quiet | dict(options) | dict(ours)
     try:
-        # Without a local name: vLLM keeps the stack of its start, and the engine would outlive us.
+        # No local variable: vLLM keeps the stack frame of its start, and so the engine, alive.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise EngineError(
-            f"{name} did not start with {ours['model']}: {error}; what it says itself stands "
-            "above (more of it with the environment variable VLLM_LOGGING_LEVEL=INFO)"
+            f"{name} did not start with {ours['model']}: {error}; see its log above (set "
+            "VLLM_LOGGING_LEVEL=INFO for more)"
         ) from error
 
 
@@ -232,8 +232,8 @@ def _sampling_params(request: GenerationRequest) -> SamplingParams:
 def _delta(output: Any) -> Delta:  # noqa: ANN401
     (completion,) = output.outputs
     tokens = list(completion.token_ids)
-    # The last output of an answer that is broken off may repeat all log-probabilities behind
-    # those of its own tokens.
+    # The last output of an aborted request may repeat all log-probabilities after those of its
+    # own tokens.
     logprobs = completion.logprobs.logprobs[: len(tokens)]
     assert len(logprobs) == len(tokens), "every token has one log-probability"
     return Delta(
@@ -245,7 +245,7 @@ def _delta(output: Any) -> Delta:  # noqa: ANN401
 
 
 def _roomy_folder(needed_bytes: int) -> Path | None:
-    """The folder in memory, if two versions fit; else `None` for the usual temporary one."""
+    """The folder in shared memory if two versions fit, else `None` for the default one."""
     if not _MEMORY_FOLDER.is_dir():
         return None
     is_roomy = shutil.disk_usage(_MEMORY_FOLDER).free > 2 * needed_bytes

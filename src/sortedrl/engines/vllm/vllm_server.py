@@ -1,8 +1,8 @@
 """A running vLLM server, driven over HTTP and checked before it is used.
 
-Prompts and answers travel as token ids. Only what the server has sent counts, so nothing is lost or
-counted twice when an answer is aborted. A server that cannot do what a run asks for is refused,
-with what was found and the command that starts it correctly.
+Prompts and answers are exchanged as token ids. Only tokens that the server has sent count, so
+nothing is lost or counted twice when a request is aborted. A server that does not meet the
+requirements of a run is refused, with the reason and the command that starts it correctly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 COMPLETIONS = "/v1/completions"
-# It looks at its whole machine before it answers.
+# It collects the environment of the machine first.
 _SERVER_INFO_SECONDS = 120.0
 _NO_TOKEN = 2**31 - 1
 _LOGPROB_TOLERANCE = 0.05
@@ -49,17 +49,17 @@ def start_command(required: ServerRequirements) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServerInfo:
-    """A server that fits."""
+    """A server that meets the requirements."""
 
     version: str
     model: str
     limits: BackendLimits
     has_receiver: bool
-    """Whether our part of the workers is there, which renews everything on a CPU too."""
+    """Whether it has our worker extension, which also updates packed weights on a CPU."""
 
 
 async def inspect_server(server: Server, required: ServerRequirements) -> VllmServerInfo:
-    """What was found at the server; an `EngineError` where it does not fit."""
+    """Inspect a server; raises `EngineError` if it does not meet the requirements."""
     try:
         version = await _version(server, required)
         model, context = await _model(server, required)
@@ -80,21 +80,21 @@ async def _version(server: Server, required: ServerRequirements) -> str:
     try:
         answer = await server.get("/version")
     except Refused as error:
-        raise _unfit(server, required, f"is no vLLM server: {error}") from error
+        raise _unmet(server, required, f"is not a vLLM server: {error}") from error
     if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
-        raise _unfit(server, required, f"is no vLLM server: /version gives {answer!r:.100}")
+        raise _unmet(server, required, f"is not a vLLM server: /version returns {answer!r:.100}")
     version: str = answer["version"]
     VLLM.check(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
     return version
 
 
 async def _model(server: Server, required: ServerRequirements) -> tuple[str, int]:
-    """The name and the context of the model that is served."""
+    """The name and the context length of the served model."""
     answer = await server.get("/v1/models")
     model = answer["data"][0]
     context: int = model["max_model_len"]
     if context < required.context:
-        raise _unfit(
+        raise _unmet(
             server,
             required,
             f"serves {model['id']} with a context of {context} tokens, but prompts and answers "
@@ -104,33 +104,33 @@ async def _model(server: Server, required: ServerRequirements) -> tuple[str, int
 
 
 async def _config(server: Server, required: ServerRequirements) -> dict[str, Any]:
-    """What the server was started with; refuses one that is not for training."""
+    """The configuration of the server; refuses one without the endpoints for training."""
     try:
         answer = await server.get("/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS)
     except Refused as error:
-        raise _unfit(
+        raise _unmet(
             server,
             required,
-            "has no development endpoints, so it cannot be given new weights (it was started "
-            "without VLLM_SERVER_DEV_MODE=1)",
+            "has no development endpoints, so it cannot load new weights (it was started without "
+            "VLLM_SERVER_DEV_MODE=1)",
         ) from error
     config: dict[str, Any] = answer["vllm_config"]
     return config
 
 
 def _slots(server: Server, required: ServerRequirements, config: Mapping[str, Any]) -> int:
-    """How many answers it writes at a time."""
+    """Requests that it runs at the same time."""
     scheduler = config["scheduler_config"]
     if scheduler["policy"] != "priority":
-        raise _unfit(
+        raise _unmet(
             server,
             required,
-            f"has the scheduling policy {scheduler['policy']}, so it cannot keep our order",
+            f"has the scheduling policy {scheduler['policy']}, but a run needs priority",
         )
     engines: int = config["parallel_config"]["data_parallel_size"]
     slots: int = scheduler["max_num_seqs"] * engines
     if required.slots not in (None, slots):
-        raise _unfit(
+        raise _unmet(
             server,
             required,
             f"has {slots} slots, not {required.slots}; leave slots out, or restart it",
@@ -139,20 +139,20 @@ def _slots(server: Server, required: ServerRequirements, config: Mapping[str, An
 
 
 async def _check_vocabulary(server: Server, required: ServerRequirements, *, model: str) -> None:
-    # No endpoint tells it, but the refusal of a token that no model has does.
+    # No endpoint reports it, but the error for an impossible token does.
     request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
     try:
         await server.post(COMPLETIONS, request)
     except Refused as error:
         size = re.search(r"Vocabulary size: (\d+)", str(error))
         if size is None:
-            raise _unfit(server, required, f"does not tell its vocabulary: {error}") from error
+            raise _unmet(server, required, f"does not report its vocabulary: {error}") from error
         if int(size[1]) == required.vocabulary:
             return
         found = f"serves {model} with {size[1]} tokens"
     else:
         found = f"serves {model}, which accepts every token"
-    raise _unfit(
+    raise _unmet(
         server,
         required,
         f"{found}, but the model that is trained has {required.vocabulary}; it must serve the same",
@@ -160,25 +160,25 @@ async def _check_vocabulary(server: Server, required: ServerRequirements, *, mod
 
 
 async def _check_answer(server: Server, required: ServerRequirements, *, model: str) -> None:
-    """Refuse log-probabilities that are missing, or not those of the temperature."""
+    """Refuse log-probabilities that are missing, or not scaled by the temperature."""
     warm = await _top_two_gap(server, required, model=model, temperature=1.0)
     temperature = required.temperature
     if temperature in (0.0, 1.0):
         return
     lead = await _top_two_gap(server, required, model=model, temperature=temperature)
     if not math.isclose(lead * temperature, warm, rel_tol=_LOGPROB_TOLERANCE, abs_tol=1e-3):
-        raise _unfit(
+        raise _unmet(
             server,
             required,
-            "gives log-probabilities before temperature (it was started without --logprobs-mode "
-            f"processed_logprobs), but answers are drawn at temperature {temperature:g}",
+            "returns log-probabilities before temperature (it was started without --logprobs-mode "
+            f"processed_logprobs), but answers are sampled at temperature {temperature:g}",
         )
 
 
 async def _top_two_gap(
     server: Server, required: ServerRequirements, *, model: str, temperature: float
 ) -> float:
-    """How much likelier the most likely token is than the next one, in nats."""
+    """The difference of the two largest log-probabilities, in nats."""
     body = completion_body([0], model=model, max_tokens=1) | {
         "temperature": temperature,
         "logprobs": 2,
@@ -187,37 +187,37 @@ async def _top_two_gap(
     try:
         answer = await server.post(COMPLETIONS, body)
     except Refused as error:
-        raise _unfit(server, required, f"refuses a question like ours: {error}") from error
+        raise _unmet(server, required, f"refuses the requests of a run: {error}") from error
     choice = answer["choices"][0]
     if not choice.get("token_ids"):
-        raise _unfit(server, required, "does not give the token ids of its answers")
+        raise _unmet(server, required, "does not return token ids")
     tops: list[Mapping[str, float]] = (choice.get("logprobs") or {}).get("top_logprobs") or []
     if not tops:
-        raise _unfit(server, required, "does not give the log-probabilities of its tokens")
+        raise _unmet(server, required, "does not return log-probabilities")
     best, second, *_ = sorted(tops[0].values(), reverse=True)
     return best - second
 
 
 def completion_body(tokens: list[int], *, model: str, max_tokens: int) -> dict[str, Any]:
-    """A question of token ids that is answered by token ids; sampling is still to be said."""
+    """The body of a completion request, token ids in and out, without sampling parameters."""
     return {
         "model": model,
         "prompt": tokens,
         "max_tokens": max_tokens,
         "logprobs": 0,
         "return_token_ids": True,
-        # Without a tokenizer it has no other names for them.
+        # Without a tokenizer it cannot name them otherwise.
         "return_tokens_as_token_ids": True,
         "ignore_eos": True,
         "stream": True,
-        # The server may have other ideas, from the model's folder.
+        # The generation config of the model may set others.
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
 
 
-def _unfit(server: Server, required: ServerRequirements, reason: str) -> EngineError:
+def _unmet(server: Server, required: ServerRequirements, reason: str) -> EngineError:
     return EngineError(f"{server.url} {reason}; start the server with: {start_command(required)}")
 
 
@@ -228,10 +228,10 @@ _ENDS = ("stop", "length", "abort", None)
 
 
 class VllmServer:
-    """A vLLM server, which lives on when this object is closed."""
+    """A vLLM server, which keeps running when this object is closed."""
 
     def __init__(self, server: Server, info: VllmServerInfo, *, weights_folder: Path) -> None:
-        """Take over a server that was looked at; see `connect`."""
+        """Use a server that was inspected; see `connect`."""
         self.name = f"vLLM {info.version} at {server.url}"
         self.limits = info.limits
         self._server = server
@@ -258,7 +258,7 @@ class VllmServer:
         return cls(server, info, weights_folder=weights_folder)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Write an answer; raises `EngineLost` where the server is gone."""
+        """Generate an answer; raises `EngineLost` if the server is gone."""
         if request.id in self._aborted:
             self._aborted.discard(request.id)
             yield Delta(tokens=(), logprobs=(), end="abort")
@@ -271,29 +271,29 @@ class VllmServer:
                 end = delta.end
                 yield delta
                 if end is None and request.id in self._aborted:
-                    # It was told before it knew of the answer.
+                    # The abort came before the request reached it.
                     await self._send_abort([request.id])
             if end is None and request.id not in self._aborted:
-                raise EngineLost(f"{self.name} ended an answer in the middle")
+                raise EngineLost(f"{self.name} ended a stream before the answer was complete")
         except Refused as error:
-            raise await self._judged(error) from error
+            raise await self._lost_or_refused(error) from error
         finally:
             self._written.discard(request.id)
             self._aborted.discard(request.id)
         if end is None:
-            # An answer that has no token yet ends without an event.
+            # A request without a token yet ends without an event.
             yield Delta(tokens=(), logprobs=(), end="abort")
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off; each stream ends with what it had."""
+        """Abort these requests; each stream ends with its tokens so far."""
         self._aborted |= set(ids)
         known = [id for id in ids if id in self._written]
         if known:
             await self._send_abort(known)
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
-        # Nothing is being written, so these are answers that had ended before.
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
         self._aborted.clear()
         folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
         body: dict[str, object] = {
@@ -306,10 +306,10 @@ class VllmServer:
             await self._server.post("/collective_rpc", body, seconds=_RELOAD_SECONDS)
             await self._reset_prefix_cache()
         except Refused as error:
-            raise await self._judged(error) from error
+            raise await self._lost_or_refused(error) from error
 
     async def close(self) -> None:
-        """Close the connections; the server stays."""
+        """Close the connections; the server keeps running."""
         await self._server.close()
         remove_exported(self._weights_folder)
 
@@ -319,8 +319,8 @@ class VllmServer:
                 return
             await asyncio.sleep(_RESET_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} does not forget its cached prefixes, because it writes answers that are "
-            "not ours; under new weights they are wrong: give it to one run alone"
+            f"{self.name} cannot reset its prefix cache, because it runs other requests; cached "
+            "prefixes are wrong under new weights: use the server for one run only"
         )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -341,11 +341,15 @@ class VllmServer:
     def _delta(self, event: Any) -> Delta:  # noqa: ANN401
         if "error" in event:
             error = event["error"]
-            raise Refused(f"{self.name} says: {error['message']}", status=error["code"])
+            raise Refused(
+                f"{self.name} returned an error: {error['message']}", status=error["code"]
+            )
         (choice,) = event["choices"]
         tokens = choice["token_ids"]
         if choice["finish_reason"] not in _ENDS:
-            raise EngineError(f"{self.name} ended an answer with {choice['finish_reason']!r}")
+            raise EngineError(
+                f"{self.name} ended a stream with finish reason {choice['finish_reason']!r}"
+            )
         return Delta(
             tokens=tokens,
             logprobs=choice["logprobs"]["token_logprobs"],
@@ -353,15 +357,15 @@ class VllmServer:
         )
 
     async def _send_abort(self, ids: Sequence[str]) -> None:
-        # Its name for the first answer to a question.
+        # The name it gives to the first choice of a request.
         names = [f"cmpl-{id}-0" for id in ids]
         try:
             await self._server.post("/abort_requests", {"request_ids": names})
         except Refused as error:
-            raise await self._judged(error) from error
+            raise await self._lost_or_refused(error) from error
 
-    async def _judged(self, refusal: Refused) -> EngineError:
-        """`EngineLost` where the engine behind the server has died, else the refusal itself."""
+    async def _lost_or_refused(self, refusal: Refused) -> EngineError:
+        """`EngineLost` if the engine behind the server has died, else the refusal itself."""
         if refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR:
             return refusal
         try:
