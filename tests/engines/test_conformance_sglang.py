@@ -4,39 +4,26 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from served import SGL_KERNEL_STUB, sglang_servers
+from served import SGL_KERNEL_STUB, sglang_servers, streamed
 
 from sortedrl.engines.conformance import (
     CONTEXT,
     LAWS,
     SLOTS,
-    STOPS,
     TEMPERATURE,
     VOCABULARY,
     EngineUnderTest,
     check,
-    limit_of,
     reference_model,
 )
-from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.sglang.sglang_process import SglangProcess
 from sortedrl.engines.sglang.sglang_server import SglangServer
 from sortedrl.engines.streaming.backend import ServerRequirements
-from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
 pytestmark = [
     pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang, in a venv of its own"),
     pytest.mark.filterwarnings("default"),
 ]
-
-
-def streamed(opening):
-    return StreamedEngine(
-        opening,
-        max_tokens=limit_of,
-        stop_tokens=STOPS,
-        sampling=Sampling(temperature=TEMPERATURE),
-    )
 
 
 @pytest.fixture(scope="module")

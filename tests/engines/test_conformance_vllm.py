@@ -3,24 +3,20 @@
 from importlib.util import find_spec
 
 import pytest
-from served import vllm_servers
+from served import streamed, vllm_servers
 
 from sortedrl.engines.conformance import (
     CONTEXT,
     LAWS,
     SLOTS,
-    STOPS,
     TEMPERATURE,
     VOCABULARY,
     EngineUnderTest,
     check,
-    limit_of,
     reference_model,
 )
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.backend import ServerRequirements
-from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.engines.vllm.vllm_process import VllmProcess
 from sortedrl.engines.vllm.vllm_server import VllmServer
 
@@ -28,15 +24,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a venv of its own"),
     pytest.mark.filterwarnings("default"),
 ]
-
-
-def streamed(opening):
-    return StreamedEngine(
-        opening,
-        max_tokens=limit_of,
-        stop_tokens=STOPS,
-        sampling=Sampling(temperature=TEMPERATURE),
-    )
 
 
 @pytest.fixture(scope="module")

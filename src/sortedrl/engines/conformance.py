@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError, EngineLost, RequestError
-from sortedrl.models.attention import plain_logprobs
+from sortedrl.models.attention_interface import plain_logprobs
 from sortedrl.types import FinishReason, Key, Prompt, Trajectory, Weights
 
 SLOTS, CONTEXT, VOCABULARY = 4, 256, 128

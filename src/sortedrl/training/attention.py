@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sortedrl.models.attention import AttentionInputs, register_attention
+from sortedrl.models.attention_interface import AttentionInputs, register_attention
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 

@@ -38,7 +38,7 @@ from sortedrl.engines.native.sampler import (
     floors,
 )
 from sortedrl.engines.sampling import CacheSize
-from sortedrl.models.attention import AttentionInputs
+from sortedrl.models.attention_interface import AttentionInputs
 from sortedrl.models.offload import Offloader
 
 ROW_MULTIPLE = 8

@@ -33,7 +33,7 @@ from sortedrl.engines.native.sampler import SampledTokens, floors
 from sortedrl.engines.native.sampler_kernels import sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
 from sortedrl.engines.sampling import CacheSize
-from sortedrl.models.attention import AttentionInputs
+from sortedrl.models.attention_interface import AttentionInputs
 from sortedrl.models.offload import Offloader
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

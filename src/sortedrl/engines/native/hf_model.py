@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.core.randomness import mix
 from sortedrl.errors import ModelError
-from sortedrl.models.attention import (
+from sortedrl.models.attention_interface import (
     AttentionInputs,
     plain_logprobs,
     refuse_foreign_attention,

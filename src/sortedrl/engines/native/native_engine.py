@@ -34,7 +34,7 @@ from sortedrl.engines.native.planner import Plan, Planner, RowSpan
 from sortedrl.engines.native.sampler import SampledTokens
 from sortedrl.engines.sampling import CacheSize, MaxTokens, RequestLimits, Sampling
 from sortedrl.errors import EngineError, ModelError, RequestError
-from sortedrl.models.attention import why_not_finite
+from sortedrl.models.attention_interface import why_not_finite
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
 from sortedrl.types import Step, Trajectory, Weights, impossible_logprob

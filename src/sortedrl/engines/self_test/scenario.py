@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from sortedrl.engines.conformance import NonConforming, Rollout, expect, logprob_gap
 from sortedrl.engines.generation import RolloutEngine, fresh_trajectories
 from sortedrl.engines.sampling import Sampling
-from sortedrl.models.attention import best_logprobs, plain_logprobs
+from sortedrl.models.attention_interface import best_logprobs, plain_logprobs
 from sortedrl.models.loading import without_bars
 from sortedrl.models.tiny import tiny_model, tiny_settings, tiny_tokenizer
 from sortedrl.types import Trajectory, Weights

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sortedrl.engines.generation import RolloutEngine, fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError
-from sortedrl.models.attention import plain_logprobs
+from sortedrl.models.attention_interface import plain_logprobs
 from sortedrl.types import Weights
 
 _WEIGHTS = "model.safetensors"
