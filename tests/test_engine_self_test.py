@@ -169,10 +169,10 @@ class GivesAnAnswerTwice(Sound):
 
 
 class ForgetsWhatWasWritten(Sound):
-    def submit(self, trajectories, *, tolerance):
+    def submit(self, trajectories, *, tolerance, sampling=None):
         # Other noise, or the same weights would write the same answers again.
         anew = [replace(t, segments=(), attempt=len(t.segments)) for t in trajectories]
-        super().submit(anew, tolerance=tolerance)
+        super().submit(anew, tolerance=tolerance, sampling=sampling)
 
 
 class StampsTheNewestVersion(Sound):
