@@ -33,7 +33,7 @@ from sortedrl.cluster.weight_sync import SyncReport
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster, WeightTransport
-from sortedrl.engines.pool import Member
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.types import Weights
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -47,7 +47,7 @@ _TENSOR_BYTES = 16 << 20
 class CopyingFactory:
     """An engine that has weights, and writes nothing."""
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A simulated engine with tensors of its own."""
         torch.set_num_threads(1)
         engine = SimulatedFactory(slots=1, max_tokens=1).engine()

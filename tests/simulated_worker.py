@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sortedrl.core.clock import VirtualClock
-from sortedrl.engines.pool import Member
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.generation import RolloutEngine
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.simulate.costs import Costs, ticks
 from sortedrl.simulate.engine import SimulatedEngine
 from sortedrl.simulate.lengths import Lengths, LengthSettings
@@ -28,7 +28,7 @@ class SimulatedFactory:
     pause_seconds: float = 0.0
     """Real seconds of every step."""
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine with a clock of its own."""
         lengths = Lengths(
             self.lengths,
@@ -62,29 +62,19 @@ class PacedEngine:
         """Version of the weights it would write with."""
         return self._engine.version
 
-    def check(
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """None: it accepts everything."""
+        return ()
+
+    def submit(
         self,
         trajectories: Sequence[Trajectory],
         *,
         tolerance: float | None,
-        sampling: Sampling | None,
-        max_tokens: int | None,
+        sampling: Sampling | None = None,
     ) -> None:
-        """It can write everything."""
-
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority."""
-        self._engine.submit(trajectories, tolerance=tolerance)
-
-    def submit_with(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> None:
-        """The same: lengths are drawn whatever the sampling is."""
+        """Queue work; lengths are drawn regardless of the sampling."""
         self._engine.submit(trajectories, tolerance=tolerance)
 
     def step(self) -> Step:

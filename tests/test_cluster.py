@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +33,6 @@ from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import BundlePlacement, blueprint, free_resources
-from sortedrl.cluster.remote_engine import SharedCheck
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker import LogFolder
 from sortedrl.cluster.worker_pool import WorkerPool
@@ -47,17 +45,14 @@ from sortedrl.core.loop import Loop
 from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
+from sortedrl.engines import conformance
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.pool.members import Terms
-from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost, RequestError
+from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.types import Weights
 from worlds import CountingScorer
-
-sys.path.append(str(Path(__file__).parent / "engines"))
-import conformance
 
 TWO = Cluster(
     rollout_workers=2,
@@ -168,7 +163,7 @@ def lawful(ray_here):
         report=lambda _: None,
     )
     # The worker itself is what is tried: its pool has nothing to do.
-    yield conformance.World(opening=lambda: one.workers[0], precision=5e-5)
+    yield conformance.EngineUnderTest(opening=lambda: one.workers[0], precision=5e-5)
     one.close()
     placement.remove()
 
@@ -179,7 +174,7 @@ def lawful(ray_here):
     ids=lambda law: law.__name__,
 )
 def test_a_remote_engine_keeps_the_laws_of_every_engine(law, lawful):
-    conformance.holds(law, lawful)
+    conformance.check(law, lawful)
 
 
 # --- the same answers -----------------------------------------------------------------------------
@@ -393,28 +388,6 @@ def test_a_bug_in_an_engine_reaches_the_caller_and_loses_nothing(open_pool):
     assert not pool.warnings
     stopped = {t.key for t in pool.interrupt()}
     assert done.keys() | stopped == {t.key for t in work}
-
-
-def test_a_batch_is_checked_by_one_worker_for_all_of_the_same_factory():
-    shared, terms, asked = SharedCheck(), Terms(tolerance=None), []
-
-    def refuse(trajectories, terms):
-        asked.append(trajectories)
-        raise RequestError("impossible")
-
-    def refuse_none(trajectories, terms):
-        asked.append(trajectories)
-
-    batch = fresh_all((1, 2))
-    for _ in range(3):
-        shared.check(batch, terms, ask=refuse_none)
-    assert len(asked) == 1
-    shared.check(list(batch), terms, ask=refuse_none)
-    shared.check(batch, Terms(tolerance=1.0), ask=refuse_none)
-    assert len(asked) == 3
-    for _ in range(2):
-        with pytest.raises(RequestError, match="impossible"):
-            shared.check(batch, terms, ask=refuse)
 
 
 def test_a_worker_that_does_not_answer_is_lost(open_pool):

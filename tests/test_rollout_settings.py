@@ -73,10 +73,10 @@ def test_two_runs_never_share_a_weight_sync_folder(monkeypatch, tmp_path):
 
     given = []
 
-    async def opened(url, *, hand_over, **_):
-        given.append(hand_over)
+    async def connect(url, required, *, weights_folder):
+        given.append(weights_folder)
 
-    monkeypatch.setattr(servers, "opened_server", opened)
+    monkeypatch.setattr(servers, "connect_server", connect)
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9))
     world = SimpleNamespace(model=SimpleNamespace(config=config), context=lambda settings: 8)
     rollout = Rollout(

@@ -29,9 +29,8 @@ from typing import Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
 from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
-from sortedrl.engines.generation import Releasable
-from sortedrl.engines.pool import Member
-from sortedrl.engines.pool.members import Terms, submit_to
+from sortedrl.engines.generation import Releasable, RolloutEngine
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -41,7 +40,7 @@ _Result = TypeVar("_Result")
 class EngineFactory(Protocol):
     """Makes an engine in the process where it is called."""
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine."""
 
 
@@ -111,6 +110,7 @@ class WorkerInfo:
     engine: str
     slots: int
     version: int
+    request_limits: Sequence[RequestLimits]
     host: str
     process: int
     log: Path | None
@@ -123,7 +123,7 @@ class EngineDriver:
     not stepped again.
     """
 
-    def __init__(self, engine: Member) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         """Begin to drive."""
         self.engine = engine
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -149,12 +149,18 @@ class EngineDriver:
         self._calls.put(run)
         return future.result()
 
-    def submit(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        """Take on work; all of it or, if one is impossible, none."""
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+    ) -> None:
+        """Queue work: all of it, or none if one is refused."""
         self.require_engine()
 
         def submit() -> None:
-            submit_to(self.engine, trajectories, terms)
+            self.engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
             self._running += len(trajectories)
 
         self.call(submit)
@@ -250,7 +256,7 @@ class EngineDriver:
 class RolloutWorker:
     """One engine in a process of its own.
 
-    Only `check` and `cpu_seconds` may be called beside another call.
+    Only `cpu_seconds` may be called beside another call.
     """
 
     def __init__(
@@ -271,6 +277,7 @@ class RolloutWorker:
             engine=engine.name,
             slots=engine.slots,
             version=engine.version,
+            request_limits=engine.request_limits,
             host=socket.gethostname(),
             process=os.getpid(),
             log=self._log.path,
@@ -280,18 +287,15 @@ class RolloutWorker:
         """Seconds of CPU that the process has used, to see whether it makes progress."""
         return process_time()
 
-    def check(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        """Raise the `RequestError` that submitting these would raise."""
-        self._driver.engine.check(
-            trajectories,
-            tolerance=terms.tolerance,
-            sampling=terms.sampling,
-            max_tokens=terms.max_tokens,
-        )
-
-    def submit(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        """Take on work; all of it or, if one is impossible, none."""
-        self._driver.submit(trajectories, terms)
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+    ) -> None:
+        """Queue work: all of it, or none if one is refused."""
+        self._driver.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
         """What was done since the last step; waits for a complete answer or the next report."""

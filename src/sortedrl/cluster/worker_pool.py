@@ -20,13 +20,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, joining
-from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, SharedCheck
+from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine
 from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
 from sortedrl.cluster.weight_transport import WeightSource
 from sortedrl.cluster.worker import EngineFactory, LogFolder, RolloutWorker, WorkerInfo
 from sortedrl.config.cluster import Cluster
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -97,7 +97,6 @@ class WorkerPool:
             folder=weight_sync_folder,
             timeout_seconds=cluster.worker_timeout_seconds,
         )
-        self._shared_check = SharedCheck()
         self._places: list[_Place] = []
         """By the number of a worker."""
         self._replaced: set[int] = set()
@@ -116,8 +115,8 @@ class WorkerPool:
             self.workers,
             warn=tell,
             names=[_name(worker.number) for worker in self.workers],
-            spare=spare,
-            patience_seconds=_POOL_TIMEOUT_FACTOR * cluster.worker_timeout_seconds,
+            queue_depth=spare,
+            timeout_seconds=_POOL_TIMEOUT_FACTOR * cluster.worker_timeout_seconds,
         )
 
     @property
@@ -140,22 +139,20 @@ class WorkerPool:
         """Workers that stopped answering and were not replaced yet."""
         return [w for w in self.workers if w.is_lost and w.number not in self._replaced]
 
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority."""
-        self._pool.submit(trajectories, tolerance=tolerance)
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """Those of all live workers."""
+        return self._pool.request_limits
 
-    def submit_with(
+    def submit(
         self,
         trajectories: Sequence[Trajectory],
         *,
         tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
+        sampling: Sampling | None = None,
     ) -> None:
-        """The same with other sampling and another limit."""
-        self._pool.submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+        """Queue work, in order of priority."""
+        self._pool.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
         """Work until at least one token was written or an answer is complete."""
@@ -289,7 +286,6 @@ class WorkerPool:
             starting.actor,
             info,
             number=starting.number,
-            shared_check=self._shared_check,
             weight_sync=self._weight_sync,
             timeout_seconds=self._cluster.worker_timeout_seconds,
             logs=self._logs,

@@ -22,7 +22,7 @@ from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.train import Lora, TrainSettings
-from sortedrl.engines.pool import Member
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.models.loading import load_tokenizer
 from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
 from sortedrl.runs.build_training import PRECISIONS, first_model, total_steps, trained_model
@@ -45,7 +45,7 @@ class RolloutEngineFactory:
     prompts: tuple[tuple[int, ...], ...]
     """Some prompts on which an engine from outside is tried out."""
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine; its model is read here."""
         settings = self.settings
         if settings.threads is not None:
