@@ -208,7 +208,7 @@ class BenchWorld:
             schedule=schedule,
             engine=EngineSettings(slots=workload.slots, max_tokens=workload.max_tokens),
             optimiser=optimisation,
-            passes=PassSettings(tokens=workload.pass_tokens),
+            passes=PassSettings(micro_batch_tokens=workload.pass_tokens),
         )
         gc.collect()  # the moments of the run before
         optimiser = Optimiser(trained_parameters(self._model), optimisation, total_steps=None)

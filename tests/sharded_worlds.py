@@ -113,7 +113,7 @@ class Case:
             self.model(),
             ranks,
             settings=self.settings,
-            first=tiny_model(std=0.3) if algorithm.kl > 0 else None,
+            first=tiny_model(std=0.3) if algorithm.kl_coef > 0 else None,
             critic=tiny_model(std=0.3) if algorithm.has_critic else None,
         )
 

@@ -342,7 +342,14 @@ def test_after_a_stop_for_what_is_not_finite_the_learning_rate_may_be_lowered(ca
 
 
 def test_less_memory_may_be_taken_on_resume(capsys, copied):
-    words = ["--engine.slots", "3", "--passes.tokens", "64", "--rollout.cache-gib", "0.01"]
+    words = [
+        "--engine.slots",
+        "3",
+        "--passes.micro-batch-tokens",
+        "64",
+        "--rollout.cache-gib",
+        "0.01",
+    ]
     said(capsys, ["train", copied, "--resume", *MORE, *words])
     assert len(metrics(copied)) == 5
 

@@ -108,7 +108,7 @@ def case(name="reinforce_pp", *, pass_tokens=20, steps=1, epochs=1, correction=N
     special = {} if correction is None else {"correction": correction}
     settings = train_settings(
         algorithm=Algorithm(name=name, **changes.pop("algorithm", {})),
-        optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3, steps=steps, epochs=epochs),
+        optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3, mini_batches=steps, epochs=epochs),
         schedule=Schedule(
             group_prompts=4, samples_per_prompt=2, update_batch=8, harvest_unit="prompt"
         ),

@@ -131,9 +131,9 @@ def gradients(algorithm, *, pass_tokens):
 
 ALGORITHMS = [
     Algorithm(name="reinforce_pp"),
-    Algorithm(name="grpo", kl=0.1, entropy=0.01),
+    Algorithm(name="grpo", kl_coef=0.1, entropy_coef=0.01),
     Algorithm(name="dr_grpo"),
-    Algorithm(name="rloo", kl=0.05),
+    Algorithm(name="rloo", kl_coef=0.05),
     Algorithm(name="dapo", overlong_tokens=20),
     Algorithm(name="ppo", gae_lambda=0.9),
 ]
@@ -183,7 +183,7 @@ def test_a_packed_update_is_the_padded_one():
 def test_several_steps_and_epochs_per_update_move_the_ratio():
     settings = train_settings(
         schedule=Schedule(strategy="sorted", mode="coupled", **GROUP),
-        optimiser=Optimisation(learning_rate=1e-2, steps=2, epochs=2),
+        optimiser=Optimisation(learning_rate=1e-2, mini_batches=2, epochs=2),
     )
     run = world(settings)
     batches = list(run.loop.run())

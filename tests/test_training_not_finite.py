@@ -182,9 +182,9 @@ def test_an_update_whose_log_probabilities_are_not_finite_is_skipped_and_the_ans
 
 
 MODELS = {
-    "the reference": (Algorithm(kl=0.1, whiten="group"), lambda t: t._reference._packed.model),
+    "the reference": (Algorithm(kl_coef=0.1, whiten="group"), lambda t: t._reference._packed.model),
     "the critic": (Algorithm(name="ppo"), lambda t: t.critic.critic.trunk),
-    "the trained model": (Algorithm(kl=0.1, whiten="group"), lambda t: t._policy.model),
+    "the trained model": (Algorithm(kl_coef=0.1, whiten="group"), lambda t: t._policy.model),
 }
 
 
@@ -222,7 +222,7 @@ def half_trainer(scale, **changes):
     return trainer, model
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm(), Algorithm(name="ppo"), Algorithm(kl=0.1)])
+@pytest.mark.parametrize("algorithm", [Algorithm(), Algorithm(name="ppo"), Algorithm(kl_coef=0.1)])
 def test_an_update_in_float16_that_overflows_is_made_again_and_not_lost(algorithm):
     batch = TrainBatch(0, tuple(answers()))
     trainer, model = half_trainer(2.0**24, algorithm=algorithm, learning_rate=1e-3)

@@ -51,7 +51,7 @@ def random_record(seed, *, lengths, kind="token_tis", ratio="proximal", oldest=6
         advantages_T=column(-2, 2),
         proximal_T=column(-3, 0),
         current_T=column(-3, 0),
-        correction=Correction(kind=kind, least=least, ratio=ratio),
+        correction=Correction(kind=kind, min_ratio=least, ratio=ratio),
         kind=kind,
         tokens=tokens_of([[random.random() < 0.3 for _ in range(size)] for _ in range(3)]),
         kl_T=column(0, 1),
@@ -66,7 +66,7 @@ def population_deviation(values):
 
 def held_back(record):
     """Whether each token is held back, answer by answer."""
-    bounds = {"least": record.correction.least, "most": record.correction.most}
+    bounds = {"least": record.correction.min_ratio, "most": record.correction.max_ratio}
     lengths = record.answers.lengths_N.tolist()
     behaviour = record.answers.behaviour_T.split(lengths)
     proximal = record.proximal_T.split(lengths)

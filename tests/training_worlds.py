@@ -62,7 +62,7 @@ def train_settings(*, learning_rate=1e-2, slots=6, max_tokens=24, pass_tokens=40
         schedule=schedule,
         engine=EngineSettings(slots=slots, max_tokens=max_tokens),
         optimiser=optimiser,
-        passes=PassSettings(tokens=pass_tokens),
+        passes=PassSettings(micro_batch_tokens=pass_tokens),
         **changes,
     )
 
@@ -106,7 +106,7 @@ def trainer_of(model, settings, optimiser=None):
     """The trainer as a run has it."""
     policy = PackedModel(model, temperature=settings.rollout.temperature)
     reference = critic = None
-    if settings.algorithm.kl > 0:
+    if settings.algorithm.kl_coef > 0:
         reference = CopiedReference(tiny_model(std=0.3), temperature=policy.temperature)
     if settings.algorithm.has_critic:
         values = Critic(tiny_model(std=0.3))
@@ -114,7 +114,7 @@ def trainer_of(model, settings, optimiser=None):
             values,
             Optimiser(values.learned(), settings.optimiser, total_steps=None),
             settings=settings.optimiser,
-            budget=settings.passes.tokens,
+            budget=settings.passes.micro_batch_tokens,
         )
     if optimiser is None:
         optimiser = Optimiser(dict(model.named_parameters()), settings.optimiser, total_steps=None)

@@ -34,6 +34,7 @@ import tyro
 from sortedrl.config.checks import check_text, check_values
 from sortedrl.config.toml import (
     NO_VALUE,
+    RENAMED_KEYS,
     TYPE_NAMES,
     changed_values,
     field_type,
@@ -332,11 +333,19 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
     if option is None and switch is not None and switch.takes == 0:
         return switch, False
     if option is None or option.is_positional:
+        _refuse_renamed(flag, options)
         known = {name: option for name, option in options.items() if not option.is_positional}
         nearest = get_close_matches(flag, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"unknown option {flag}; {hint}--help lists them all")
     return option, True
+
+
+def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
+    for old, new in RENAMED_KEYS.items():
+        old_flag, new_flag = ("--" + key.replace("_", "-") for key in (old, new))
+        if flag == old_flag and new_flag in options:
+            raise ConfigError(f"{old_flag} is now {new_flag}; use the new name")
 
 
 def _taken(rest: list[str], count: int) -> list[str]:

@@ -73,7 +73,7 @@ class Algorithm:
     """How token losses are joined. token_mean: all tokens alike. sequence_mean: the mean of each
     answer, then the mean of the answers. constant: the sum over answers times engine.max_tokens.
     By default what belongs to the algorithm."""
-    kl: float = 0.0
+    kl_coef: float = 0.0
     """Weight of the divergence from the model the run began with; 0 keeps no reference model."""
     kl_estimator: KlEstimator | None = None
     """How the divergence is estimated. In the reward it is k1, the log ratio. In the loss it is
@@ -85,7 +85,7 @@ class Algorithm:
     """reinforce_pp: whose rewards an answer is measured by. batch: those of its update. group:
     those of as many updates as a group has; update batches are sorted by length, so one batch
     alone does not show whether long answers do better than short ones."""
-    entropy: float = 0.0
+    entropy_coef: float = 0.0
     """Weight of the policy's entropy in the loss; positive keeps it curious."""
     discount: float = 1.0
     """ppo: what a reward one token later is worth."""
@@ -93,7 +93,7 @@ class Algorithm:
     """ppo: 1 trusts rewards only, 0 trusts the critic only."""
     value_clip: float | None = 0.2
     """ppo: how far the critic's estimate may move from the old one before its gradient stops."""
-    drop_equal: bool | None = None
+    filter_zero_variance: bool | None = None
     """Leave out prompts whose answers all have the same reward, and hold the others until an
     update batch is full (dynamic sampling); dapo does."""
     overlong_tokens: int | None = None
@@ -122,25 +122,28 @@ class Algorithm:
             f"algorithm.clip_high must be positive, got {self.clip_high}",
         )
         require(
-            self.dual_clip is None or 1 + self.used_clip_high < self.dual_clip < math.inf,
-            f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.used_clip_high}, "
+            self.dual_clip is None or 1 + self.effective_clip_high < self.dual_clip < math.inf,
+            f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.effective_clip_high}, "
             f"got {self.dual_clip}",
         )
-        require(0 <= self.kl < math.inf, f"algorithm.kl must be 0 or more, got {self.kl}")
         require(
-            self.used_kl_place == "loss" or self.used_kl_estimator == "k1",
+            0 <= self.kl_coef < math.inf, f"algorithm.kl_coef must be 0 or more, got {self.kl_coef}"
+        )
+        require(
+            self.effective_kl_place == "loss" or self.effective_kl_estimator == "k1",
             f"algorithm.kl_estimator must be 'k1' where the divergence enters the reward, got "
             f"{self.kl_estimator!r}: it punishes a token that became less likely as much as one "
             "that became more likely, so it hardly pulls back; leave it out, or set kl_place to "
             "'loss'",
         )
         require(
-            self.used_kl_place == "reward" or self.used_kl_estimator != "k1",
+            self.effective_kl_place == "reward" or self.effective_kl_estimator != "k1",
             "algorithm.kl_estimator must be 'k2' or 'k3' where the divergence enters the loss, got "
             "'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
         )
         require(
-            math.isfinite(self.entropy), f"algorithm.entropy must be finite, got {self.entropy}"
+            math.isfinite(self.entropy_coef),
+            f"algorithm.entropy_coef must be finite, got {self.entropy_coef}",
         )
         require(
             self.value_clip is None or 0 < self.value_clip < math.inf,
@@ -165,9 +168,9 @@ class Algorithm:
             f"{self.name!r}; leave it out",
         )
         require(
-            not self.drop_equal or self.needs_siblings,
-            f"algorithm.drop_equal compares the answers to a prompt, got it with {self.name!r}; "
-            "take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
+            not self.filter_zero_variance or self.needs_siblings,
+            f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
+            f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
         )
         require(
             self.overlong_tokens is None or self.overlong_tokens >= 1,
@@ -194,33 +197,35 @@ class Algorithm:
         return self.name == "ppo"
 
     @property
-    def used_clip_high(self) -> float:
+    def effective_clip_high(self) -> float:
         """How far a ratio may rise."""
         if self.clip_high is not None:
             return self.clip_high
         return 0.28 if self.name == "dapo" else self.clip
 
     @property
-    def used_aggregation(self) -> Aggregation:
+    def effective_aggregation(self) -> Aggregation:
         """How token losses are joined."""
         return self.aggregation or _NATURES[self.name].aggregation
 
     @property
-    def used_kl_estimator(self) -> KlEstimator:
+    def effective_kl_estimator(self) -> KlEstimator:
         """How the divergence is estimated."""
         if self.kl_estimator is not None:
             return self.kl_estimator
-        return "k1" if self.used_kl_place == "reward" else _NATURES[self.name].kl_in_loss
+        return "k1" if self.effective_kl_place == "reward" else _NATURES[self.name].kl_in_loss
 
     @property
-    def used_kl_place(self) -> KlPlace:
+    def effective_kl_place(self) -> KlPlace:
         """Where the divergence enters."""
         return self.kl_place or _NATURES[self.name].kl_place
 
     @property
-    def drops_equal(self) -> bool:
+    def filters_zero_variance(self) -> bool:
         """Whether prompts without variance are left out."""
-        return self.name == "dapo" if self.drop_equal is None else self.drop_equal
+        return (
+            self.name == "dapo" if self.filter_zero_variance is None else self.filter_zero_variance
+        )
 
 
 CorrectionName = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
@@ -233,15 +238,15 @@ class Correction:
 
     kind: CorrectionName | None = None
     """none: like any other.
-    token_tis: weighted by proximal over behaviour probability, at most `most`.
+    token_tis: weighted by proximal over behaviour probability, at most `max_ratio`.
     sequence_tis: the same with the ratio of the whole answer.
     token_mis, sequence_mis: weighted by the same ratio, and left out where it lies outside of
-    least..most.
+    min_ratio..max_ratio.
     By default token_tis where stale tokens are trained on (partial mode, posthoc) or the engine is
     not the native one, else none."""
-    most: float = 2.0
+    max_ratio: float = 2.0
     """The largest weight, or the largest ratio that is not left out."""
-    least: float = 0.0
+    min_ratio: float = 0.0
     """Masking only: the smallest ratio that is not left out."""
     ratio: Ratio = "proximal"
     """What the clipped ratio of the loss is taken against. proximal: the weights at the start of
@@ -258,14 +263,14 @@ class Correction:
         ratios = get_args(Ratio)
         require(self.ratio in ratios, unknown_name("ratio", self.ratio, ratios))
         require(
-            0 < self.most < math.inf and 0 <= self.least < self.most,
-            "correction.least and correction.most must hold 0 <= least < most, "
-            f"got {self.least} and {self.most}",
+            0 < self.max_ratio < math.inf and 0 <= self.min_ratio < self.max_ratio,
+            "correction.min_ratio and correction.max_ratio must hold 0 <= min_ratio < max_ratio, "
+            f"got {self.min_ratio} and {self.max_ratio}",
         )
         require(
-            self.least == 0 or self.kind in ("token_mis", "sequence_mis"),
-            f"correction.least needs a kind that masks, got {self.least} with kind {self.kind!r}; "
-            "leave it out or set kind to 'token_mis' or 'sequence_mis'",
+            self.min_ratio == 0 or self.kind in ("token_mis", "sequence_mis"),
+            f"correction.min_ratio needs a kind that masks, got {self.min_ratio} with kind "
+            f"{self.kind!r}; leave it out or set kind to 'token_mis' or 'sequence_mis'",
         )
         require(
             self.ratio == "proximal" or self.kind in (None, "none"),
@@ -273,7 +278,7 @@ class Correction:
             "set ratio to 'proximal' or kind to 'none'",
         )
 
-    def used_kind(self, *, is_needed: bool) -> CorrectionName:
+    def effective_kind(self, *, is_needed: bool) -> CorrectionName:
         """The correction that holds in the end."""
         if self.kind is not None:
             return self.kind
@@ -295,7 +300,7 @@ class Optimisation:
     cosine: falls along half a cosine until the last step of the run."""
     warmup_steps: int = 0
     """Steps during which the learning rate rises linearly before it is reached."""
-    final_share: float = 0.1
+    min_lr_ratio: float = 0.1
     """Schedule cosine only: the share of the learning rate that the last step has."""
     weight_decay: float = 0.0
     """Pull towards zero, on matrices only: biases and norms are left alone."""
@@ -306,9 +311,9 @@ class Optimisation:
     sorted by length, so it should remember longer than a group has updates."""
     epsilon: float = 1e-8
     """Keeps steps small where gradients are tiny."""
-    max_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     """Gradients whose norm over all weights is larger are scaled down to it."""
-    steps: int = 1
+    mini_batches: int = 1
     """Optimiser steps per update batch: it is cut into that many mini-batches."""
     epochs: int = 1
     """How often an update batch is gone through."""
@@ -330,26 +335,26 @@ class Optimisation:
         for field, share in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= share < 1, f"optimiser.{field} must lie in [0, 1), got {share}")
         require(
-            0 <= self.final_share <= 1,
-            f"optimiser.final_share must lie in 0..1, got {self.final_share}",
+            0 <= self.min_lr_ratio <= 1,
+            f"optimiser.min_lr_ratio must lie in 0..1, got {self.min_lr_ratio}",
         )
         require(
-            self.final_share == 0.1 or self.schedule == "cosine",
-            f"optimiser.final_share belongs to the schedule 'cosine', got {self.final_share} with "
-            f"{self.schedule!r}; set schedule to 'cosine' or leave it out",
+            self.min_lr_ratio == 0.1 or self.schedule == "cosine",
+            f"optimiser.min_lr_ratio belongs to the schedule 'cosine', got {self.min_lr_ratio} "
+            f"with {self.schedule!r}; set schedule to 'cosine' or leave it out",
         )
         require(
             0 < self.epsilon < math.inf,
             f"optimiser.epsilon must be positive, got {self.epsilon}",
         )
         require(
-            self.max_norm is None or 0 < self.max_norm < math.inf,
-            f"optimiser.max_norm must be positive, got {self.max_norm}; set it to none to never "
-            "scale gradients down",
+            self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
+            f"optimiser.max_grad_norm must be positive, got {self.max_grad_norm}; set it to none "
+            "to never scale gradients down",
         )
         for field, count, least in (
             ("warmup_steps", self.warmup_steps, 0),
-            ("steps", self.steps, 1),
+            ("mini_batches", self.mini_batches, 1),
             ("epochs", self.epochs, 1),
             ("max_bad_updates", self.max_bad_updates, 1),
         ):
@@ -378,4 +383,4 @@ def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | No
     way = max(1, total_steps - 1 - settings.warmup_steps)
     passed = min(1.0, (step - settings.warmup_steps) / way)
     height = (1 + math.cos(math.pi * passed)) / 2
-    return settings.learning_rate * (settings.final_share + (1 - settings.final_share) * height)
+    return settings.learning_rate * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * height)

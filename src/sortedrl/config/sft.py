@@ -56,9 +56,10 @@ class SupervisedSettings:
             f"max_steps must be at least 1, got {self.max_steps}",
         )
         require(
-            self.optimiser.steps == self.optimiser.epochs == 1,
-            "optimiser.steps and optimiser.epochs belong to updates from rewards, got "
-            f"{self.optimiser.steps} and {self.optimiser.epochs}; set batch_tokens and epochs",
+            self.optimiser.mini_batches == self.optimiser.epochs == 1,
+            "optimiser.mini_batches and optimiser.epochs belong to updates from rewards, got "
+            f"{self.optimiser.mini_batches} and {self.optimiser.epochs}; set batch_tokens and "
+            "epochs",
         )
         require(
             self.threads is None or self.threads >= 1,

@@ -24,6 +24,24 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
+RENAMED_KEYS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "algorithm.drop_equal": "algorithm.filter_zero_variance",
+        "algorithm.entropy": "algorithm.entropy_coef",
+        "algorithm.kl": "algorithm.kl_coef",
+        "correction.least": "correction.min_ratio",
+        "correction.most": "correction.max_ratio",
+        "optimiser.final_share": "optimiser.min_lr_ratio",
+        "optimiser.max_norm": "optimiser.max_grad_norm",
+        "optimiser.steps": "optimiser.mini_batches",
+        "passes.tokens": "passes.micro_batch_tokens",
+    }
+)
+"""Keys that were renamed, with their section, and what they are called now.
+
+A settings file and a flag with the old name are refused, and the refusal gives the new name; the
+settings of a run that was saved under the old names are read.
+"""
 TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -80,9 +98,18 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
     return str(value) if isinstance(value, Path) else value
 
 
-def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
-    """The settings that the tables of a file make of others; `path` is what errors name."""
+def settings_over(
+    default: _Settings, table: Mapping[str, Any], *, path: Path, takes_old_keys: bool = False
+) -> _Settings:
+    """The settings that the tables of a file make of others; `path` is what errors name.
+
+    Renamed keys are refused with their new names, or taken for these where `takes_old_keys`.
+    """
     try:
+        table, renamed = under_new_keys(table)
+        if renamed and not takes_old_keys:
+            changes = ", ".join(f"{old} is now {RENAMED_KEYS[old]}" for old in renamed)
+            raise ConfigError(f"keys were renamed: {changes}; use the new names")
         settings = replaced(default, _values(type(default), table, section=""))
         check_values(settings)
     except ConfigError as error:
@@ -102,6 +129,43 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
         for name, value in values.items()
     }
     return replace(settings, **changes)
+
+
+def under_new_keys(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The tables of a file with renamed keys under their new names, and the old names they had."""
+    tables = _copied(table)
+    renamed = []
+    for old, new in RENAMED_KEYS.items():
+        *sections, key = old.split(".")
+        place = _inner(tables, sections)
+        if place is None or key not in place:
+            continue
+        value = place.pop(key)
+        *sections, new_key = new.split(".")
+        target = _inner(tables, sections, is_made=True)
+        if target is None or new_key in target:
+            raise ConfigError(f"{old} is now {new}, got both; remove {old}")
+        target[new_key] = value
+        renamed.append(old)
+    return tables, renamed
+
+
+def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        n: _copied(value) if isinstance(value, Mapping) else value for n, value in table.items()
+    }
+
+
+def _inner(
+    tables: dict[str, Any], sections: list[str], *, is_made: bool = False
+) -> dict[str, Any] | None:
+    """The table of a section within sections; `None` where there is none."""
+    for section in sections:
+        inner = tables.setdefault(section, {}) if is_made else tables.get(section)
+        if not isinstance(inner, dict):
+            return None
+        tables = inner
+    return tables
 
 
 @cache

@@ -268,7 +268,7 @@ _ALL_LINEAR = ("all-linear",)
 class PassSettings:
     """How an update goes through its answers: packed, without padding."""
 
-    tokens: int = 16384
+    micro_batch_tokens: int = 16384
     """Tokens, prompts included, of one pass forward and backward; fewer need less memory."""
     gradient_checkpointing: bool = False
     """Compute the layers twice and keep less: much less memory for a third more time."""
@@ -278,7 +278,10 @@ class PassSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(self.tokens >= 1, f"passes.tokens must be at least 1, got {self.tokens}")
+        require(
+            self.micro_batch_tokens >= 1,
+            f"passes.micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def first_model(
 def total_steps(settings: TrainSettings, *, num_rows: int) -> int:
     """Steps of the optimiser in the whole run, to which the learning rate is stretched."""
     updates = settings.updates_expected(num_rows=num_rows)
-    return updates * settings.optimiser.steps * settings.optimiser.epochs
+    return updates * settings.optimiser.mini_batches * settings.optimiser.epochs
 
 
 _TRIED_PROMPTS = 4
@@ -255,9 +255,9 @@ def _policy_trainer(
         is_compiled=model.device.type == "cuda" if is_compiled is None else is_compiled,
     )
     reference: AdapterReference | CopiedReference | None = None
-    if algorithm.kl > 0 and settings.lora.rank is not None:
+    if algorithm.kl_coef > 0 and settings.lora.rank is not None:
         reference = AdapterReference(policy)
-    elif algorithm.kl > 0:
+    elif algorithm.kl_coef > 0:
         reference = CopiedReference(first_model(settings), temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
@@ -266,7 +266,7 @@ def _policy_trainer(
             values,
             Optimiser(values.learned(), optimisation, total_steps=steps),
             settings=optimisation,
-            budget=settings.passes.tokens,
+            budget=settings.passes.micro_batch_tokens,
         )
     optimiser = Optimiser(
         trained_parameters(model), optimisation, total_steps=steps, computes_in=model.dtype

@@ -92,7 +92,7 @@ def supervised_run(
             optimiser,
             sequences,
             rows=rows,
-            budget=settings.passes.tokens,
+            budget=settings.passes.micro_batch_tokens,
             max_bad=settings.optimiser.max_bad_updates,
         ):
             done.append(step)

@@ -151,9 +151,9 @@ def _token_rewards(
     """An answer's reward at its last token, less what divergence costs at every token."""
     rewards_T = torch.zeros(answers.num_tokens, dtype=torch.float64)
     rewards_T[answers.ends_N] = rewards_N
-    if algorithm.kl > 0 and algorithm.used_kl_place == "reward":
+    if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward":
         assert kl_T is not None, "a divergence in the reward must be estimated first"
-        rewards_T -= algorithm.kl * kl_T.double()
+        rewards_T -= algorithm.kl_coef * kl_T.double()
     return rewards_T
 
 

@@ -283,18 +283,18 @@ def passes_over(
     )
 
 
-def mini_batches(count: int, *, steps: int, epochs: int, seed: int) -> Iterator[Sequence[int]]:
+def mini_batches(count: int, *, parts: int, epochs: int, seed: int) -> Iterator[Sequence[int]]:
     """The answers of each optimiser step: all of them, or parts in an order by the seed.
 
-    >>> list(mini_batches(5, steps=1, epochs=1, seed=0))
+    >>> list(mini_batches(5, parts=1, epochs=1, seed=0))
     [range(0, 5)]
     """
     for epoch in range(epochs):
-        if steps == 1:
+        if parts == 1:
             yield range(count)
             continue
         order = sorted(range(count), key=lambda answer: mix(seed, epoch, answer))
-        bounds = [count * step // steps for step in range(steps + 1)]
+        bounds = [count * part // parts for part in range(parts + 1)]
         for start, end in pairwise(bounds):
             if end > start:
                 yield order[start:end]

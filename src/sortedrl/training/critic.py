@@ -91,9 +91,9 @@ class CriticTrainer:
         seed: int,
     ) -> float:
         """Make the steps of one update; gives the mean loss before each of them."""
-        steps, epochs = self._settings.steps, self._settings.epochs
+        parts, epochs = self._settings.mini_batches, self._settings.epochs
         losses = []
-        for chosen in mini_batches(len(answers), steps=steps, epochs=epochs, seed=seed):
+        for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
             going = passes_over(chosen, answers, sequences, budget=self._budget, team=self._team)
             is_to_repeat = True

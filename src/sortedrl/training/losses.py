@@ -51,9 +51,9 @@ def correction_weights(
         return torch.ones_like(proximal_T)
     ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
     if kind in ("token_tis", "sequence_tis"):
-        weights_T = ratios_T.clamp(max=correction.most)
+        weights_T = ratios_T.clamp(max=correction.max_ratio)
     else:
-        is_kept_T = (ratios_T >= correction.least) & (ratios_T <= correction.most)
+        is_kept_T = (ratios_T >= correction.min_ratio) & (ratios_T <= correction.max_ratio)
         weights_T = ratios_T.where(is_kept_T, 0.0)
     return weights_T.to(proximal_T.dtype)
 
@@ -70,10 +70,10 @@ def is_held_back(
     if kind == "none":
         return torch.zeros_like(proximal_T, dtype=torch.bool)
     ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
-    is_high_T = ratios_T > correction.most
+    is_high_T = ratios_T > correction.max_ratio
     if kind in ("token_tis", "sequence_tis"):
         return is_high_T
-    return is_high_T | (ratios_T < correction.least)
+    return is_high_T | (ratios_T < correction.min_ratio)
 
 
 def _ratios(
@@ -164,16 +164,16 @@ def loss(
     tokens = policy_losses(current_T, inputs.anchor_T, inputs.advantages_T, algorithm=algorithm)
     policy = (inputs.weights_T * inputs.corrections_T * tokens.loss_T).sum()
     total, kl, entropy = policy, None, None
-    if algorithm.kl > 0 and algorithm.used_kl_place == "loss":
+    if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss":
         assert inputs.reference_T is not None, "a divergence in the loss needs the reference"
-        kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.used_kl_estimator)
+        kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.effective_kl_estimator)
         kl = (inputs.weights_T * kl_T).sum()
-        total = total + algorithm.kl * kl
+        total = total + algorithm.kl_coef * kl
     if entropy_T is not None:
         entropy = (inputs.weights_T * entropy_T).sum()
-    if algorithm.entropy != 0:
+    if algorithm.entropy_coef != 0:
         assert entropy is not None, "an entropy in the loss must be computed"
-        total = total - algorithm.entropy * entropy
+        total = total - algorithm.entropy_coef * entropy
     return Loss(
         total=total,
         policy=policy.detach(),
@@ -192,7 +192,7 @@ def policy_losses(
     points; the other way it goes on, for a negative advantage up to the dual clip.
     """
     ratios_T = bounded_ratios(current_T, proximal_T)
-    lowest, highest = 1 - algorithm.clip, 1 + algorithm.used_clip_high
+    lowest, highest = 1 - algorithm.clip, 1 + algorithm.effective_clip_high
     is_low_T = (advantages_T < 0) & (ratios_T < lowest)
     is_high_T = (advantages_T > 0) & (ratios_T > highest)
     loss_T = -advantages_T * ratios_T

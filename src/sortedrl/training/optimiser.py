@@ -176,8 +176,8 @@ class Optimiser:
         if is_finite:
             if self._scale is not None:
                 self._scale.held()
-            if self._settings.max_norm is not None:
-                clip_grads_with_norm_(self._masters.values(), self._settings.max_norm, norm)
+            if self._settings.max_grad_norm is not None:
+                clip_grads_with_norm_(self._masters.values(), self._settings.max_grad_norm, norm)
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()

@@ -154,7 +154,7 @@ class PolicyTrainer:
         self._reference = reference
         self._tensors = tensors
         self._team = team
-        self._kind = settings.correction.used_kind(is_needed=settings.needs_correction)
+        self._kind = settings.correction.effective_kind(is_needed=settings.needs_correction)
 
     def weights(self) -> Weights:
         """The present weights: only their version where the engine has the tensors."""
@@ -171,7 +171,7 @@ class PolicyTrainer:
         self._num_unusable = len(given) - len(fit)
         trajectories = (*self.held, *fit)
         self.held = ()
-        if self._settings.algorithm.drops_equal and trajectories:
+        if self._settings.algorithm.filters_zero_variance and trajectories:
             chosen = informative(Answers.of(trajectories, version=self.version)).tolist()
             pairs = zip(trajectories, chosen, strict=True)
             trajectories = tuple(trajectory for trajectory, teaches in pairs if teaches)
@@ -207,7 +207,7 @@ class PolicyTrainer:
         outcomes = [
             self._step(prepared, chosen, seen)
             for chosen in mini_batches(
-                len(trajectories), steps=settings.steps, epochs=settings.epochs, seed=seed
+                len(trajectories), parts=settings.mini_batches, epochs=settings.epochs, seed=seed
             )
         ]
         value_loss = self._train_critic(prepared, seed=seed)
@@ -253,20 +253,20 @@ class PolicyTrainer:
 
     def _prepare(self, trajectories: Sequence[Trajectory]) -> _Prepared:
         algorithm, optimisation = self._settings.algorithm, self._settings.optimiser
-        device, budget = self._policy.model.device, self._settings.passes.tokens
+        device, budget = self._policy.model.device, self._settings.passes.micro_batch_tokens
         answers = Answers.of(trajectories, version=self.version)
         sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
         over_all = partial(of_all, answers, sequences, budget=budget, team=self._team)
-        in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+        in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
         reference_T = kl_T = proximal_T = values_T = None
-        if in_reward or optimisation.steps * optimisation.epochs > 1:
+        if in_reward or optimisation.mini_batches * optimisation.epochs > 1:
             proximal_T = over_all(self._policy_logprobs)
         if self._reference is not None:
             reference_T = over_all(self._reference.logprobs)
         if in_reward:
             assert proximal_T is not None
             assert reference_T is not None, "a divergence needs the reference"
-            kl_T = kl_estimates(proximal_T, reference_T, algorithm.used_kl_estimator).cpu()
+            kl_T = kl_estimates(proximal_T, reference_T, algorithm.effective_kl_estimator).cpu()
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
         for what, numbers_T in (
@@ -310,14 +310,14 @@ class PolicyTrainer:
         at = answers.places(chosen).to(weights_T.device)
         weights_T[at] = aggregation_weights(
             answers.lengths_N[torch.tensor(list(chosen))],
-            settings.algorithm.used_aggregation,
+            settings.algorithm.effective_aggregation,
             max_tokens=settings.engine.max_tokens,
         ).to(weights_T.device)
         going = passes_over(
             chosen,
             answers,
             prepared.sequences,
-            budget=settings.passes.tokens,
+            budget=settings.passes.micro_batch_tokens,
             team=self._team,
         )
         seen.fills.append(going.fill)
@@ -391,7 +391,7 @@ class PolicyTrainer:
     def _statistics(self, prepared: _Prepared, seen: Seen) -> Mapping[str, float]:
         reference_T, kl_T = prepared.reference_T, None
         if reference_T is not None:
-            kind = self._settings.algorithm.used_kl_estimator
+            kind = self._settings.algorithm.effective_kl_estimator
             kl_T = kl_estimates(seen.proximal_T, reference_T, kind)
         return update_statistics(
             UpdateRecord(

@@ -134,7 +134,7 @@ def _critic(
         critic,
         Optimiser(critic.learned(), settings.optimiser, total_steps=total_steps, norm=ranks.norm),
         settings=settings.optimiser,
-        budget=settings.passes.tokens,
+        budget=settings.passes.micro_batch_tokens,
         team=ranks,
     )
 
