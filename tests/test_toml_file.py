@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.cli.arguments import parse
-from sortedrl.cli.train import Arguments
-from sortedrl.config.toml import RENAMED_KEYS, read_toml, settings_over, settings_to_toml, toml_text
+from sortedrl.config.toml import read_toml, settings_over, settings_to_toml, toml_text
 from sortedrl.config.train import TrainSettings
-from sortedrl.errors import ConfigError, DataError
+from sortedrl.errors import DataError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 SCALARS = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | TEXTS
@@ -61,39 +59,3 @@ def test_a_file_that_is_no_toml_is_named(tmp_path, content):
         read_toml(path)
     with pytest.raises(DataError, match=r"missing\.toml: cannot be read"):
         read_toml(tmp_path / "missing.toml")
-
-
-def table_with(key, value):
-    section, name = key.split(".")
-    return {section: {name: value}}
-
-
-def value_of(settings, key):
-    section, name = key.split(".")
-    return getattr(getattr(settings, section), name)
-
-
-@pytest.mark.parametrize("old", RENAMED_KEYS)
-def test_a_renamed_key_is_refused_with_its_new_name_in_a_file_and_as_a_flag(old):
-    new = RENAMED_KEYS[old]
-    value = value_of(TrainSettings(), new)
-    value = "None" if value is None else value
-    with pytest.raises(DataError, match=rf"mine\.toml: .*{old} is now {new}"):
-        settings_over(TrainSettings(), table_with(old, value), path=Path("mine.toml"))
-    flag = f"--{old}".replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"{flag} is now --{new.replace('_', '-')}"):
-        parse(Arguments, [flag, str(value)], prog="x", description="", is_dotted=True)
-
-
-def test_a_run_saved_under_the_old_keys_is_read():
-    table = {"passes": {"tokens": 7, "compiled": False}, "optimiser": {"steps": 3}}
-    settings = settings_over(TrainSettings(), table, path=Path("config.toml"), takes_old_keys=True)
-    assert settings.passes.micro_batch_tokens == 7
-    assert settings.optimiser.mini_batches == 3
-    assert table["passes"] == {"tokens": 7, "compiled": False}
-
-
-def test_a_key_under_both_names_is_refused():
-    table = {"passes": {"tokens": 7, "micro_batch_tokens": 8}}
-    with pytest.raises(DataError, match=r"got both; remove passes\.tokens"):
-        settings_over(TrainSettings(), table, path=Path("config.toml"), takes_old_keys=True)

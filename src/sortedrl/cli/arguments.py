@@ -40,6 +40,7 @@ from sortedrl.config.toml import (
     field_type,
     read_toml,
     refuse_empty_path,
+    refuse_renamed,
     replaced,
     settings_over,
     toml_text,
@@ -342,10 +343,16 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
 
 
 def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
+    """Refuse a flag of an older version; one without its section is known by the new flag."""
+    key = flag.removeprefix("--").replace("-", "_")
+    flags = {
+        ".".join(part for part in option.path if part != "settings"): option.flag
+        for option in options.values()
+    }
     for old, new in RENAMED_KEYS.items():
-        old_flag, new_flag = ("--" + key.replace("_", "-") for key in (old, new))
-        if flag == old_flag and new_flag in options:
-            raise ConfigError(f"{old_flag} is now {new_flag}; use the new name")
+        if key in (old, old.rpartition(".")[2]) and new in flags:
+            raise ConfigError(f"{flag} is now {flags[new]}; change it")
+    refuse_renamed(key)
 
 
 def _taken(rest: list[str], count: int) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
-RENAMED_KEYS: Mapping[str, str] = types.MappingProxyType(
+RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "algorithm.drop_equal": "algorithm.filter_zero_variance",
         "algorithm.entropy": "algorithm.entropy_coef",
@@ -37,10 +38,11 @@ RENAMED_KEYS: Mapping[str, str] = types.MappingProxyType(
         "passes.tokens": "passes.micro_batch_tokens",
     }
 )
-"""Keys that were renamed, with their section, and what they are called now.
+"""Keys and sections of older versions, and what they are called now.
 
-A settings file and a flag with the old name are refused, and the refusal gives the new name; the
-settings of a run that was saved under the old names are read.
+A file or a flag with an old name is refused, and the error says the new one. Where there is no
+single new key, the text says what to set instead. The settings of a run that was saved under old
+names are read.
 """
 TYPE_NAMES = {
     int: "a whole number",
@@ -99,18 +101,21 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
 
 
 def settings_over(
-    default: _Settings, table: Mapping[str, Any], *, path: Path, takes_old_keys: bool = False
+    default: _Settings,
+    table: Mapping[str, Any],
+    *,
+    path: Path,
+    section: str = "",
+    takes_old_keys: bool = False,
 ) -> _Settings:
     """The settings that the tables of a file make of others; `path` is what errors name.
 
-    Renamed keys are refused with their new names, or taken for these where `takes_old_keys`.
+    `section` is where the table stands in the file, such as `cluster.`. Renamed keys are refused,
+    unless `takes_old_keys`.
     """
     try:
-        table, renamed = under_new_keys(table)
-        if renamed and not takes_old_keys:
-            changes = ", ".join(f"{old} is now {RENAMED_KEYS[old]}" for old in renamed)
-            raise ConfigError(f"keys were renamed: {changes}; use the new names")
-        settings = replaced(default, _values(type(default), table, section=""))
+        table = under_new_keys(table) if takes_old_keys else table
+        settings = replaced(default, _values(type(default), table, section=section))
         check_values(settings)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
@@ -131,41 +136,31 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
     return replace(settings, **changes)
 
 
-def under_new_keys(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The tables of a file with renamed keys under their new names, and the old names they had."""
-    tables = _copied(table)
-    renamed = []
-    for old, new in RENAMED_KEYS.items():
-        *sections, key = old.split(".")
-        place = _inner(tables, sections)
-        if place is None or key not in place:
-            continue
-        value = place.pop(key)
-        *sections, new_key = new.split(".")
-        target = _inner(tables, sections, is_made=True)
-        if target is None or new_key in target:
-            raise ConfigError(f"{old} is now {new}, got both; remove {old}")
-        target[new_key] = value
-        renamed.append(old)
-    return tables, renamed
-
-
-def _copied(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        n: _copied(value) if isinstance(value, Mapping) else value for n, value in table.items()
+def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings with renamed keys under their new names."""
+    tables = {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()
     }
-
-
-def _inner(
-    tables: dict[str, Any], sections: list[str], *, is_made: bool = False
-) -> dict[str, Any] | None:
-    """The table of a section within sections; `None` where there is none."""
-    for section in sections:
-        inner = tables.setdefault(section, {}) if is_made else tables.get(section)
-        if not isinstance(inner, dict):
-            return None
-        tables = inner
+    for old, new in RENAMED_KEYS.items():
+        section, _, key = old.partition(".")
+        place = tables.get(section)
+        if not isinstance(place, dict) or key not in place:
+            continue
+        new_section, _, new_key = new.partition(".")
+        target = tables.setdefault(new_section, {})
+        if not isinstance(target, dict) or new_key in target:
+            raise ConfigError(f"{old} is now {new}, got both; remove {old}")
+        target[new_key] = place.pop(key)
     return tables
+
+
+def refuse_renamed(key: str) -> None:
+    """Refuse a key of an older version, or one in a section of it, and name the new one."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        old = ".".join(parts[:count])
+        if old in RENAMED_KEYS:
+            raise ConfigError(f"{old} is now {RENAMED_KEYS[old]}; change it")
 
 
 @cache
@@ -179,6 +174,7 @@ def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
+            refuse_renamed(section + key)
             raise ConfigError(unknown_name("key", section + key, [section + n for n in hints]))
         if not is_dataclass(hints[key]):
             values[key] = _typed(value, hints[key], section + key)

@@ -248,8 +248,7 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
     refused: list[str] = []
     # A setting that is newer than the checkpoint was as it is by default.
     defaults = as_saved(type(given)())
-    saved, _ = under_new_keys(saved)
-    for name, before, after in _differences(saved, as_saved(given), defaults):
+    for name, before, after in _differences(under_new_keys(saved), as_saved(given), defaults):
         words = f"{name} was {before!r}, is {after!r}"
         (allowed if _may_change(name, before, after) else refused).append(words)
     if refused:
