@@ -13,10 +13,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from sortedrl.config.checks import require
-from sortedrl.errors import unknown_name
+from sortedrl.config.checks import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    above,
+    check_values,
+    require,
+    within,
+)
 
 AlgorithmName = Literal[
     "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo"
@@ -63,9 +72,9 @@ class Algorithm:
     rloo: less the mean of the prompt's other answers, summed as in dr_grpo.
     dapo: grpo with a higher upper clip, prompts without variance left out, token mean.
     ppo: a critic and generalised advantage estimation."""
-    clip: float = 0.2
+    clip: Annotated[float, within(0, 1, ends="()")] = 0.2
     """How far the probability ratio of a token may fall or rise before its gradient stops."""
-    clip_high: float | None = None
+    clip_high: PositiveFloat | None = None
     """How far it may rise, if not as far as it may fall; dapo has 0.28."""
     dual_clip: float | None = None
     """For a negative advantage, the ratio at which the loss stops to grow, such as 3."""
@@ -73,7 +82,7 @@ class Algorithm:
     """How token losses are joined. token_mean: all tokens alike. sequence_mean: the mean of each
     answer, then the mean of the answers. constant: the sum over answers times engine.max_tokens.
     By default what belongs to the algorithm."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the divergence from the model the run began with; 0 keeps no reference model."""
     kl_estimator: KlEstimator | None = None
     """How the divergence is estimated. In the reward it is k1, the log ratio. In the loss it is
@@ -87,47 +96,32 @@ class Algorithm:
     alone does not show whether long answers do better than short ones."""
     entropy_coef: float = 0.0
     """Weight of the policy's entropy in the loss; positive keeps it curious."""
-    discount: float = 1.0
+    discount: Fraction = 1.0
     """ppo: what a reward one token later is worth."""
-    gae_lambda: float = 1.0
+    gae_lambda: Fraction = 1.0
     """ppo: 1 trusts rewards only, 0 trusts the critic only."""
-    value_clip: float | None = 0.2
+    value_clip: Annotated[float, above(0, "leave it out for none")] | None = 0.2
     """ppo: how far the critic's estimate may move from the old one before its gradient stops."""
     filter_zero_variance: bool | None = None
     """Leave out prompts whose answers all have the same reward, and hold the others until an
     update batch is full (dynamic sampling); dapo does."""
-    overlong_tokens: int | None = None
+    overlong_tokens: PositiveInt | None = None
     """Answers that come this close to engine.max_tokens lose reward, linearly, up to
     overlong_penalty at the limit (DAPO's overlong shaping)."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NonNegativeFloat = 1.0
     """What an answer at the limit loses."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, kind, names in (
-            (self.name, "algorithm", get_args(AlgorithmName)),
-            (self.aggregation, "aggregation", get_args(Aggregation)),
-            (self.kl_estimator, "kl estimator", get_args(KlEstimator)),
-            (self.kl_place, "kl place", get_args(KlPlace)),
-            (self.whiten, "whitening", get_args(Whitening)),
-        ):
-            require(name is None or name in names, unknown_name(kind, str(name), names))
+        check_values(self, "algorithm.")
         self._check_loss()
         self._check_rewards()
 
     def _check_loss(self) -> None:
-        require(0 < self.clip < 1, f"algorithm.clip must lie in (0, 1), got {self.clip}")
         require(
-            self.clip_high is None or 0 < self.clip_high < math.inf,
-            f"algorithm.clip_high must be positive, got {self.clip_high}",
-        )
-        require(
-            self.dual_clip is None or 1 + self.effective_clip_high < self.dual_clip < math.inf,
+            self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
             f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.effective_clip_high}, "
             f"got {self.dual_clip}",
-        )
-        require(
-            0 <= self.kl_coef < math.inf, f"algorithm.kl_coef must be 0 or more, got {self.kl_coef}"
         )
         require(
             self.effective_kl_place == "loss" or self.effective_kl_estimator == "k1",
@@ -141,18 +135,8 @@ class Algorithm:
             "algorithm.kl_estimator must be 'k2' or 'k3' where the divergence enters the loss, got "
             "'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
         )
-        require(
-            math.isfinite(self.entropy_coef),
-            f"algorithm.entropy_coef must be finite, got {self.entropy_coef}",
-        )
-        require(
-            self.value_clip is None or 0 < self.value_clip < math.inf,
-            f"algorithm.value_clip must be positive, got {self.value_clip}; leave it out for none",
-        )
 
     def _check_rewards(self) -> None:
-        for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
-            require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
         for field, given, default in (
             ("discount", self.discount, 1.0),
             ("gae_lambda", self.gae_lambda, 1.0),
@@ -171,14 +155,6 @@ class Algorithm:
             not self.filter_zero_variance or self.needs_siblings,
             f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
             f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
-        )
-        require(
-            self.overlong_tokens is None or self.overlong_tokens >= 1,
-            f"algorithm.overlong_tokens must be at least 1, got {self.overlong_tokens}",
-        )
-        require(
-            0 <= self.overlong_penalty < math.inf,
-            f"algorithm.overlong_penalty must be 0 or more, got {self.overlong_penalty}",
         )
         require(
             self.overlong_penalty == 1.0 or self.overlong_tokens is not None,
@@ -244,9 +220,9 @@ class Correction:
     min_ratio..max_ratio.
     By default token_tis where stale tokens are trained on (partial mode, posthoc) or the engine is
     not the native one, else none."""
-    max_ratio: float = 2.0
+    max_ratio: PositiveFloat = 2.0
     """The largest weight, or the largest ratio that is not left out."""
-    min_ratio: float = 0.0
+    min_ratio: NonNegativeFloat = 0.0
     """Masking only: the smallest ratio that is not left out."""
     ratio: Ratio = "proximal"
     """What the clipped ratio of the loss is taken against. proximal: the weights at the start of
@@ -255,17 +231,11 @@ class Correction:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        kinds = get_args(CorrectionName)
+        check_values(self, "correction.")
         require(
-            self.kind is None or self.kind in kinds,
-            unknown_name("correction", str(self.kind), kinds),
-        )
-        ratios = get_args(Ratio)
-        require(self.ratio in ratios, unknown_name("ratio", self.ratio, ratios))
-        require(
-            0 < self.max_ratio < math.inf and 0 <= self.min_ratio < self.max_ratio,
-            "correction.min_ratio and correction.max_ratio must hold 0 <= min_ratio < max_ratio, "
-            f"got {self.min_ratio} and {self.max_ratio}",
+            self.min_ratio < self.max_ratio,
+            "correction.min_ratio must be below correction.max_ratio, got "
+            f"{self.min_ratio} and {self.max_ratio}",
         )
         require(
             self.min_ratio == 0 or self.kind in ("token_mis", "sequence_mis"),
@@ -292,73 +262,42 @@ RateSchedule = Literal["constant", "cosine"]
 class Optimisation:
     """AdamW, the course of its learning rate, and how an update batch is gone through."""
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """The learning rate after the warm-up; 0 leaves the weights as they are."""
     schedule: RateSchedule = "constant"
     """The learning rate after the warm-up.
     constant: stays.
     cosine: falls along half a cosine until the last step of the run."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps during which the learning rate rises linearly before it is reached."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Schedule cosine only: the share of the learning rate that the last step has."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Pull towards zero, on matrices only: biases and norms are left alone."""
-    beta1: float = 0.9
+    beta1: Annotated[float, within(0, 1, ends="[)")] = 0.9
     """How much of the mean gradient is kept from step to step."""
-    beta2: float = 0.999
+    beta2: Annotated[float, within(0, 1, ends="[)")] = 0.999
     """How much of the mean squared gradient is kept from step to step. Update batches come
     sorted by length, so it should remember longer than a group has updates."""
-    epsilon: float = 1e-8
+    epsilon: PositiveFloat = 1e-8
     """Keeps steps small where gradients are tiny."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Annotated[float, above(0, "None never scales gradients")] | None = 1.0
     """Gradients whose norm over all weights is larger are scaled down to it."""
-    mini_batches: int = 1
+    mini_batches: PositiveInt = 1
     """Optimiser steps per update batch: it is cut into that many mini-batches."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """How often an update batch is gone through."""
-    max_bad_updates: int = 5
+    max_bad_updates: PositiveInt = 5
     """Stop after so many updates in a row whose loss or gradient is not finite."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        schedules = get_args(RateSchedule)
-        require(
-            self.schedule in schedules,
-            unknown_name("learning rate schedule", self.schedule, schedules),
-        )
-        for field, rate in (
-            ("learning_rate", self.learning_rate),
-            ("weight_decay", self.weight_decay),
-        ):
-            require(0 <= rate < math.inf, f"optimiser.{field} must be 0 or more, got {rate}")
-        for field, share in (("beta1", self.beta1), ("beta2", self.beta2)):
-            require(0 <= share < 1, f"optimiser.{field} must lie in [0, 1), got {share}")
-        require(
-            0 <= self.min_lr_ratio <= 1,
-            f"optimiser.min_lr_ratio must lie in 0..1, got {self.min_lr_ratio}",
-        )
+        check_values(self, "optimiser.")
         require(
             self.min_lr_ratio == 0.1 or self.schedule == "cosine",
             f"optimiser.min_lr_ratio belongs to the schedule 'cosine', got {self.min_lr_ratio} "
             f"with {self.schedule!r}; set schedule to 'cosine' or leave it out",
         )
-        require(
-            0 < self.epsilon < math.inf,
-            f"optimiser.epsilon must be positive, got {self.epsilon}",
-        )
-        require(
-            self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
-            f"optimiser.max_grad_norm must be positive, got {self.max_grad_norm}; set it to none "
-            "to never scale gradients down",
-        )
-        for field, count, least in (
-            ("warmup_steps", self.warmup_steps, 0),
-            ("mini_batches", self.mini_batches, 1),
-            ("epochs", self.epochs, 1),
-            ("max_bad_updates", self.max_bad_updates, 1),
-        ):
-            require(count >= least, f"optimiser.{field} must be at least {least}, got {count}")
 
 
 def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | None) -> float:

@@ -7,24 +7,30 @@ cluster have modules of their own.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
 from sortedrl.config.checks import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Temperature,
+    above,
+    at_least,
     check_device,
     check_values,
     is_installed,
     is_utf8,
     require,
     require_temperature,
+    within,
 )
 from sortedrl.config.cluster import Cluster, Layout
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.errors import ConfigError
 from sortedrl.types import LARGEST_REWARD
 
 
@@ -32,28 +38,19 @@ from sortedrl.types import LARGEST_REWARD
 class Saving:
     """When a checkpoint is saved, which ones are kept, and how many answers as text."""
 
-    every: int = 50
+    every: PositiveInt = 50
     """Updates between two checkpoints."""
-    keep_last: int = 2
+    keep_last: Annotated[int, at_least(1, "a resumed run needs a checkpoint")] = 2
     """How many of the newest checkpoints are kept; older ones are deleted."""
     keep_best: bool = True
     """Keep the checkpoint with the best evaluation score too, however old it is."""
-    answers: int = 8
+    answers: NonNegativeInt = 8
     """Answers of each update to keep as text, from the shortest to the longest, so that the
     report can show what the model wrote; 0 for none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(self.every >= 1, f"saving.every must be at least 1, got {self.every}")
-        require(
-            self.keep_last >= 1,
-            f"saving.keep_last must be at least 1, got {self.keep_last}; without a checkpoint "
-            "nothing could be resumed",
-        )
-        require(
-            self.answers >= 0,
-            f"saving.answers must be at least 0, got {self.answers}; 0 keeps none",
-        )
+        check_values(self, "saving.")
 
 
 EngineName = Literal["native", "vllm", "sglang", "servers"]
@@ -72,28 +69,21 @@ class Rollout:
     """Engine servers only: their addresses, such as http://localhost:8000."""
     options: tuple[str, ...] = ()
     """Engines vllm and sglang: further arguments of theirs, written name=value."""
-    queue: int = 0
+    queue: NonNegativeInt = 0
     """Answers beyond the slots that may wait inside the engine, which then fills a free slot
     without asking; they are started earlier than they would be."""
     hand_over: Path | None = None
     """Engine servers only: the folder through which they get new weights, which they must be able
     to read; by default hand_over in the folder of the run."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Logits are divided by it; the update sees the same probabilities."""
-    cache_gib: float | None = None
+    cache_gib: PositiveFloat | None = None
     """Memory of the engine's cache; by default most of the free GPU memory that the update
     leaves, or a quarter of the RAM."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        names = get_args(EngineName)
-        require(self.engine in names, unknown_name("engine", self.engine, names))
-        require_temperature("rollout.temperature", self.temperature, is_greedy_allowed=False)
-        require(
-            self.cache_gib is None or self.cache_gib > 0,
-            f"rollout.cache_gib must be positive, got {self.cache_gib}",
-        )
-        require(self.queue >= 0, f"rollout.queue must be at least 0, got {self.queue}")
+        check_values(self, "rollout.")
         self._check_servers()
 
     def _check_servers(self) -> None:
@@ -162,45 +152,29 @@ OnFailure = Literal["score", "skip", "stop"]
 class RewardSettings:
     """The pool of processes that run a reward function."""
 
-    workers: int | None = None
+    workers: PositiveInt | None = None
     """Worker processes; by default half of the cores, at least 2 and at most 8."""
-    time_limit_seconds: float = 10.0
+    time_limit_seconds: PositiveFloat = 10.0
     """How long one call may take; a call that takes longer is ended, with its worker."""
-    memory_gib: float | None = 4.0
+    memory_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
     """Memory that a worker and the processes it starts may take beyond what loading the function
     took, shared memory included (on Linux)."""
     on_failure: OnFailure = "score"
     """What becomes of an answer whose call ran into a limit, or killed its worker twice.
     score: it gets failure_reward. skip: it gets no reward and is not trained on.
     stop: the run stops. Failures are counted, written down and warned of in any case."""
-    failure_reward: float | None = None
+    failure_reward: Annotated[float, within(-LARGEST_REWARD, LARGEST_REWARD)] | None = None
     """The reward of such an answer; by default the lowest one that the function says it gives
     (as those of the built-in tasks do), and never more than 0."""
-    batch: int = 32
+    batch: PositiveInt = 32
     """Answers that a batched function is given at once, at most; they share one time limit, and if
     they fail together, each is tried again alone."""
-    concurrency: int = 16
+    concurrency: PositiveInt = 16
     """Calls of an async function that one worker has under way, at most."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        counts = {"workers": self.workers, "batch": self.batch, "concurrency": self.concurrency}
-        for name, value in counts.items():
-            require(value is None or value >= 1, f"rewards.{name} must be at least 1, got {value}")
-        require(
-            self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds),
-            f"rewards.time_limit_seconds must be a positive number, got {self.time_limit_seconds}",
-        )
-        require(
-            self.memory_gib is None or self.memory_gib > 0,
-            f"rewards.memory_gib must be positive, got {self.memory_gib}; "
-            "leave it out for no limit",
-        )
-        require(
-            self.failure_reward is None or abs(self.failure_reward) <= LARGEST_REWARD,
-            f"rewards.failure_reward must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}, "
-            f"got {self.failure_reward}",
-        )
+        check_values(self, "rewards.")
 
     @property
     def num_workers(self) -> int:
@@ -212,44 +186,30 @@ class RewardSettings:
 class EvaluationSettings:
     """How answers are drawn for an evaluation."""
 
-    samples: int = 1
+    samples: PositiveInt = 1
     """Answers per prompt: k of mean@k, and the most of pass@k."""
     temperature: float | None = None
     """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
-    top_p: float = 1.0
+    top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
     """Choose among the most likely tokens that together have this probability."""
-    max_tokens: int = 1024
+    max_tokens: PositiveInt = 1024
     """Tokens after which an answer is cut off."""
-    slots: int = 32
+    slots: PositiveInt = 32
     """Answers written at the same time."""
     seed: int = 0
     """The same seed gives the same answers, whatever else is evaluated."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Only the first rows of every task."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, count in (
-            ("samples", self.samples),
-            ("max_tokens", self.max_tokens),
-            ("slots", self.slots),
-        ):
-            require(count >= 1, f"{name} must be at least 1, got {count}")
-        require(
-            self.temperature is None or 0 <= self.temperature < math.inf,
-            f"temperature must be 0 (greedy) or more, got {self.temperature}",
-        )
-        require(0 < self.top_p <= 1, f"top_p must lie in (0, 1], got {self.top_p}")
+        check_values(self)
         require(
             self.samples == 1 or self.temperature != 0,
             f"{self.samples} answers per prompt at temperature 0 would all be the same; "
             "leave the temperature out, or ask for one answer",
         )
-        require_temperature("temperature", self.sampling_temperature, is_greedy_allowed=True)
-        require(
-            self.limit is None or self.limit >= 1, f"limit must be at least 1, got {self.limit}"
-        )
-        check_values(self)
+        require_temperature("temperature", self.sampling_temperature)
 
     @property
     def sampling_temperature(self) -> float:
@@ -259,7 +219,7 @@ class EvaluationSettings:
         return 0.0 if self.samples == 1 else 0.6
 
 
-Precision = Literal["auto", "float32", "bfloat16", "float16"]
+PrecisionChoice = Literal["auto", "float32", "bfloat16", "float16"]
 _ALPHA = 32
 _ALL_LINEAR = ("all-linear",)
 
@@ -268,7 +228,7 @@ _ALL_LINEAR = ("all-linear",)
 class PassSettings:
     """How an update goes through its answers: packed, without padding."""
 
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     """Tokens, prompts included, of one pass forward and backward; fewer need less memory."""
     gradient_checkpointing: bool = False
     """Compute the layers twice and keep less: much less memory for a third more time."""
@@ -278,30 +238,23 @@ class PassSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(
-            self.micro_batch_tokens >= 1,
-            f"passes.micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}",
-        )
+        check_values(self, "passes.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """Low-rank adapters in place of full training (peft)."""
 
-    rank: int | None = None
+    rank: Annotated[int, at_least(1, "leave it out for no adapters")] | None = None
     """Rank of the adapters; by default none, and all weights are trained."""
-    alpha: int = _ALPHA
+    alpha: PositiveInt = _ALPHA
     """Their scale, over the rank."""
     targets: tuple[str, ...] = _ALL_LINEAR
     """The layers that get one, by the end of their names; all-linear for all but the output."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(
-            self.rank is None or self.rank >= 1,
-            f"lora.rank must be at least 1, got {self.rank}; leave it out for no adapters",
-        )
-        require(self.alpha >= 1, f"lora.alpha must be at least 1, got {self.alpha}")
+        check_values(self, "lora.")
         require(
             bool(self.targets) and "" not in self.targets,
             f"lora.targets must name at least one layer, got {list(self.targets)}; leave it out "
@@ -323,40 +276,27 @@ class PeriodicEvaluation:
     shared_rows: Literal["refuse", "leave_out", "allow"] = "refuse"
     """What to do about held-out rows that ask what is trained on: refuse the run, leave them out
     of the training, or allow them."""
-    every: int = 50
+    every: PositiveInt = 50
     """Updates between two evaluations; there is one before the first update and one at the end."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Answers per prompt."""
     temperature: float | None = None
     """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Only the first rows of every task."""
     target: float | None = None
     """Stop as soon as the mean score over the tasks has come this far."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, value in (("every", self.every), ("samples", self.samples)):
-            require(value >= 1, f"evaluation.{name} must be at least 1, got {value}")
-        require(
-            self.limit is None or self.limit >= 1,
-            f"evaluation.limit must be at least 1, got {self.limit}; leave it out for all rows",
-        )
-        require(
-            self.temperature is None or 0 <= self.temperature < math.inf,
-            f"evaluation.temperature must be 0 or more, got {self.temperature}",
-        )
+        check_values(self, "evaluation.")
         require(
             self.samples == 1 or self.temperature != 0,
             f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
             "temperature out, or ask for one answer",
         )
         if self.temperature is not None:
-            require_temperature("evaluation.temperature", self.temperature, is_greedy_allowed=True)
-        require(
-            self.target is None or math.isfinite(self.target),
-            f"evaluation.target must be a finite number, got {self.target}",
-        )
+            require_temperature("evaluation.temperature", self.temperature)
         require(
             self.target is None or bool(self.tasks),
             f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
@@ -402,11 +342,11 @@ class TrainSettings:
     """The folder of the run: config, events, metrics, checkpoints, the trained model."""
     seed: int = 0
     """Decides the order of prompts and every answer; the same seed gives the same run."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Times the data is gone through."""
-    max_updates: int | None = None
+    max_updates: PositiveInt | None = None
     """Stop after so many updates."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: PositiveInt | None = None
     """Leave out longer prompts; by default those that leave no room in the model's context."""
     folder: Path | None = None
     """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
@@ -416,9 +356,9 @@ class TrainSettings:
     """Keyword arguments of the reward, written name=value."""
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads; by default all cores. Tiny models are fastest with 1."""
-    precision: Precision = "auto"
+    precision: PrecisionChoice = "auto"
     """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
     16-bit weights are rounded from fp32 masters, which the optimiser works on; in float16 the
     loss is scaled, so that small gradients are not lost."""
@@ -442,16 +382,6 @@ class TrainSettings:
         """Refuse what cannot work together."""
         check_values(self)
         check_device(self.device)
-        require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
-        require(
-            self.max_updates is None or self.max_updates >= 1,
-            f"max_updates must be at least 1, got {self.max_updates}",
-        )
-        for name, value in (
-            ("max_prompt_tokens", self.max_prompt_tokens),
-            ("threads", self.threads),
-        ):
-            require(value is None or value >= 1, f"{name} must be at least 1, got {value}")
         self._check_siblings()
         self._check_engine()
         self._check_layout()
