@@ -212,7 +212,7 @@ class BenchWorld:
         )
         gc.collect()  # the moments of the run before
         optimiser = Optimiser(trained_parameters(self._model), optimisation, total_steps=None)
-        return PolicyTrainer(self._policy, optimiser, settings=settings)
+        return PolicyTrainer(self._policy, optimiser, settings=settings.update)
 
     @torch.no_grad()
     def _restore(self) -> None:

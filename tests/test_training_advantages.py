@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 import plain_algorithms as plain
 from sortedrl.config.algorithm import Algorithm
 from sortedrl.errors import ConfigError
-from sortedrl.training.advantages import RunningMoments, estimate, informative, overlong_shaped
+from sortedrl.training.advantages import (
+    RunningMoments,
+    estimate,
+    has_reward_variance,
+    overlong_shaped,
+)
 from sortedrl.training.batch import Answers
 
 NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
@@ -278,7 +283,7 @@ def test_an_answer_informs_where_the_rewards_of_its_prompt_differ(batch):
         len({batch.rewards[n] for n in plain.siblings(batch.prompts, number)}) > 1
         for number in range(len(batch.rewards))
     ]
-    assert informative(batch.answers).tolist() == theirs
+    assert has_reward_variance(batch.answers).tolist() == theirs
 
 
 def test_sums_reach_to_the_end_of_long_answers_among_short_ones():

@@ -10,7 +10,7 @@ from native_worlds import tiny_model
 from sortedrl.config.algorithm import Algorithm, Optimisation
 from sortedrl.config.schedule import Schedule
 from sortedrl.training.losses import LossInputs, aggregation_weights, loss
-from sortedrl.training.optimiser import StepOutcome
+from sortedrl.training.optimiser import StepResult
 from sortedrl.types import TrainBatch
 from training_worlds import train_settings, trainer_of, world, written
 
@@ -89,7 +89,7 @@ def test_in_partial_mode_stale_tokens_are_corrected_by_default():
         ratios.append(run.trainer.last["correction/ratio_max"])
     assert max(shares) > 0
     assert max(ratios) > 1.01
-    assert run.trainer._kind == "token_tis"
+    assert run.trainer._settings.correction.kind == "token_tis"
 
 
 class Catcher:
@@ -107,7 +107,7 @@ class Catcher:
         assert math.isfinite(loss)
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
-        return StepOutcome(grad_norm=1.0, learning_rate=0.0, is_applied=True)
+        return StepResult(grad_norm=1.0, learning_rate=0.0, is_applied=True)
 
 
 def gradients(algorithm, *, pass_tokens):

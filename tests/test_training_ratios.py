@@ -44,9 +44,7 @@ def tensors(answers):
 
 def applied(function, answers, correction):
     behaviour_T, proximal_T, lengths_N = tensors(answers)
-    return function(
-        behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction, kind=correction.kind
-    )
+    return function(behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction)
 
 
 @few
@@ -79,7 +77,6 @@ def test_weights_are_finite_never_above_the_bound_and_have_no_gradient(answers, 
         proximal_T.float().requires_grad_(),
         lengths_N=lengths_N,
         correction=correction,
-        kind=kind,
     )
     assert weights.dtype == torch.float32
     assert not weights.requires_grad

@@ -18,9 +18,9 @@ from sortedrl.core.recorder import Journal
 from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import CopiedReference, PackedModel
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.trainer import CopiedReference, PolicyTrainer
+from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import Prompt, Segment, Trajectory
 
 END = 1
@@ -114,11 +114,13 @@ def trainer_of(model, settings, optimiser=None):
             values,
             Optimiser(values.learned(), settings.optimiser, total_steps=None),
             settings=settings.optimiser,
-            budget=settings.passes.micro_batch_tokens,
+            micro_batch_tokens=settings.passes.micro_batch_tokens,
         )
     if optimiser is None:
         optimiser = Optimiser(dict(model.named_parameters()), settings.optimiser, total_steps=None)
-    return PolicyTrainer(policy, optimiser, settings=settings, reference=reference, critic=critic)
+    return PolicyTrainer(
+        policy, optimiser, settings=settings.update, reference=reference, critic=critic
+    )
 
 
 def written(model, lengths, *, samples=1, temperature=1.0, version=0, seed=0):

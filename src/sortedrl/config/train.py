@@ -8,7 +8,7 @@ cluster have modules of their own.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -330,6 +330,22 @@ class Tracking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """What a policy update depends on: all that a trainer needs of a run's settings."""
+
+    algorithm: Algorithm
+    correction: Correction
+    """With its kind resolved."""
+    optimiser: Optimisation
+    micro_batch_tokens: int
+    max_tokens: int
+    """Tokens after which an answer is cut off."""
+    update_batch: int
+    updates_per_group: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """A training run."""
 
@@ -459,6 +475,21 @@ class TrainSettings:
             not cluster.overlap or self.schedule.keeps_stale_tokens,
             f"cluster.overlap trains on answers of the version before, which schedule.mode "
             f"{self.schedule.mode!r} rules out; take mode 'partial'",
+        )
+
+    @property
+    def update(self) -> UpdateSettings:
+        """What a policy update depends on."""
+        kind = self.correction.effective_kind(is_needed=self.needs_correction)
+        return UpdateSettings(
+            algorithm=self.algorithm,
+            correction=replace(self.correction, kind=kind),
+            optimiser=self.optimiser,
+            micro_batch_tokens=self.passes.micro_batch_tokens,
+            max_tokens=self.engine.max_tokens,
+            update_batch=self.schedule.update_batch,
+            updates_per_group=self.schedule.updates_per_group,
+            seed=self.seed,
         )
 
     @property

@@ -89,7 +89,8 @@ class TrainerRecipe:
         trainer = sharded_trainer(
             trained_model(settings, source=source, dtype=dtype, device="cpu"),
             ranks,
-            settings=settings,
+            settings=settings.update,
+            temperature=settings.rollout.temperature,
             first=first_model(settings, dtype=dtype, device="cpu")
             if algorithm.kl_coef > 0
             else None,

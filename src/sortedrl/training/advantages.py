@@ -139,8 +139,8 @@ def overlong_shaped(
     return rewards_N - penalty * (excess_N / overlong_tokens).clamp(0, 1)
 
 
-def informative(answers: Answers) -> Tensor:
-    """For each answer, whether the rewards of its prompt differ, as they are before any shaping."""
+def has_reward_variance(answers: Answers) -> Tensor:
+    """For each answer, whether the rewards of its prompt differ, before any shaping."""
     groups_N = answers.prompts_N.unique(return_inverse=True)[1]
     return _range(answers.rewards_N, groups_N)[groups_N] > 0
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.training.batch import ALONE, Answers, Team, TokenSequence, mini_batches, passes_over
+from sortedrl.training.batch import (
+    SINGLE_RANK,
+    Answers,
+    RankGroup,
+    TokenSequence,
+    micro_batches,
+    mini_batches,
+)
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import value_losses
 from sortedrl.training.optimiser import Optimiser
@@ -70,15 +77,15 @@ class CriticTrainer:
         optimiser: Optimiser,
         *,
         settings: Optimisation,
-        budget: int,
-        team: Team = ALONE,
+        micro_batch_tokens: int,
+        ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Passes have at most `budget` tokens; the team is that of the policy's trainer."""
+        """The ranks are those of the policy's trainer."""
         self.critic = critic
         self.optimiser = optimiser
         self._settings = settings
-        self._budget = budget
-        self._team = team
+        self._micro_batch_tokens = micro_batch_tokens
+        self._ranks = ranks
 
     def train(
         self,
@@ -95,20 +102,24 @@ class CriticTrainer:
         losses = []
         for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
-            going = passes_over(chosen, answers, sequences, budget=self._budget, team=self._team)
+            batches = micro_batches(
+                chosen,
+                answers,
+                sequences,
+                micro_batch_tokens=self._micro_batch_tokens,
+                ranks=self._ranks,
+            )
             is_to_repeat = True
             while is_to_repeat:
                 total = torch.zeros((), device=returns_T.device)
-                for one in going.passes:
-                    places = one.places.to(returns_T.device)
-                    values_T = self.critic.values(one.read(sequences))[: len(places)]
-                    losses_T = value_losses(
-                        values_T, old_values_T[places], returns_T[places], clip=clip
-                    )
+                for batch in batches.parts:
+                    at = batch.token_indices.to(returns_T.device)
+                    values_T = self.critic.values(batch.read(sequences))[: len(at)]
+                    losses_T = value_losses(values_T, old_values_T[at], returns_T[at], clip=clip)
                     part = losses_T.sum() * weight
                     self.optimiser.backward(part)
                     total += part.detach()
-                value = float(self._team.summed(total))
+                value = float(self._ranks.all_reduce(total))
                 is_to_repeat = self.optimiser.step(loss=value).is_to_repeat
             losses.append(value)
         return sum(losses) / len(losses)

@@ -9,10 +9,11 @@ Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ from sortedrl.training.logprobs import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What the model says of the answer tokens, answer after answer."""
+class TokenLogprobs:
+    """The model's output for the answer tokens, answer after answer."""
 
     logprobs_T: Tensor
     entropies_T: Tensor | None
@@ -71,9 +72,11 @@ class PackedModel:
             )
         return layer
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False) -> Scored:
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False
+    ) -> TokenLogprobs:
         """The log-probability of every answer token, and the entropy where it was drawn."""
-        return Scored(*self._inside(partial(self._logprobs, sequences, with_entropy)))
+        return TokenLogprobs(*self._inside(partial(self._logprobs, sequences, with_entropy)))
 
     def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """The states from which the answer tokens are predicted, `[T, D]`."""
@@ -123,6 +126,49 @@ class PackedModel:
         if len(keep) == len(hidden_RD):
             return hidden_RD
         return hidden_RD.index_select(0, torch.tensor(keep, device=device))
+
+
+class Reference(Protocol):
+    """The policy that the run began with: the reference of the KL divergence."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+
+
+class CopiedReference:
+    """A second model that never changes."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+        """Freeze the model, which must not be the one that is trained."""
+        model.requires_grad_(False)
+        self._packed = PackedModel(model, temperature=temperature)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        return self._packed.logprobs(sequences).logprobs_T
+
+
+class AdapterReference:
+    """The trained model without its adapters: a reference that takes no memory."""
+
+    def __init__(self, policy: PackedModel) -> None:
+        """The policy whose adapters are trained."""
+        self._policy = policy
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        with self._without_adapters():
+            return self._policy.logprobs(sequences).logprobs_T
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        self._policy.model.disable_adapters()
+        try:
+            yield
+        finally:
+            self._policy.model.enable_adapters()
 
 
 def _refuse_unreadable(sequences: Sequence[TokenSequence]) -> None:

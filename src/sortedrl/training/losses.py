@@ -40,17 +40,16 @@ def correction_weights(
     *,
     lengths_N: Tensor,
     correction: Correction,
-    kind: CorrectionName,
 ) -> Tensor:
     """How much each token counts, in the type of `proximal_T`.
 
     Tokens that are not left out count by their ratio (as in IcePop), so masking, like truncation,
     is importance sampling with the extreme weights taken out.
     """
-    if kind == "none":
+    if correction.kind == "none":
         return torch.ones_like(proximal_T)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
-    if kind in ("token_tis", "sequence_tis"):
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
+    if correction.kind in ("token_tis", "sequence_tis"):
         weights_T = ratios_T.clamp(max=correction.max_ratio)
     else:
         is_kept_T = (ratios_T >= correction.min_ratio) & (ratios_T <= correction.max_ratio)
@@ -64,25 +63,25 @@ def is_held_back(
     *,
     lengths_N: Tensor,
     correction: Correction,
-    kind: CorrectionName,
 ) -> Tensor:
     """For each token, whether its weight is truncated, or the token left out."""
-    if kind == "none":
+    if correction.kind == "none":
         return torch.zeros_like(proximal_T, dtype=torch.bool)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
     is_high_T = ratios_T > correction.max_ratio
-    if kind in ("token_tis", "sequence_tis"):
+    if correction.kind in ("token_tis", "sequence_tis"):
         return is_high_T
     return is_high_T | (ratios_T < correction.min_ratio)
 
 
 def _ratios(
-    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, kind: CorrectionName
+    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, kind: CorrectionName | None
 ) -> Tensor:
     """The ratio of each token, or of its whole answer, in float64.
 
     The ratio of a long answer may be infinite or 0; neither truncation nor masking minds.
     """
+    assert kind is not None, "the kind of a correction is resolved before the update"
     logs_T = proximal_T.detach().double() - behaviour_T.detach().double()
     if kind in ("sequence_tis", "sequence_mis"):
         owners_T = torch.repeat_interleave(lengths_N.to(logs_T.device))

@@ -12,7 +12,7 @@ Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 o
 Small gradients would be lost in float16, which ends at 6e-8: a token of a step of a million has a
 millionth of the loss. So where the model computes in float16, `backward` multiplies the loss by a
 power of two, and `step` divides the gradients by it. A scale at which gradients overflow is
-lowered, and the caller makes the passes again (`StepOutcome.is_to_repeat`), so no batch is lost.
+lowered, and the caller makes the passes again (`StepResult.is_to_repeat`), so no batch is lost.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _SCALE_RISES_AFTER = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What became of one optimiser step."""
+class StepResult:
+    """The result of one optimiser step."""
 
     grad_norm: float
     """The norm of all gradients together, before clipping."""
@@ -154,7 +154,7 @@ class Optimiser:
         """Collect the gradients of a part of the step's loss."""
         (loss if self._scale is None else loss * self._scale.value).backward()
 
-    def step(self, *, loss: float = 0.0) -> StepOutcome:
+    def step(self, *, loss: float = 0.0) -> StepResult:
         """Change the weights by the gradients collected since the last step, and drop these.
 
         A loss or gradients that are not finite change nothing, not even the count of steps.
@@ -164,7 +164,7 @@ class Optimiser:
         )
         if not math.isfinite(loss):
             self.zero_grad()
-            return StepOutcome(grad_norm=math.nan, learning_rate=rate, is_applied=False)
+            return StepResult(grad_norm=math.nan, learning_rate=rate, is_applied=False)
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         if self._scale is not None:
             for gradient in gradients:
@@ -184,7 +184,7 @@ class Optimiser:
             self._copy_masters()
             self._num_steps += 1
         self.zero_grad()
-        return StepOutcome(
+        return StepResult(
             grad_norm=grad_norm,
             learning_rate=rate,
             is_applied=is_finite,

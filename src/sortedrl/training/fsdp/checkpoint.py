@@ -36,7 +36,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import without_bars
@@ -44,12 +43,6 @@ from sortedrl.training.checkpoint import refuse_not_finite, write_tensors
 from sortedrl.training.fsdp.model import on_first, part_of, rows_of
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
-from sortedrl.training.run_trainer import (
-    read_trainer,
-    trainer_counters,
-    trainer_tensors,
-    write_held,
-)
 from sortedrl.training.trainer import PolicyTrainer
 
 Groups = Mapping[str, Mapping[str, Tensor]]
@@ -169,16 +162,16 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
         if ranks.is_first:
             model.save_pretrained(folder / _MODEL, state_dict=weights)
             tokenizer.save_pretrained(folder / _MODEL)
-            write_held(trainer.trainer, folder)
+            trainer.trainer.write_held(folder)
     del weights
-    for name, tensors in trainer_tensors(trainer.trainer).items():
+    for name, tensors in trainer.trainer.tensors().items():
         whole = on_first(tensors, ranks)
         with failure:
             if ranks.is_first:
                 write_tensors(folder, name, tensors=whole)
         del whole
     failure.tell(ranks, folder)
-    return trainer_counters(trainer.trainer)
+    return trainer.trainer.counters()
 
 
 def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
@@ -201,7 +194,7 @@ def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, A
             ) from error
         return found
 
-    read_trainer(trainer.trainer, folder, counters, read=read)
+    trainer.trainer.load(folder, counters, read=read)
 
 
 def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -209,15 +202,15 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
     model, ranks = trainer.model, trainer.ranks
     _refuse_not_finite(trainer)
     failure = _Failure()
-    groups = {_MODEL: _model_tensors(model), **trainer_tensors(trainer.trainer)}
+    groups = {_MODEL: _model_tensors(model), **trainer.trainer.tensors()}
     with failure, without_bars():
         write_shard(folder, groups, rank=ranks.rank, world=ranks.world)
         if ranks.is_first:
             model.config.save_pretrained(folder / _MODEL)
             tokenizer.save_pretrained(folder / _MODEL)
-            write_held(trainer.trainer, folder)
+            trainer.trainer.write_held(folder)
     failure.tell(ranks, folder)
-    return trainer_counters(trainer.trainer)
+    return trainer.trainer.counters()
 
 
 def read_sharded(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
@@ -233,16 +226,14 @@ def read_sharded(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str
         return found
 
     _load_model(trainer.model, read(folder, _MODEL), folder)
-    read_trainer(trainer.trainer, folder, counters, read=read)
+    trainer.trainer.load(folder, counters, read=read)
 
 
-def read_joined(
-    trainer: PolicyTrainer, folder: Path, *, model: PreTrainedModel, counters: Mapping[str, Any]
-) -> None:
+def read_joined(trainer: PolicyTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
     """Go on from a sharded checkpoint in one process; the model is read too."""
     shards = Shards(folder)
-    _load_model(model, shards.whole(_MODEL), folder)
-    read_trainer(trainer, folder, counters, read=lambda _, group: shards.whole(group))
+    _load_model(trainer.model, shards.whole(_MODEL), folder)
+    trainer.load(folder, counters, read=lambda _, group: shards.whole(group))
 
 
 def refuse_broken_model(trainer: ShardedTrainer) -> None:
@@ -252,13 +243,13 @@ def refuse_broken_model(trainer: ShardedTrainer) -> None:
 
 def _refuse_not_finite(trainer: ShardedTrainer) -> None:
     refuse_broken_model(trainer)
-    for tensors in trainer_tensors(trainer.trainer).values():
+    for tensors in trainer.trainer.tensors().values():
         _refuse_parts(tensors, trainer.ranks)
 
 
 def _refuse_parts(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     own = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-    refuse_not_finite(own, together=lambda flags: ranks.summed(flags.to(ranks.device)))
+    refuse_not_finite(own, together=lambda flags: ranks.all_reduce(flags.to(ranks.device)))
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -307,7 +298,7 @@ class _Failure:
     def tell(self, ranks: Ranks, folder: Path) -> None:
         """Raise on all ranks if one of them failed."""
         failed = torch.tensor(float(self._error is not None), device=ranks.device)
-        num_failed = int(ranks.summed(failed))
+        num_failed = int(ranks.all_reduce(failed))
         if self._error is not None:
             raise self._error
         if num_failed:

@@ -48,7 +48,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Ranks:
-    """The team of a sharded trainer, as seen by one of its processes."""
+    """The ranks of a sharded trainer, as seen by one of them: a `RankGroup`."""
 
     def __init__(self, device: torch.device) -> None:
         """Take on the process group that is open, with this rank's device."""
@@ -63,32 +63,32 @@ class Ranks:
         return self.rank == 0
 
     def shares(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """For each rank, which of the sequences of these sizes it goes through."""
+        """For each rank, which of the sequences of these sizes it processes."""
         return balanced(sizes, parts=self.world)
 
-    def summed(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         total = values.detach().clone()
         dist.all_reduce(total)
         return total
 
-    def joined(self, values_T: Tensor) -> Tensor:
+    def all_gather(self, values_T: Tensor) -> Tensor:
         """The values of all ranks, those of rank 0 first."""
         counts = torch.zeros(self.world, dtype=torch.long, device=values_T.device)
         counts[self.rank] = len(values_T)
-        sizes = self.summed(counts).tolist()
+        sizes = self.all_reduce(counts).tolist()
         start = sum(sizes[: self.rank])
         # The backends cannot add truth values.
         dtype = torch.uint8 if values_T.dtype == torch.bool else values_T.dtype
         whole_T = torch.zeros(sum(sizes), dtype=dtype, device=values_T.device)
         whole_T[start : start + len(values_T)] = values_T.to(dtype)
-        return self.summed(whole_T).to(values_T.dtype)
+        return self.all_reduce(whole_T).to(values_T.dtype)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of gradients of which every rank has a part."""
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         own = get_total_norm(parts).to(self.device)
-        return self.summed(own.double() ** 2).sqrt().float()
+        return self.all_reduce(own.double() ** 2).sqrt().float()
 
     def is_same(self, number: int) -> bool:
         """Whether all ranks came with this number."""
@@ -99,7 +99,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Go on when all ranks are here."""
-        self.summed(torch.zeros(1, device=self.device))
+        self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -107,16 +107,16 @@ class Ranks:
 
 
 def open_ranks(
-    meeting: str,
+    init_method: str,
     *,
     rank: int,
     world: int,
     device: str = "cpu",
     timeout_seconds: float = 1800.0,
 ) -> Ranks:
-    """Meet the other ranks, at an address like `tcp://host:port` or `file:///path`.
+    """Join the process group at an address like `tcp://host:port` or `file:///path`.
 
-    A rank on a GPU says which: `cuda:0`.
+    A rank on a GPU names it: `cuda:0`.
     """
     place = torch.device(device)
     require(
@@ -131,7 +131,7 @@ def open_ranks(
         torch.cuda.set_device(place)
     dist.init_process_group(
         _BACKENDS[place.type],
-        init_method=meeting,
+        init_method=init_method,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_seconds),
