@@ -165,7 +165,7 @@ def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stands(runs):
         child = nursery.start(again, file_bytes=model + 10_000)
         assert child.wait() == 2, child.err
         assert "update-000004: the checkpoint cannot be saved: File too large" in child.err
-        assert "the last complete checkpoint update-000003 stands" in child.err
+        assert "the last complete checkpoint is update-000003" in child.err
         assert "Traceback" not in child.err
         assert [one.name for one in checkpoints("full")] == ["update-000002", "update-000003"]
         assert not list(Path("full/checkpoints").glob("*.partial")), "the space is given back"

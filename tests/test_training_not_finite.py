@@ -174,8 +174,8 @@ def test_an_update_whose_log_probabilities_are_not_finite_is_skipped_and_the_ans
     with caplog.at_level(logging.WARNING):
         trainer.update(TrainBatch(0, tuple(batch)))
     (record,) = caplog.records
-    assert "the update is skipped" in record.message
-    assert "1 of 6 answers, first of all for prompt 3, sample 0" in record.message
+    assert "update skipped" in record.message
+    assert "1 of 6 answers, the first for prompt 3, sample 0" in record.message
     assert (trainer.version, trainer.num_bad) == (0, 1)
     for was, parameter in zip(before, model.parameters(), strict=True):
         assert was.nan_to_num(7).equal(parameter.nan_to_num(7))
@@ -197,7 +197,7 @@ def test_a_model_that_gives_no_numbers_is_named_and_spoils_no_window(
     break_token(broken(trainer), only_in(batch, batch[1]))
     with caplog.at_level(logging.WARNING):
         trainer.update(TrainBatch(0, tuple(batch)))
-    assert f"{what} gave numbers that are not finite for 1 of 6 answers" in caplog.text
+    assert f"{what} gave values that are not finite for 1 of 6 answers" in caplog.text
     assert "prompt 1, sample 0" in caplog.text
     assert trainer.last["skipped_steps"] == 1
     assert (trainer.version, trainer.num_bad) == (0, 1)

@@ -52,7 +52,7 @@ def test_the_divergence_is_estimated_as_its_place_demands(name):
     Algorithm(name=name, kl_place="reward", kl_estimator="k1")
     for estimator in ("k2", "k3"):
         Algorithm(name=name, kl_place="loss", kl_estimator=estimator)
-        with pytest.raises(ConfigError, match="must be 'k1' where the divergence enters the rew"):
+        with pytest.raises(ConfigError, match="must be 'k1' where the KL divergence is in the rew"):
             Algorithm(name=name, kl_coef=0.1, kl_place="reward", kl_estimator=estimator)
     with pytest.raises(ConfigError, match=r"'k2' or 'k3' .* whose gradient is 0 on average"):
         Algorithm(name=name, kl_coef=0.1, kl_place="loss", kl_estimator="k1")
@@ -112,7 +112,7 @@ def test_an_algorithm_that_cannot_work_is_refused(given, message):
         ({"kind": "token_mis", "min_ratio": -1.0}, "min_ratio must be at least 0"),
         ({"min_ratio": 0.5}, "min_ratio needs a kind that masks"),
         ({"kind": "token_tis", "min_ratio": 0.5}, "min_ratio needs a kind that masks"),
-        ({"kind": "token_tis", "ratio": "behaviour"}, "corrects by itself"),
+        ({"kind": "token_tis", "ratio": "behaviour"}, "needs kind 'none'"),
     ],
 )
 def test_a_correction_that_cannot_work_is_refused(given, message):

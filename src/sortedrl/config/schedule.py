@@ -29,7 +29,7 @@ HarvestUnit = Literal["trajectory", "prompt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which work runs when, and what becomes of interrupted work."""
+    """Which work runs when, and how interrupted generations are handled."""
 
     strategy: StrategyName = "sorted"
     """The scheduler's rules.
@@ -42,8 +42,8 @@ class Schedule:
     tail_batching: launch too many, train on the first, collect the rest for long rounds.
     april: launch too many, train on the first, resume the rest first in the next round."""
     mode: ModeName = "partial"
-    """What becomes of an interrupted answer.
-    on_policy: thrown away and drawn again.
+    """How interrupted generations are handled.
+    on_policy: discarded and generated again.
     partial: kept with its old log-probabilities and continued under the new weights.
     coupled: kept as far as the new weights write the same tokens from the same noise."""
     tolerance: NonNegativeFloat | None = None
@@ -182,10 +182,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The engine that writes the answers."""
+    """The engine that generates the answers."""
 
     slots: PositiveInt = 128
-    """Answers written at the same time."""
+    """Answers generated at the same time."""
     max_tokens: PositiveInt = 8192
     """Tokens after which an answer is cut off."""
 

@@ -36,7 +36,7 @@ from sortedrl.types import LARGEST_REWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """When a checkpoint is saved, which ones are kept, and how many answers as text."""
+    """When checkpoints are saved, which are kept, and how many answers are logged as text."""
 
     every: PositiveInt = 50
     """Updates between two checkpoints."""
@@ -45,8 +45,8 @@ class Saving:
     keep_best: bool = True
     """Keep the checkpoint with the best evaluation score too, however old it is."""
     answers: NonNegativeInt = 8
-    """Answers of each update to keep as text, from the shortest to the longest, so that the
-    report can show what the model wrote; 0 for none."""
+    """Answers of each update that are logged as text, from the shortest to the longest, for the
+    report; 0 for none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -58,28 +58,28 @@ EngineName = Literal["native", "vllm", "sglang", "servers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """How answers are drawn to train on."""
+    """How answers are generated for training."""
 
     engine: EngineName = "native"
-    """Who writes the answers.
-    native: our own engine, on the very weights that are trained.
-    vllm, sglang: that engine, in a process of its own beside the trainer.
-    servers: running vLLM or SGLang servers, all together as one engine; see urls."""
+    """The engine that generates answers.
+    native: our own engine, which shares the weights that are trained.
+    vllm, sglang: that engine, in its own process beside the trainer.
+    servers: running vLLM or SGLang servers, used as one engine; see urls."""
     urls: tuple[str, ...] = ()
     """Engine servers only: their addresses, such as http://localhost:8000."""
     options: tuple[str, ...] = ()
     """Engines vllm and sglang: further arguments of theirs, written name=value."""
     queue: NonNegativeInt = 0
-    """Answers beyond the slots that may wait inside the engine, which then fills a free slot
-    without asking; they are started earlier than they would be."""
+    """Requests beyond the slots that may wait inside the engine, so that it fills a free slot
+    at once; they are submitted earlier than they would be."""
     hand_over: Path | None = None
     """Engine servers only: the folder through which they get new weights, which they must be able
     to read; by default hand_over in the folder of the run."""
     temperature: Temperature = 1.0
-    """Logits are divided by it; the update sees the same probabilities."""
+    """Sampling temperature; the update computes log-probabilities at the same one."""
     cache_gib: PositiveFloat | None = None
-    """Memory of the engine's cache; by default most of the free GPU memory that the update
-    leaves, or a quarter of the RAM."""
+    """Memory of the engine's KV cache; by default most of the GPU memory that the update leaves
+    free, or a quarter of the RAM."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -115,7 +115,7 @@ class Rollout:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the engine has a copy of the weights that are trained, and other kernels."""
+        """Whether the engine has its own copy of the weights, and kernels of its own."""
         return self.engine != "native"
 
 
@@ -124,18 +124,18 @@ ChatUse = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """What of a row is the prompt, and how the model sees it."""
+    """Which columns of a row are used, and how a prompt is formatted."""
 
     prompt_field: str = "prompt"
     """The column with the question: text, or a list of chat messages."""
     answer_field: str | None = None
-    """The column with the gold answer, which the reward finds as `answer`. By default the column
-    `answer`, if there is one. Every other column goes to the reward under its own name."""
+    """The column with the gold answer, which the reward gets as `answer`. By default the column
+    `answer`, if there is one. Every other column is passed to the reward under its own name."""
     system: str | None = None
-    """A system message to put before every prompt."""
+    """A system message before every prompt."""
     chat: ChatUse = "auto"
     """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
-    on: the same, and a tokenizer without a template is refused. off: plain text as it stands."""
+    on: the same, but a tokenizer without a template is an error. off: the plain text."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -155,22 +155,22 @@ class RewardSettings:
     workers: PositiveInt | None = None
     """Worker processes; by default half of the cores, at least 2 and at most 8."""
     time_limit_seconds: PositiveFloat = 10.0
-    """How long one call may take; a call that takes longer is ended, with its worker."""
+    """Timeout of one call; a call that takes longer is killed, with its worker."""
     memory_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
-    """Memory that a worker and the processes it starts may take beyond what loading the function
-    took, shared memory included (on Linux)."""
+    """Memory limit of a worker and its child processes, shared memory included, beyond what
+    loading the function took (on Linux)."""
     on_failure: OnFailure = "score"
-    """What becomes of an answer whose call ran into a limit, or killed its worker twice.
+    """How an answer is handled whose call hit a limit, or killed its worker twice.
     score: it gets failure_reward. skip: it gets no reward and is not trained on.
-    stop: the run stops. Failures are counted, written down and warned of in any case."""
+    stop: the run stops. Failures are always counted, logged and warned about."""
     failure_reward: Annotated[float, within(-LARGEST_REWARD, LARGEST_REWARD)] | None = None
-    """The reward of such an answer; by default the lowest one that the function says it gives
-    (as those of the built-in tasks do), and never more than 0."""
+    """The reward of such an answer; by default the lowest one that the function declares (as
+    those of the built-in tasks do), and never more than 0."""
     batch: PositiveInt = 32
-    """Answers that a batched function is given at once, at most; they share one time limit, and if
-    they fail together, each is tried again alone."""
+    """Largest batch of a batched function; its answers share one timeout, and if they fail
+    together, each is retried alone."""
     concurrency: PositiveInt = 16
-    """Calls of an async function that one worker has under way, at most."""
+    """Concurrent calls of an async function in one worker, at most."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -184,20 +184,20 @@ class RewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """How answers are drawn for an evaluation."""
+    """How answers are generated for an evaluation."""
 
     samples: PositiveInt = 1
     """Answers per prompt: k of mean@k, and the most of pass@k."""
     temperature: float | None = None
     """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
     top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
-    """Choose among the most likely tokens that together have this probability."""
+    """Nucleus sampling: the most likely tokens that together have this probability."""
     max_tokens: PositiveInt = 1024
     """Tokens after which an answer is cut off."""
     slots: PositiveInt = 32
-    """Answers written at the same time."""
+    """Answers generated at the same time."""
     seed: int = 0
-    """The same seed gives the same answers, whatever else is evaluated."""
+    """The same seed gives the same answers, regardless of what else is evaluated."""
     limit: PositiveInt | None = None
     """Only the first rows of every task."""
 
@@ -213,7 +213,7 @@ class EvaluationSettings:
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature answers are drawn with."""
+        """The temperature that is used."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.samples == 1 else 0.6
@@ -226,15 +226,15 @@ _ALL_LINEAR = ("all-linear",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
-    """How an update goes through its answers: packed, without padding."""
+    """The forward and backward passes of an update: packed, without padding."""
 
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens, prompts included, of one pass forward and backward; fewer need less memory."""
+    """Tokens of a micro-batch, prompts included; fewer need less memory."""
     gradient_checkpointing: bool = False
-    """Compute the layers twice and keep less: much less memory for a third more time."""
+    """Recompute layers in the backward pass: much less memory for a third more time."""
     compiled: bool | None = None
-    """Fuse the small operations of the layers with torch.compile: less time and memory for half
-    a minute at the start; by default on a GPU."""
+    """Compile the layers with torch.compile: less time and memory, for half a minute at the
+    start; by default on a GPU."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -243,14 +243,14 @@ class PassSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Low-rank adapters in place of full training (peft)."""
+    """Low-rank adapters instead of full fine-tuning (peft)."""
 
     rank: Annotated[int, at_least(1, "leave it out for no adapters")] | None = None
     """Rank of the adapters; by default none, and all weights are trained."""
     alpha: PositiveInt = _ALPHA
-    """Their scale, over the rank."""
+    """The adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = _ALL_LINEAR
-    """The layers that get one, by the end of their names; all-linear for all but the output."""
+    """Layers with an adapter, by the end of their names; all-linear for all but the output."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -269,13 +269,13 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodicEvaluation:
-    """What the model is asked now and then, and when it is good enough."""
+    """Held-out evaluation during training, and a score to stop at."""
 
     tasks: tuple[str, ...] = ()
     """Held-out tasks, such as knights_knaves:people=3-7,count=200; by default their split test."""
     shared_rows: Literal["refuse", "leave_out", "allow"] = "refuse"
-    """What to do about held-out rows that ask what is trained on: refuse the run, leave them out
-    of the training, or allow them."""
+    """How held-out rows that are also in the training data are handled: refuse the run, leave
+    them out of the training, or allow them."""
     every: PositiveInt = 50
     """Updates between two evaluations; there is one before the first update and one at the end."""
     samples: PositiveInt = 1
@@ -285,7 +285,7 @@ class PeriodicEvaluation:
     limit: PositiveInt | None = None
     """Only the first rows of every task."""
     target: float | None = None
-    """Stop as soon as the mean score over the tasks has come this far."""
+    """Stop as soon as the mean score over the tasks reaches this."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -305,14 +305,14 @@ class PeriodicEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking:
-    """Which trackers show the run."""
+    """Experiment trackers."""
 
     tensorboard: bool = False
-    """Write TensorBoard files into the run's folder."""
+    """Write TensorBoard files to the run folder."""
     wandb: str | None = None
-    """Send the numbers to this project of Weights & Biases."""
+    """Log metrics to this Weights & Biases project."""
     trackio: str | None = None
-    """Send the numbers to this project of trackio."""
+    """Log metrics to this trackio project."""
 
     def check_installed(self) -> None:
         """Refuse a tracker that was asked for and is not installed."""
@@ -350,24 +350,24 @@ class TrainSettings:
     """A training run."""
 
     model: str = "tiny"
-    """A hub name, a folder, a GGUF file, or tiny: a small model made from nothing."""
+    """A hub name, a folder, a GGUF file, or tiny: a small model with random weights."""
     task: str = "knights_knaves:people=3-5,count=4096,style=compact"
-    """What it is trained on: a task (sortedrl data --help), a file of rows, or a hub name; by
-    default its split train."""
+    """Training data: a task (sortedrl data --help), a file of rows, or a hub name; by default its
+    split train."""
     out: Path = Path("runs/train")
-    """The folder of the run: config, events, metrics, checkpoints, the trained model."""
+    """The run folder: config, events, metrics, checkpoints, the trained model."""
     seed: int = 0
-    """Decides the order of prompts and every answer; the same seed gives the same run."""
+    """Fixes the order of prompts and every sampled answer; the same seed gives the same run."""
     epochs: PositiveInt = 1
-    """Times the data is gone through."""
+    """Passes over the data."""
     max_updates: PositiveInt | None = None
-    """Stop after so many updates."""
+    """Stop after this many updates."""
     max_prompt_tokens: PositiveInt | None = None
-    """Leave out longer prompts; by default those that leave no room in the model's context."""
+    """Skip longer prompts; by default those that leave no room in the model's context."""
     folder: Path | None = None
-    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     reward: str | None = None
-    """A reward in place of the task's own: my_module:my_function or my_file.py:..."""
+    """A reward function instead of the task's own: my_module:my_function or my_file.py:..."""
     reward_options: tuple[str, ...] = ()
     """Keyword arguments of the reward, written name=value."""
     device: str | None = None
@@ -375,9 +375,9 @@ class TrainSettings:
     threads: PositiveInt | None = None
     """CPU threads; by default all cores. Tiny models are fastest with 1."""
     precision: PrecisionChoice = "auto"
-    """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
-    16-bit weights are rounded from fp32 masters, which the optimiser works on; in float16 the
-    loss is scaled, so that small gradients are not lost."""
+    """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU. The optimiser
+    updates fp32 master weights; in float16 the loss is scaled, so that small gradients are not
+    lost."""
     schedule: Schedule = field(default_factory=Schedule)
     engine: EngineSettings = field(default_factory=EngineSettings)
     rollout: Rollout = field(default_factory=Rollout)
@@ -427,10 +427,10 @@ class TrainSettings:
         is_verified = not (schedule.never_interrupts or schedule.keeps_stale_tokens)
         require(
             engine == "native" or schedule.mode != "coupled" or not is_verified,
-            f"schedule.mode 'coupled' needs rollout.engine 'native', got {engine!r}: it has no way "
-            "to draw with our noise and to check cached tokens against it under new weights; take "
-            "engine 'native', or mode 'partial' (keeps the tokens, corrected by importance "
-            "sampling) or 'on_policy' (draws anew)",
+            f"schedule.mode 'coupled' needs rollout.engine 'native', got {engine!r}, which cannot "
+            "sample with our noise and verify cached tokens under new weights; set engine to "
+            "'native', or mode to 'partial' (keeps the tokens, corrected by importance sampling) "
+            "or 'on_policy' (samples again)",
         )
 
     def _check_layout(self) -> None:
@@ -494,20 +494,20 @@ class TrainSettings:
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether workers write while the trainer updates."""
+        """Whether workers generate while the trainer updates."""
         return self.cluster.is_used and self.cluster.overlap
 
     @property
     def needs_correction(self) -> bool:
-        """Whether tokens are trained on that other probabilities have drawn.
+        """Whether tokens may have been sampled with other probabilities than the trainer computes.
 
-        They are those of older weights, or those of an engine with kernels of its own.
+        They come from older weights, or from an engine with kernels of its own.
         """
         is_stale = self.schedule.staleness_bound != 0 or self.is_overlapped
         return is_stale or self.rollout.is_outside
 
     def updates_expected(self, *, num_rows: int) -> int:
-        """About how many updates the run has; the learning-rate schedule is stretched to it."""
+        """About how many updates the run has, which is the length of the learning-rate schedule."""
         answers = num_rows * self.epochs * self.schedule.samples_per_prompt
         whole = max(1, answers // self.schedule.update_batch)
         return whole if self.max_updates is None else min(whole, self.max_updates)

@@ -1,6 +1,6 @@
-"""The critic of PPO: a second model that says what an unfinished answer is worth.
+"""The critic of PPO: a second model that estimates the value of an unfinished answer.
 
-It begins as a copy of the policy with a value head of zeros, so at first every state is worth 0.
+It begins as a copy of the policy with a value head of zeros, so at first every value is 0.
 
 Axes: T answer tokens, D hidden size.
 """
@@ -31,7 +31,7 @@ class Critic(nn.Module):
     """Values of the states before each answer token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take the model over as its trunk; its output layer is not used."""
+        """Use the model as the trunk; its output layer is not used."""
         super().__init__()
         self.trunk = model
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
@@ -58,18 +58,18 @@ class Critic(nn.Module):
         return {name: p for name, p in self.named_parameters() if id(p) not in unused}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it."""
+        """What a checkpoint holds of it."""
         return {name: parameter.detach() for name, parameter in self.learned().items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what a checkpoint holds."""
+        """Load what a checkpoint holds."""
         for name, parameter in self.learned().items():
             parameter.copy_(tensors[name])
 
 
 class CriticTrainer:
-    """Moves the critic towards the returns of an update's answers."""
+    """Trains the critic on the returns of an update's answers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class CriticTrainer:
         clip: float | None,
         seed: int,
     ) -> float:
-        """Make the steps of one update; gives the mean loss before each of them."""
+        """Make the optimiser steps of one update; gives the mean of their losses."""
         parts, epochs = self._settings.mini_batches, self._settings.epochs
         losses = []
         for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):

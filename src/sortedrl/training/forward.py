@@ -1,8 +1,7 @@
 """The forward pass of training: packed sequences in, log-probabilities of their answers out.
 
-The sequences are laid end to end in one row without padding; only the places that predict a token
-of an answer go through the output layer. What comes out does not depend on what was packed
-together.
+The sequences are laid end to end in one row without padding; only the positions that predict an
+answer token go through the output layer. The output does not depend on how sequences were packed.
 
 Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vocabulary.
 """
@@ -50,9 +49,9 @@ class PackedModel:
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, is_compiled: bool = False
     ) -> None:
-        """Refuse a model whose log-probabilities would come out wrong.
+        """Refuse a model whose log-probabilities would be wrong.
 
-        Compiled layers take less time and memory on a GPU, and half a minute before the first pass.
+        Compiled layers need less time and memory on a GPU, and half a minute before the first pass.
         """
         self.model = model
         self.temperature = temperature
@@ -75,7 +74,7 @@ class PackedModel:
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False
     ) -> TokenLogprobs:
-        """The log-probability of every answer token, and the entropy where it was drawn."""
+        """The log-probability of every answer token, and the entropy of its distribution."""
         return TokenLogprobs(*self._inside(partial(self._logprobs, sequences, with_entropy)))
 
     def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
@@ -84,7 +83,7 @@ class PackedModel:
         return hidden_TD
 
     def _inside(self, compute: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Compute as the model's forward, for only there has a sharded model its weights."""
+        """Compute as the model's forward: a sharded model has its weights only there."""
         with replaced_forwards({self.model: compute}):
             return self.model()
 
@@ -136,7 +135,7 @@ class Reference(Protocol):
 
 
 class CopiedReference:
-    """A second model that never changes."""
+    """A frozen copy of the initial model."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
         """Freeze the model, which must not be the one that is trained."""
@@ -186,11 +185,10 @@ def _refuse_unreadable(sequences: Sequence[TokenSequence]) -> None:
 
 @torch.no_grad()
 def _probe(packed: PackedModel) -> None:
-    """Compare with the model's own way from tokens to logits, on a handful of tokens.
+    """Compare with the model's own forward pass on a few tokens.
 
-    What goes into the output layer must be what we put into it, and what leaves it must be what
-    leaves the model: numbers that no model makes are put there, so that any scaling or capping
-    of logits shows, however small the model's own are.
+    The input of the output layer must equal ours, and its output must be the model's logits: they
+    are replaced by values that no model produces, so that any scaling or capping of logits shows.
     """
     layer, model = packed.output_layer, packed.model
     vocabulary = len(layer.weight)
@@ -225,7 +223,7 @@ def _probe(packed: PackedModel) -> None:
     if not same:
         raise ModelError(
             f"{name} changes its logits after the output layer (capped or scaled), which training "
-            "does not know; train another model"
+            "does not support; train another model"
         )
     theirs_TD = torch.cat(entered).float()
     if not bool(theirs_TD.isfinite().all()):

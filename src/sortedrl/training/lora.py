@@ -18,7 +18,7 @@ _FILE = "adapters"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
-    """Add adapters that change nothing yet; only they are trained from now on."""
+    """Add adapters initialised to no change; only they are trained from now on."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -92,7 +92,7 @@ def write_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Take over the adapters that a checkpoint holds."""
+    """Load the adapters of a checkpoint."""
     tensors = read_tensors(folder, _FILE)
     for name, parameter in trained_parameters(model).items():
         if name not in tensors or tensors[name].shape != parameter.shape:

@@ -1,7 +1,7 @@
-"""Supervised training on written answers: the warm start before reinforcement learning.
+"""Supervised fine-tuning on given answers: the warm start before reinforcement learning.
 
-Every row is met once per epoch, in an order that only the seed decides; a step takes rows until
-it has its tokens. The micro-batches are those of an update: packed, without padding.
+Every row comes once per epoch, in an order fixed by the seed; a step takes rows until it has its
+tokens. The micro-batches are those of an update: packed, without padding.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sortedrl.training.optimiser import Optimiser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStep:
-    """What one step did."""
+    """The metrics of one step."""
 
     step: int
     epoch: int
     loss: float
-    """Mean negative log-probability of an answer's token, before the step."""
+    """Mean negative log-likelihood of an answer token, before the step."""
     grad_norm: float
     learning_rate: float
     answer_tokens: int
@@ -63,7 +63,7 @@ def supervised_steps(
     micro_batch_tokens: int,
     max_bad: int,
 ) -> Iterator[SupervisedStep]:
-    """Train step by step; the weights are whole whenever a step is yielded."""
+    """Train step by step; the weights are consistent whenever a step is yielded."""
     met = num_bad = 0
     for number, chosen in enumerate(rows):
         began = time.perf_counter()

@@ -101,7 +101,7 @@ def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What is known of the answers before they are trained on; tensors on the model's device."""
+    """What an update computes before its first step; tensors on the model's device."""
 
     answers: Answers
     sequences: Sequence[TokenSequence]
@@ -115,7 +115,7 @@ class _Prepared:
 
 
 class _NotFiniteError(Exception):
-    """The numbers of an update that is to be skipped, and where they came from."""
+    """Why an update is skipped: values that are not finite, and which answers they belong to."""
 
 
 class PolicyTrainer:
@@ -171,10 +171,10 @@ class PolicyTrainer:
         )
 
     def update(self, batch: TrainBatch) -> None:
-        """Make one policy update, unless too few answers have something to teach.
+        """Make one policy update, unless too few answers are left.
 
-        Where prompts without variance are left out, the others are held back until an update
-        batch of them is there; the weights have not changed meanwhile, so they are not staler.
+        Where zero-variance prompts are filtered, the others are held back until they fill an
+        update batch; the weights have not changed meanwhile, so they are not staler.
         """
         given = trainable(batch)
         fit = usable(given, is_logged=self._ranks.rank == 0)
@@ -316,17 +316,17 @@ class PolicyTrainer:
             self._skip(_why_skipped(trajectories, prepared.answers, outputs))
 
     def _skip(self, reason: str) -> None:
-        """Count an update that changed nothing, and stop where there were too many in a row."""
+        """Count an update that changed nothing, and stop after too many in a row."""
         self.num_bad += 1
         if self._ranks.rank == 0:
-            _LOG.warning("the update is skipped, and the weights stay: %s", reason)
+            _LOG.warning("update skipped, weights unchanged: %s", reason)
         most = self._settings.optimiser.max_bad_updates
         if self.num_bad >= most:
             raise TrainingError(
                 f"{most} updates in a row had a loss or a gradient that is not finite; they were "
-                "skipped, and the weights are those before them. The last of them: "
-                f"{reason}. Lower optimiser.learning_rate or look at the rewards, then go on from "
-                "the last checkpoint (--resume)"
+                f"skipped, and the weights are unchanged. The last one: {reason}. Lower "
+                "optimiser.learning_rate or check the rewards, then resume from the last "
+                "checkpoint (--resume)"
             )
 
     def _unusable(self) -> dict[str, float]:
@@ -356,7 +356,7 @@ class PolicyTrainer:
             reference_T = over_all(self._reference.logprobs)
         if in_reward:
             assert proximal_T is not None
-            assert reference_T is not None, "a divergence needs the reference"
+            assert reference_T is not None, "a KL divergence needs the reference"
             kl_T = kl_estimates(proximal_T, reference_T, algorithm.effective_kl_estimator).cpu()
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
@@ -503,7 +503,7 @@ def _refuse_not_finite(
     is_broken_T = ~numbers_T.isfinite().cpu()
     if bool(is_broken_T.any()):
         raise _NotFiniteError(
-            f"{what} gave numbers that are not finite for "
+            f"{what} gave values that are not finite for "
             + _named(trajectories, answers, is_broken_T)
         )
 
@@ -521,10 +521,10 @@ def _why_skipped(
 
 
 def _named(trajectories: Sequence[Trajectory], answers: Answers, is_broken_T: Tensor) -> str:
-    """The answers that these tokens belong to, in words."""
+    """The answers that these tokens belong to, for a message."""
     broken = answers.owners_T[is_broken_T].unique().tolist()
     prompt, sample = trajectories[broken[0]].key
     return (
-        f"{len(broken)} of {len(trajectories)} answers, first of all for prompt {prompt}, "
+        f"{len(broken)} of {len(trajectories)} answers, the first for prompt {prompt}, "
         f"sample {sample}"
     )

@@ -160,7 +160,7 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
 
 
 def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Go on from a full checkpoint, whose model is loaded already."""
+    """Continue from a full checkpoint, whose model is loaded already."""
     ranks = trainer.ranks
 
     def read(folder: Path, name: str) -> dict[str, Tensor]:
@@ -200,14 +200,14 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
 
 
 def read_sharded(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Go on from a sharded checkpoint, of as many ranks or of others; the model is read too."""
+    """Continue from a sharded checkpoint of any number of ranks; the model is read too."""
     shards, ranks = Shards(folder), trainer.ranks
     _load_model(trainer.model, shards.read(_MODEL, ranks), folder)
     trainer.trainer.load(folder, counters, read=lambda _, group: shards.read(group, ranks))
 
 
 def read_joined(trainer: PolicyTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Go on from a sharded checkpoint in one process; the model is read too."""
+    """Continue from a sharded checkpoint in one process; the model is read too."""
     shards = Shards(folder)
     _load_model(trainer.model, shards.read(_MODEL, None), folder)
     trainer.load(folder, counters, read=lambda _, group: shards.read(group, None))
@@ -230,7 +230,7 @@ def _refuse_parts(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The living tensors of a model, each by the first of its names."""
+    """The live tensors of a model, each by the first of its names."""
     first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -252,7 +252,7 @@ def _load_model(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -
 
 
 class _Failure:
-    """What went wrong on this rank first, kept until all ranks can hear of it."""
+    """The first error of this rank, kept until all ranks have made their collective calls."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -266,7 +266,7 @@ class _Failure:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Keep an error for later; an interrupted process has no later."""
+        """Keep an error; an interrupt is raised at once."""
         if not isinstance(error, Exception):
             return False
         self._error = self._error or error
@@ -281,5 +281,5 @@ class _Failure:
         if num_failed:
             raise CheckpointError(
                 f"{folder}: {num_failed} of {ranks.world} ranks could not write their part; see "
-                "their errors, and resume"
+                "their errors, then resume"
             )

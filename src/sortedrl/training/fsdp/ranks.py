@@ -1,8 +1,7 @@
 """The ranks of a trainer: their collective operations, and how answers are divided among them.
 
-What is done together must be done by all ranks in the same order: a missing rank keeps the others
-waiting until the timeout. Every rank gets the same result, bit for bit, so that all come to the
-same decisions.
+Collective operations must be made by all ranks in the same order: a missing rank keeps the others
+waiting until the timeout. Every rank gets the same result, bit for bit, so all decide alike.
 
 Sequences are divided so that all ranks have about the same number of tokens. Every sequence is in
 exactly one share, two shares differ by at most the longest sequence, and the same sizes always give
@@ -51,7 +50,7 @@ class Ranks:
     """The ranks of a sharded trainer, as seen by one of them: a `RankGroup`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take on the process group that is open, with this rank's device."""
+        """Use the process group that is open, with this rank's device."""
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.device = device
@@ -59,7 +58,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that logs and writes for all."""
         return self.rank == 0
 
     def shares(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -91,14 +90,14 @@ class Ranks:
         return self.all_reduce(own.double() ** 2).sqrt().float()
 
     def is_same(self, number: int) -> bool:
-        """Whether all ranks came with this number."""
+        """Whether all ranks gave this number."""
         bounds = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         highest, lowest = bounds.tolist()
         return bool(highest == -lowest)
 
     def wait(self) -> None:
-        """Go on when all ranks are here."""
+        """A barrier."""
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:

@@ -29,10 +29,10 @@ from sortedrl.types import TrainBatch
 
 
 class ShardedTrainer:
-    """What every rank has. A method called on one rank must be called on all of them."""
+    """The trainer of one rank. A method called on one rank must be called on all of them."""
 
     def __init__(self, trainer: PolicyTrainer, ranks: Ranks) -> None:
-        """Lead the trainer of this rank, whose model and optimisers have only their parts."""
+        """Wrap the trainer of this rank, whose model and optimisers have only their shards."""
         self.trainer = trainer
         self.ranks = ranks
 
@@ -57,7 +57,7 @@ class ShardedTrainer:
             raise TrainingError(
                 "all ranks must be given the same batch, got different ones; rank "
                 f"{self.ranks.rank} has {len(batch.trajectories)} answers for version "
-                f"{batch.version}. Go on from the last checkpoint (--resume)"
+                f"{batch.version}. Resume from the last checkpoint (--resume)"
             )
         self.trainer.update(batch)
 
@@ -66,12 +66,12 @@ class ShardedTrainer:
         return self.trainer.flush()
 
     def rest(self) -> None:
-        """Let go of what only an update needs; it waits in main memory."""
+        """Offload what only an update needs to main memory."""
         for optimiser in self._optimisers:
             optimiser.rest()
 
     def wake(self) -> None:
-        """Have it at hand again."""
+        """Bring it back."""
         for optimiser in self._optimisers:
             optimiser.wake()
 
@@ -145,7 +145,7 @@ def _critic(
 
 
 def _digest(batch: TrainBatch) -> int:
-    """A number that is another for another batch, all but surely."""
+    """A checksum of a batch."""
     found = crc32(repr(batch.version).encode())
     for trajectory in batch.trajectories:
         found = crc32(repr((trajectory.key, trajectory.reward)).encode(), found)
