@@ -347,7 +347,9 @@ def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
     """Refuse a flag of an older version; one without its section is known by the new flag."""
     key = flag.removeprefix("--").replace("-", "_")
     flags = {
-        ".".join(part for part in option.path if part != "settings"): option.flag
+        ".".join(
+            part for part in option.path if part not in ("settings", "simulation")
+        ): option.flag
         for option in options.values()
     }
     for old, new in RENAMED_KEYS.items():

@@ -32,6 +32,7 @@ RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
         "algorithm.kl": "algorithm.kl_coef",
         "correction.least": "correction.min_ratio",
         "correction.most": "correction.max_ratio",
+        "costs.hand_over_seconds": "costs.weight_sync_seconds",
         "optimiser.final_share": "optimiser.min_lr_ratio",
         "optimiser.max_norm": "optimiser.max_grad_norm",
         "optimiser.steps": "optimiser.mini_batches",
