@@ -15,7 +15,7 @@ from typing import Any
 from experiments.curves import CurvePoint, points_of
 from experiments.record import Record
 from sortedrl.core.files import write_whole
-from sortedrl.report.charts.curves import curves_svg
+from sortedrl.report.charts.curves import curves
 from sortedrl.report.series import Line, SeedGroup, seed_series
 
 BASELINE = "sync"
@@ -166,12 +166,13 @@ def figures(
             groups, lines = _lines(records, settings, algorithm=algorithm, drawn=drawn)
             if not any(lines):
                 continue
-            picture = curves_svg(
+            picture = curves(
                 seed_series(groups, lines),
                 x_label=x_label,
                 y_label=y_label or "right answers",
                 title=f"{title}, {algorithm}",
                 is_share=not y_label,
+                scheme="auto",
             )
             path = folder / f"{name}-{algorithm}-{ending}.svg"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from report_worlds import NASTY, SHOWN
 from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.comparison import Point, bar_chart, pareto
-from sortedrl.report.charts.curves import MAX_POINTS, Series, curves, curves_svg
+from sortedrl.report.charts.curves import MAX_POINTS, Series, curves
 from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
 from sortedrl.simulate.compare import row, simulate, variants
 from sortedrl.simulate.settings import PRESETS
@@ -232,7 +232,7 @@ def test_a_long_band_is_thinned_like_its_line():
 @pytest.mark.parametrize("scheme", ["auto", "light", "dark"])
 def test_a_picture_that_stands_alone_has_a_colour_for_everything_it_draws(scheme):
     line = Series(name="run", points=((0, 1), (3, 0.5)), band=((0, 0.25, 1), (3, 0.25, 0.75)))
-    root = ElementTree.fromstring(curves_svg([line], **LABELS, scheme=scheme))
+    root = ElementTree.fromstring(curves([line], **LABELS, scheme=scheme))
     style = root.find(f"{SVG}style").text
     used = {name for part in root.iter() for name in part.get("class", "").split()}
     assert {"series0", "curve", "band", "axis", "paper"} <= used

@@ -74,14 +74,11 @@ def pareto(
     height = _HEIGHT + _KEY_PITCH * (len(named) + 1) + 10 if named else _HEIGHT
     canvas = Canvas(_WIDTH, height, label=title or f"{y_label} against {x_label}")
     canvas.text(_LEFT, 26, content=title or f"{len(points)} settings", css="title")
-    y_marks = round_marks(frame.y_start, frame.y_end, count=5)
-    frame.draw_axes(
-        canvas,
-        x_marks=round_marks(frame.x_start, frame.x_end, count=8),
-        y_marks=[(mark, short(mark)) for mark in y_marks],
-        x_label=x_label,
-        y_label=y_label,
-    )
+    heights = round_marks(frame.y_start, frame.y_end, count=5)
+    places = round_marks(frame.x_start, frame.x_end, count=8)
+    frame.draw_heights(canvas, [(mark, short(mark)) for mark in heights], zero_css="rule")
+    frame.draw_places(canvas, [(mark, short(mark)) for mark in places], label=x_label)
+    frame.draw_y_label(canvas, y_label)
     _draw_front(canvas, [point for point in named if point.on_front], frame=frame)
     for point in sorted(points, key=lambda point: (point.is_best, point.on_front)):
         x, y = frame.x(point.x), frame.y(point.y)
