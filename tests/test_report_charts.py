@@ -108,9 +108,9 @@ def test_a_line_without_points_keeps_its_colour_and_is_named_as_empty():
 
 
 def test_no_values_at_all_are_a_picture_that_says_so():
-    assert "nothing to draw yet" in words(draw([]))
-    assert "nothing to draw yet" in words(draw())
-    assert "nothing to draw yet" not in words(draw([(0, 0)]))
+    assert "no data yet" in words(draw([]))
+    assert "no data yet" in words(draw())
+    assert "no data yet" not in words(draw([(0, 0)]))
 
 
 def test_whole_places_get_whole_marks():

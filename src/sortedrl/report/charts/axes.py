@@ -126,11 +126,13 @@ def round_width(count: int, *, bins: int) -> int:
 def short(value: float) -> str:
     """A number for a label: grouped thousands, no needless digits.
 
-    >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374)
-    ('12,346', '37.3', '4', '0.7', '0.074')
+    >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374), short(2.5e-6)
+    ('12,346', '37.3', '4', '0.7', '0.074', '2.5e-06')
     """
     if abs(value) >= 100 or value == round(value):
         return f"{value:,.0f}"
+    if abs(value) < 0.001:
+        return f"{value:.2g}"
     digits = 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 3
     return f"{value:.{digits}f}".rstrip("0").rstrip(".")
 

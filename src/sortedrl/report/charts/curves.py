@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import Frame, neighbours, round_marks, round_steps, short
+from sortedrl.report.charts.axes import WIDTH, Frame, neighbours, round_marks, round_steps, short
 from sortedrl.report.charts.svg import Canvas, Scheme, clipped, text_width
 from sortedrl.report.charts.svg import series as series_class
 
 MAX_POINTS = 240
 """Dots of one line; where there are more, a dot is the mean of several neighbours."""
 
-_WIDTH, _PLOT_HEIGHT = 860, 240
+_PLOT_HEIGHT = 240
 _LEFT, _RIGHT, _BOTTOM = 78, 66, 56
 _TITLE, _KEY_PITCH, _AIR = 26, 20, 18
 _LABEL_PITCH = 14
@@ -44,8 +44,9 @@ def curves(
     title: str,
     is_share: bool = False,
     scheme: Scheme | None = None,
+    width: int = WIDTH,
 ) -> str:
-    """The lines as a picture 860 pixels wide; shares are shown as percentages.
+    """The lines as a picture `width` pixels wide; shares are shown as percentages.
 
     Without a scheme it is part of a page, with one the content of a file. A series without points
     keeps its colour and is named as having none.
@@ -53,25 +54,31 @@ def curves(
     edge = 0 if scheme is None else 8  # space above the title
     lines = [_thinned(line.points) for line in series]
     bands = [_thinned(line.band) for line in series]
-    key = _key(series)
+    key = _key(series, width=width)
     rows = 1 + max((row for row, *_ in key), default=-1)
     corners = [(x, y) for row in (*lines, *bands) for _, (x, *ys) in row for y in ys]
-    frame = _frame(corners, top=edge + _TITLE + _KEY_PITCH * rows + _AIR, is_share=is_share)
+    frame = _frame(
+        corners, top=edge + _TITLE + _KEY_PITCH * rows + _AIR, width=width, is_share=is_share
+    )
     label = percent if is_share else _precise
-    canvas = Canvas(_WIDTH, frame.floor + _BOTTOM, label=title)
+    canvas = Canvas(width, frame.floor + _BOTTOM, label=title)
     canvas.text(_LEFT, edge + 18, content=title, css="title")
     for place, (row, x, text) in enumerate(key):
         baseline = edge + _TITLE + _KEY_PITCH * row + 14
         _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, text=text)
     has_whole_x = all(x == int(x) for x, _ in corners)
-    places = [m for m in round_steps(frame.x_end, count=8) if m == int(m) or not has_whole_x]
+    places = [
+        m
+        for m in round_steps(frame.x_end, count=8 * width // WIDTH)
+        if m == int(m) or not has_whole_x
+    ]
     heights = round_marks(frame.y_start, frame.y_end, count=6)
     unit = (lambda mark: f"{short(100 * mark)} %") if is_share else short
     frame.draw_heights(canvas, [(mark, unit(mark)) for mark in heights], gap=10)
     frame.draw_places(canvas, [(mark, short(mark)) for mark in places], label=x_label)
     frame.draw_y_label(canvas, y_label)
     if not any(lines):
-        middle, y = (_LEFT + _WIDTH - _RIGHT) / 2, (frame.top + frame.floor) / 2
+        middle, y = (frame.left + frame.right) / 2, (frame.top + frame.floor) / 2
         canvas.text(middle, y, content="no data yet", css="muted", anchor="middle")
     for place in reversed(range(len(series))):
         _draw_band(canvas, [row for _, row in bands[place]], frame=frame, css=series_class(place))
@@ -97,7 +104,9 @@ def _thinned(rows: Sequence[tuple[float, ...]]) -> list[tuple[int, tuple[float, 
     return [(len(p), tuple(sum(column) / len(p) for column in zip(*p, strict=True))) for p in parts]
 
 
-def _frame(points: Sequence[tuple[float, float]], *, top: float, is_share: bool) -> Frame:
+def _frame(
+    points: Sequence[tuple[float, float]], *, top: float, width: int, is_share: bool
+) -> Frame:
     highest = max((y for _, y in points), default=0.0)
     low, high = 1.08 * min([0.0, *(y for _, y in points)]), 1.08 * max(0.0, highest)
     if is_share and highest <= 1:
@@ -107,7 +116,7 @@ def _frame(points: Sequence[tuple[float, float]], *, top: float, is_share: bool)
     x_end = max((x for x, _ in points), default=0.0)
     return Frame(
         left=_LEFT,
-        right=_WIDTH - _RIGHT,
+        right=width - _RIGHT,
         top=top,
         floor=top + _PLOT_HEIGHT,
         x_end=x_end if x_end > 1e-6 else 1.0,
@@ -116,19 +125,19 @@ def _frame(points: Sequence[tuple[float, float]], *, top: float, is_share: bool)
     )
 
 
-def _key(series: Sequence[Series]) -> list[tuple[int, float, str]]:
+def _key(series: Sequence[Series], *, width: int) -> list[tuple[int, float, str]]:
     """For each name its row, its place in the row, and its text."""
-    room = _WIDTH - _LEFT - 20
+    room = width - _LEFT - 20
     entries: list[tuple[int, float, str]] = []
     row, x = 0, float(_LEFT)
     for line in series:
         note = line.note if line.points else "none"
         text = clipped(f"{line.name} ({note})" if note else line.name, room - 20)
-        width = 20 + text_width(text) + 24
-        if x > _LEFT and x + width > _LEFT + room:
+        wide = 20 + text_width(text) + 24
+        if x > _LEFT and x + wide > _LEFT + room:
             row, x = row + 1, float(_LEFT)
         entries.append((row, x, text))
-        x += width
+        x += wide
     return entries
 
 
