@@ -48,6 +48,7 @@ from sortedrl.report.html import (
     escape,
     page,
     prose,
+    script,
     shortened,
     table,
 )
@@ -85,13 +86,7 @@ def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | 
         title=f"Evaluation of {' and '.join(evaluation.label for evaluation in evaluations)}",
         body=f"<main>\n{body}\n</main>\n{data_script('data', data)}",
         style=stylesheet() + asset("page.css"),
-        script=_script(),
-    )
-
-
-def _script() -> str:
-    return "\n".join(
-        ['"use strict";', "(() => {", asset("browse.js"), asset("evaluation.js"), "})();"]
+        script=script("browse.js", "evaluation.js"),
     )
 
 

@@ -29,9 +29,6 @@ from sortedrl.core.events import (
 )
 from sortedrl.types import Key
 
-Outcome = Literal["finished", "interrupted", "discarded"]
-"""The answer was completed; or stopped and continued later; or some of it was discarded."""
-
 BandKind = Literal["rollout", "update", "hand_over"]
 
 
@@ -60,8 +57,8 @@ class Bar:
     """The version of the weights that wrote here."""
 
     @property
-    def outcome(self) -> Outcome:
-        """What became of the tokens written here."""
+    def outcome(self) -> Literal["finished", "interrupted", "discarded"]:
+        """Completed; or stopped and continued later; or some of it discarded."""
         if self.discarded:
             return "discarded"
         return "finished" if self.is_finished else "interrupted"

@@ -30,6 +30,7 @@ from sortedrl.report.html import (
     page,
     paragraph,
     prose,
+    script,
     section,
     table,
     unbroken,
@@ -97,12 +98,11 @@ def runs_page(
     body = "\n".join([header, _contents(parts), *parts])
     data = packed_script("slots-data", slots_data(runs))
     data += packed_script("answers-data", answers_data(runs))
-    scripts = "\n".join(asset(name) for name in SCRIPTS)
     return page(
         title=title,
         body=f"<main>\n{body}\n</main>\n{data}",
         style=stylesheet() + "".join(asset(name) for name in _STYLES),
-        script=f'"use strict";\n(() => {{\n{scripts}\n}})();',
+        script=script(*SCRIPTS),
         refresh_seconds=refresh_seconds,
     )
 

@@ -218,7 +218,7 @@ class Advice:
 
     symptom: str
     remedy: str
-    changes: Changes
+    changes: Changes = field(default_factory=dict)
     cost: str
     about: About
     before: Forecast | None = None
@@ -277,7 +277,14 @@ class Forecaster:
         notes: list[str] = []
         for proposal in tried:
             if proposal.remedy is not None:
-                advice.append(_unpredicted(proposal, proposal.remedy))
+                advice.append(
+                    Advice(
+                        symptom=proposal.symptom,
+                        remedy=proposal.remedy,
+                        cost=proposal.cost,
+                        about=proposal.about,
+                    )
+                )
                 continue
             chosen = self._best(proposal)
             if chosen is None:
@@ -346,16 +353,6 @@ def changed(simulation: Simulation, changes: Changes) -> Simulation:
         simulation,
         schedule=replace(simulation.schedule, **parts["schedule"]),
         engine=replace(simulation.engine, **parts["engine"]),
-    )
-
-
-def _unpredicted(proposal: Proposal, remedy: str) -> Advice:
-    return Advice(
-        symptom=proposal.symptom,
-        remedy=remedy,
-        changes={},
-        cost=proposal.cost,
-        about=proposal.about,
     )
 
 

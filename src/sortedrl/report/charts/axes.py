@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from sortedrl.report.charts.svg import Canvas, clipped, text_width
@@ -143,10 +144,11 @@ def stride(count: int, *, most: int) -> int:
 
 
 def neighbours(values: Sequence[Value], *, most: int) -> list[tuple[int, Sequence[Value]]]:
-    """The values in order in at most `most` parts, each with the place of its first value.
+    """The values in order in at most `most` even parts, each with the place of its first value.
 
     >>> neighbours("abcde", most=3)
-    [(0, 'ab'), (2, 'cd'), (4, 'e')]
+    [(0, 'a'), (1, 'bc'), (3, 'de')]
     """
-    step = stride(len(values), most=most)
-    return [(place, values[place : place + step]) for place in range(0, len(values), step)]
+    count = min(most, len(values))
+    edges = [part * len(values) // count for part in range(count + 1)] if count else []
+    return [(start, values[start:end]) for start, end in pairwise(edges)]

@@ -200,5 +200,7 @@ def label_ends(
 
 
 def _precise(value: float) -> str:
-    """A number to at least three digits, for tooltips and ends of lines."""
+    """A number to about three digits, for tooltips and ends of lines."""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"

@@ -27,6 +27,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
+from sortedrl.report.charts.axes import neighbours
 from sortedrl.types import Key
 
 TRENDS = {
@@ -309,11 +310,7 @@ def squeezed(values: Sequence[float], most: int) -> list[float]:
     >>> squeezed([1, 3, 5, 7, 9, 11], 3)
     [2.0, 6.0, 10.0]
     """
-    count = len(values)
-    if count <= most:
-        return list(values)
-    ends = [part * count // most for part in range(most + 1)]
-    return [_mean(values[ends[part] : ends[part + 1]]) for part in range(most)]
+    return [_mean(part) for _, part in neighbours(values, most=most)]
 
 
 def _mean(values: Sequence[float]) -> float:

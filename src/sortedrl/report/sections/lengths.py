@@ -178,8 +178,9 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
 
 
 def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
-    rows: list[list[str]] = []
-    for run, lengths in known:
+    """A column for each run."""
+    columns = []
+    for _, lengths in known:
         bias = lengths.bias
         cells = (
             [short(bias.trained_mean), f"{bias.ratio:.2f}", f"{bias.ks_distance:.3f}"]
@@ -187,19 +188,19 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
             else [_NONE] * 3
         )
         at_limit = percent(lengths.truncated / lengths.finished) if lengths.finished else _NONE
-        rows.append([run.name, short(lengths.written.mean), *cells, unbroken(at_limit)])
+        columns.append([short(lengths.written.mean), *cells, unbroken(at_limit)])
+    names = (
+        "mean generated",
+        "mean trained on",
+        "length bias",
+        "KS distance",
+        "at the token limit",
+    )
     return table(
-        [
-            "",
-            "mean generated",
-            "mean trained on",
-            "length bias",
-            "KS distance",
-            "at the token limit",
-        ],
-        rows,
+        ["", *(run.name for run, _ in known)],
+        [[name, *row] for name, *row in zip(names, *columns, strict=True)],
         caption="Lengths in tokens",
-        quiet=[False] * len(rows),
+        quiet=[False] * len(names),
     )
 
 

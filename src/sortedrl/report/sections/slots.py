@@ -198,9 +198,18 @@ def bubbles_section(runs: Sequence[Run]) -> str:
     """The bubble of each run by round and by group, and a summary of where it is."""
     drawn = []
     if any(run.metrics.run.bubble >= _HARDLY for run in runs):
-        drawn.append(figure(_rounds_caption(runs), _rounds_picture(runs)))
+        most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
+        caption = (
+            f"Bubble by round. Each column is {_each('round', most)}, as wide as the rollout took, "
+            "so the coloured area is idle time. The dotted line is the bubble of the run."
+        )
+        rounds = [_strip(run, round_columns(run)) for run in runs]
+        picture = strips(
+            rounds, title="Bubble by round", x_label="seconds of rollout", has_whole_x=False
+        )
+        drawn.append(figure(caption, picture))
         if any(len(run.metrics.groups) > 1 for run in runs):
-            drawn.append(figure(_groups_caption(runs), _groups_picture(runs)))
+            drawn.append(_groups_figure(runs))
     summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
     return section("Where the bubble is", summary, *drawn, name="bubbles")
 
@@ -327,42 +336,25 @@ def _strip(run: Run, columns: Sequence[Step]) -> Strip:
     return Strip(name=run.name, note=note, steps=tuple(columns), level=bubble)
 
 
-def _rounds_picture(runs: Sequence[Run]) -> str:
-    return strips(
-        [_strip(run, round_columns(run)) for run in runs],
-        title="Bubble by round",
-        x_label="seconds of rollout",
-        has_whole_x=False,
-    )
-
-
-def _rounds_caption(runs: Sequence[Run]) -> str:
-    most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
-    each = "a round" if most == 1 else f"up to {most:,} rounds together"
-    return (
-        f"Bubble by round. Each column is {each}, as wide as the rollout took, so the coloured "
-        "area is idle time. The dotted line is the bubble of the run."
-    )
-
-
-def _groups_picture(runs: Sequence[Run]) -> str:
-    numbers = [group.group for run in runs for group in run.metrics.groups]
-    return strips(
+def _groups_figure(runs: Sequence[Run]) -> str:
+    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
+    picture = strips(
         [_strip(run, group_columns(run)) for run in runs],
         title="Bubble by group",
         x_label="group",
-        x_start=min(numbers, default=0) - 0.5,
+        x_start=min(group.group for run in runs for group in run.metrics.groups) - 0.5,
         has_whole_x=True,
     )
-
-
-def _groups_caption(runs: Sequence[Run]) -> str:
-    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
-    each = "a group" if most == 1 else f"up to {most:,} groups together"
-    return (
-        f"Bubble by group. Each column is {each}, from load to close; overlapping groups count "
-        "the same idle slots more than once."
+    caption = (
+        f"Bubble by group. Each column is {_each('group', most)}, from load to close; overlapping "
+        "groups count the same idle slots more than once."
     )
+    return figure(caption, picture)
+
+
+def _each(what: str, most: int) -> str:
+    """What a column stands for."""
+    return f"a {what}" if most == 1 else f"up to {most:,} {what}s together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
