@@ -83,11 +83,6 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def percent(share: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * share:.1f} %"
-
-
 def thousands(value: float) -> str:
     """A number with separators; a small one with a decimal."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
