@@ -289,7 +289,7 @@ def test_a_story_counts_skipped_updates_too_and_tells_where_the_run_was_taken_up
         if is_update and event.version == 0:
             resumed.append(Resume(seconds=event.seconds, round=event.round, version=0))
     told = "\n".join(story(resumed, lanes(resumed)))
-    assert told.count("go on from the checkpoint after update 1") == 1
+    assert told.count("resume from the checkpoint after update 1") == 1
     assert "update 1 trains" in told
     assert "update 2 trains" in told
     assert lanes(resumed) == lanes(events)

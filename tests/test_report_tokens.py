@@ -88,7 +88,7 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
     figures = run.metrics.run
     told = staleness_text(run)
     if not figures.trajectories:
-        assert told == "nothing was trained on yet."
+        assert told == "no updates yet."
     elif figures.staleness_max == 0:
         assert told == "every token was trained on by the weights that generated it."
     else:

@@ -97,7 +97,9 @@ class ResultsWriter:
         try:
             line = json.dumps(_row(answer), allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError) as error:
-            raise DataError(path, f"the answer {answer.key} is no JSON ({error})") from error
+            raise DataError(
+                path, f"the answer {answer.key} cannot be written as JSON ({error})"
+            ) from error
         with _unwritable(path):
             self._file.write(line + "\n")
             self._file.flush()
@@ -155,8 +157,7 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
     if not resume:
         raise DataError(
             folder,
-            f"already holds {len(answers)} answers; go on with it (--resume), "
-            "or choose another folder",
+            f"already holds {len(answers)} answers; resume it (--resume), or choose another folder",
         )
     before = _read_head(folder / SUMMARY)
     if before is not None:
@@ -185,8 +186,8 @@ def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, As
         if name not in asked:
             raise DataError(
                 folder,
-                f"holds {len(of_task)} answers to the task {name}, which is not asked for; ask "
-                "for it too, or choose another folder",
+                f"holds {len(of_task)} answers to the task {name}, which this evaluation does not "
+                "include; add it, or choose another folder",
             )
         for what, there, now in (
             ("rows", 1 + max(answer.prompt_id for answer in of_task), asked[name].prompts),
@@ -195,8 +196,8 @@ def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, As
             if now < there:
                 raise DataError(
                     folder,
-                    f"holds answers for {there} {what} of {name}, more than the {now} that are "
-                    f"asked for; ask for at least {there}, or choose another folder",
+                    f"holds answers for {there} {what} of {name}, more than the {now} of this "
+                    f"evaluation; ask for at least {there}, or choose another folder",
                 )
 
 
@@ -279,7 +280,7 @@ def _read_head(path: Path) -> Evaluation | None:
         raise DataError(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            path, f"not the summary of an evaluation ({error!r}); delete it to go on without"
+            path, f"not the summary of an evaluation ({error!r}); delete it to continue without it"
         ) from error
 
 

@@ -150,7 +150,7 @@ def _compared(comparison: Comparison) -> str:
         for task, unpaired in comparison.unpaired.items()
         if unpaired.before or unpaired.after
     ]
-    note = f"<p>Prompts left out, {escape('; '.join(left_out))}.</p>" if left_out else ""
+    note = f"<p>Prompts left out: {escape('; '.join(left_out))}.</p>" if left_out else ""
     return (
         f"<section><h2>Paired comparison by prompt</h2>"
         f"{_nested(comparison_table(comparison), caption=caption)}{note}"
@@ -356,7 +356,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
     begun = {part.task for part in summary.tasks}
     for task in evaluation.asked:
         if task not in begun:
-            yield f"{evaluation.label}, {task}: no answers yet, so it is not counted."
+            yield f"{evaluation.label}, {task}: no answers yet; the task is not counted."
     for part in summary.tasks:
         name = f"{evaluation.label}, {part.task}"
         if part.num_missing or part.num_short:
@@ -374,8 +374,8 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
         answered = part.reward_parts.get("answered", 1.0)
         if answered < _FEW_ANSWERED:
             yield (
-                f"{name}: only {percent(answered)} of the responses give an answer in the form "
-                "asked for; the others count as wrong."
+                f"{name}: only {percent(answered)} of the responses give an answer in the "
+                "requested format; the others count as wrong."
             )
 
 

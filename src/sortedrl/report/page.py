@@ -183,7 +183,7 @@ def lead(runs: Sequence[Run]) -> str:
     else:
         sentences.append(
             f"Bubble, the idle share of the rollouts' slot-seconds: from {percent(before.bubble)} "
-            f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput, with that: from "
+            f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput: from "
             f"{short(before.goodput)} to {short(after.goodput)} tokens/s."
         )
     return " ".join(sentences)
@@ -381,7 +381,7 @@ def _notes(found: Diagnosis) -> str:
     if not found.notes:
         return ""
     items = "".join(f"<li>{prose(note)}</li>" for note in found.notes)
-    return f"<details><summary>Changes that gain too little</summary><ul>{items}</ul></details>"
+    return f"<details><summary>Changes tried and not advised</summary><ul>{items}</ul></details>"
 
 
 def _trust(found: Diagnosis) -> str:
@@ -400,7 +400,7 @@ def settings_section(runs: Sequence[Run]) -> str:
     parts = []
     if unknown:
         names = ", ".join(unknown)
-        parts.append(paragraph(f"Unknown, because there is no config.toml: {names}."))
+        parts.append(paragraph(f"No settings are known for {names}: there is no config.toml."))
     if len(known) == 1:
         parts.append(_folded_settings("All settings", known[0][1]))
     elif known:
@@ -453,8 +453,8 @@ def reading_section() -> str:
             "not counted."
         ),
         paragraph(
-            "One run per schedule and seed is one sample: small differences between curves mean "
-            "nothing until other seeds repeat them."
+            "One run per schedule and seed is one sample: do not trust small differences "
+            "between curves until other seeds confirm them."
         ),
         name="reading",
     )

@@ -83,14 +83,14 @@ _METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
     (
         ("correction/ess",),
         "Effective sample size",
-        "of the tokens",
+        "effective sample size",
         True,
         "Share of the tokens that the importance weights effectively keep; 100 % on-policy.",
     ),
     (
         ("gap/max",),
         "Engine-trainer gap",
-        "nats",
+        "gap, nats",
         False,
         "Largest difference between the log-probabilities of engine and trainer under the same "
         "weights.",

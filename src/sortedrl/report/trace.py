@@ -78,7 +78,7 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     except OSError as error:
         raise DataError(
             path,
-            f"cannot be written ({error.strerror}); check the path and the room on the disk",
+            f"cannot be written ({error.strerror}); check the path and the free disk space",
         ) from error
     del counts["names"]
     return TraceSummary(seconds=run.lanes.end - run.lanes.start, counts=counts)
@@ -88,7 +88,7 @@ def trace_events(run: Run) -> Iterator[TraceEvent]:
     """The names of processes and threads, then everything that happened, in order."""
     spans = _Spans(run)
     threads: list[tuple[str, str]] = []
-    streams = [_resumes(run), _running(run), _tokens(run)]
+    streams: list[Iterator[TraceEvent]] = []
     for (process, name), track in spans.tracks():
         for place, lane in enumerate(_lanes(track)):
             threads.append((process, f"{name} ({place + 1})" if place else name))
@@ -97,6 +97,7 @@ def trace_events(run: Run) -> Iterator[TraceEvent]:
         threads.append(("slots", f"slot {slot}"))
         written = (_slot_span(bar, run=run, running=spans.running) for bar in bars)
         streams.append(_bars(written, run=run, pid=_process("slots"), tid=_thread(threads)))
+    streams += [_resumes(run), _running(run), _tokens(run)]
     yield from _names(threads)
     yield from heapq.merge(*streams, key=itemgetter("ts"))
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.core.metrics import Figures, numbers
-from sortedrl.report.terminal import percent, thousands
+from sortedrl.evaluation.tables import percent
+from sortedrl.report.terminal import thousands
 
 if TYPE_CHECKING:
     from sortedrl.runs.training import Ending

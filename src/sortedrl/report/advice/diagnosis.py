@@ -89,8 +89,8 @@ class Diagnosis:
             else "2 % or more"
         )
         return (
-            f"Slots were busy for {percent(busy)} of the rollout; no change that was tried "
-            f"gains {least}."
+            f"Slots were busy for {percent(busy)} of the rollout; no simulated change is "
+            f"predicted to gain {least}."
         )
 
     @property
@@ -140,10 +140,10 @@ def diagnose(
         fitted = fit(events, name="the log")
         known = schedule or observed_schedule(events)
     except (ConfigError, DataError) as error:
-        return Diagnosis(reason=f"Nothing can be predicted yet: {error}.")
+        return Diagnosis(reason=f"No prediction yet: {error}.")
     observed = observed_answers(events)
     if known is None or not observed.num_trained:
-        return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
+        return Diagnosis(reason="No prediction yet: no answer was trained on so far.")
     costs = _in_turn(fitted.costs, events)
     simulated_run = fitted_run(
         events, observed, schedule=known, engine=engine, costs=costs, seed=seed

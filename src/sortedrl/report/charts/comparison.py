@@ -217,7 +217,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
             format=percent,
             colour=lambda _: "waiting",
         ),
-        _bias_column(rows, "length_bias", head="length bias", hint="trained on / written"),
+        _bias_column(rows, "length_bias", head="length bias", hint="trained on / generated"),
         _bias_column(rows, "early_length_bias", head="early bias", hint="first half of the run"),
     ]
 

@@ -220,7 +220,7 @@ def _draw_legend(
     canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_hand_over: bool
 ) -> None:
     x = float(_LEFT)
-    text = f"writing an answer of {scale.shortest:,}"
+    text = f"generating an answer of {scale.shortest:,}"
     canvas.text(x, y, content=text, css="muted")
     x += text_width(text) + 8
     for step in range(SHADES):

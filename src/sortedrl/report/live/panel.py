@@ -274,7 +274,7 @@ def _heading(snapshot: Snapshot, *, glyphs: Glyphs) -> Iterator[_Ranked]:
             (f"  update {snapshot.updates + 1:,}", ""),
             (f", {snapshot.skipped:,} skipped" if snapshot.skipped else "", "bad"),
             (f"  round {snapshot.round + 1:,}", ""),
-            (f"  {snapshot.running:,} of {len(snapshot.shares):,} writing", ""),
+            (f"  {snapshot.running:,} of {len(snapshot.shares):,} slots busy", ""),
         ]
         yield _Ranked(3, tuple(pieces))
     yield _Ranked(1, ((shown(snapshot.activity, glyphs), "name" if not snapshot.shares else ""),))

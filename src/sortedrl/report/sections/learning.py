@@ -81,8 +81,8 @@ def _note(groups: Sequence[SeedGroup]) -> str:
         )
     if any(len(group.places) == 1 for group in groups):
         sentences.append(
-            "A line of one run is one sample: small differences mean nothing until other seeds "
-            "repeat them."
+            "A line of one run is one sample: do not trust small differences until other "
+            "seeds confirm them."
         )
     return paragraph(" ".join(sentences))
 
@@ -111,7 +111,7 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     means = any(len(group.places) > 1 for group in groups)
     text = (
         f"The highest accuracy that {who} reached is {percent(goal)}. The table shows what each "
-        "needed until its first evaluation at or above it"
+        "run cost up to its first evaluation at or above it"
         f"{', averaged over seeds' if means else ''}."
     )
     costs = table(

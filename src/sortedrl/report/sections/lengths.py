@@ -122,7 +122,7 @@ def bias_text(run: Run, lengths: Lengths) -> str:
     """In a sentence or two, how what was trained on differs from what the policy writes."""
     bias = lengths.bias
     if bias is None:
-        return "nothing was trained on yet."
+        return "no updates yet."
     change = bias.ratio - 1
     if abs(change) <= _FAIR:
         text = "answers trained on are as long as what the policy generates"
@@ -150,8 +150,8 @@ def _ends_text(lengths: Lengths) -> str:
     if lengths.unseen >= _NOTABLE:
         longest = lengths.written.survival[-1][0]
         text += (
-            f" {percent(lengths.unseen)} of what it generates was never seen to finish and counts "
-            f"as {longest:,} tokens, the longest length seen; the true lengths are longer."
+            f" {percent(lengths.unseen)} of what it generates never finished and counts as "
+            f"{longest:,} tokens, the longest length seen; the true lengths are longer."
         )
     return text
 
@@ -167,7 +167,7 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
         shapes.append(
             Shape(
                 name=run.name,
-                note=f"length bias {bias.ratio:.2f}" if bias else "nothing trained on yet",
+                note=f"length bias {bias.ratio:.2f}" if bias else "no updates yet",
                 written=bins.shares(_ends(lengths.written)),
                 written_mean=lengths.written.mean,
                 trained=bins.shares((n, times / count) for n, times in lengths.trained.items()),

@@ -253,7 +253,7 @@ def place_of_bubble(run: Run) -> str:
         return "slots were idle for less than 0.05 % of the slot-seconds of the rollouts."
     text = f"bubble {percent(run.metrics.run.bubble)}."
     if len(idle) == 1:
-        return f"{text} There was one round so far."
+        return f"{text} Only one round so far."
     if run.is_ended and idle[-1] >= _MOSTLY * whole:
         return (
             f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds are in the last of its "

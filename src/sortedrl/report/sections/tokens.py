@@ -66,13 +66,13 @@ def staleness_text(run: Run) -> str:
     """The mean and the most, in a sentence."""
     figures = run.metrics.run
     if not figures.trajectories:
-        return "nothing was trained on yet."
+        return "no updates yet."
     if not figures.staleness_max:
         return "every token was trained on by the weights that generated it."
     return (
         f"tokens are {figures.mean_staleness:.2f} updates old on average when they are trained on, "
-        f"{figures.staleness_max:,} at most; the oldest token of an answer "
-        f"{figures.mean_trajectory_staleness:.2f} on average."
+        f"{figures.staleness_max:,} at most; the oldest token of an answer is "
+        f"{figures.mean_trajectory_staleness:.2f} updates old on average."
     )
 
 
