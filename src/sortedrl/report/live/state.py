@@ -6,7 +6,6 @@ are. The numbers themselves stay the meter's.
 
 from __future__ import annotations
 
-import heapq
 import math
 import resource
 import sys
@@ -28,6 +27,7 @@ from sortedrl.core.events import (
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
 from sortedrl.report.charts.axes import neighbours
+from sortedrl.report.lanes import SlotQueue
 from sortedrl.types import Key
 
 TRENDS = {
@@ -221,10 +221,9 @@ class Slots:
 
     def __init__(self, count: int, *, decoded: Callable[[], int]) -> None:
         """All free; `decoded` gives all tokens that the engine has written so far."""
-        self._free = list(range(count))
         self._offsets: list[float | None] = [None] * count
         self._slot_of: dict[Key, int] = {}
-        self._queue: dict[Key, int] = {}
+        self._queue: SlotQueue[int] = SlotQueue(count)
         self._decoded = decoded
         self._counted = decoded()
         self._growth = 0.0
@@ -242,18 +241,16 @@ class Slots:
     def start(self, key: Key, *, cached: int) -> None:
         """An answer comes with `cached` tokens."""
         self._grow()
-        self._queue[key] = cached
+        self._queue.add(key, cached)
         self._fill()
 
     def stop(self, key: Key) -> None:
         """An answer leaves, complete or not; one that never came is none of ours."""
         self._grow()
-        if self._queue.pop(key, None) is not None:
-            return
-        slot = self._slot_of.pop(key, None)
+        slot = None if self._queue.leave(key) else self._slot_of.pop(key, None)
         if slot is not None:
             self._offsets[slot] = None
-            heapq.heappush(self._free, slot)
+            self._queue.free(slot)
             self._fill()
 
     def tokens(self) -> list[float | None]:
@@ -269,11 +266,9 @@ class Slots:
         self._counted = decoded
 
     def _fill(self) -> None:
-        while self._queue and self._free:
-            key = next(iter(self._queue))
-            slot = heapq.heappop(self._free)
+        for slot, key, cached in self._queue.assigned():
             self._slot_of[key] = slot
-            self._offsets[slot] = self._queue.pop(key) - self._growth
+            self._offsets[slot] = cached - self._growth
 
 
 class History:
