@@ -181,12 +181,20 @@ def test_an_answer_that_waits_for_its_siblings_cannot_be_taken():
         buffer.take([(7, 0)])
 
 
-def test_a_harvestable_unit_cannot_be_torn_apart_by_put_back():
-    buffer = loaded((7, 0), (7, 1), unit_size=2)
+def test_put_back_of_a_harvestable_sibling_leaves_the_others_waiting_for_it():
+    buffer = loaded((7, 0), (7, 1), (7, 2), unit_size=3)
+    for begun in buffer.start(3, feed=Feed.OLDEST_FIRST):
+        buffer.finish(done(begun))
+    assert (buffer.num_harvestable, buffer.num_unfinished) == (3, 0)
+    buffer.put_back(fresh(7, 1))
+    assert [t.key for t in buffer.partnered()] == [(7, 0), (7, 2)]
+    assert (buffer.num_harvestable, buffer.num_returned, buffer.num_unfinished) == (0, 1, 3)
+    buffer.put_back(fresh(7, 2))
     for begun in buffer.start(2, feed=Feed.OLDEST_FIRST):
         buffer.finish(done(begun))
-    with pytest.raises(BufferStateError, match=r"put_back .*\(7, 1\)"):
-        buffer.put_back(fresh(7, 1))
+    assert (buffer.num_harvestable, buffer.num_unfinished) == (3, 0)
+    assert len(buffer.take([(7, 0), (7, 1), (7, 2)])) == 3
+    assert buffer.oldest_open_group is None
 
 
 def test_a_trained_answer_is_gone():

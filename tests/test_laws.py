@@ -102,7 +102,8 @@ class Scheduling(RuleBasedStateMachine):
 
     def begin_round(self):
         self.engine_version = self.version
-        for ready in self.buffer.partnered():
+        ready_now = [*self.buffer.harvestable(), *self.buffer.partnered()]
+        for ready in () if self.schedule.never_interrupts else ready_now:
             renewed = self.controller.mode.renewed(ready, version=self.version)
             if renewed is not None:
                 assert renewed.interruptions == ready.interruptions
@@ -200,12 +201,18 @@ class Scheduling(RuleBasedStateMachine):
         self.plan = None
         self.batches = self.controller.batches(self.buffer)
         keys = [key for batch in self.batches for key in batch]
-        assert sorted(keys) == sorted(t.key for t in self.buffer.harvestable())
+        ready = sorted(t.key for t in self.buffer.harvestable())
+        if self.schedule.exact and not self.schedule.splits_rollouts:
+            assert set(keys) <= set(ready)
+            assert len(keys) == min(len(ready), self.schedule.update_batch)
+        else:
+            assert sorted(keys) == ready
         if not self.batches:
             self.round += 1
         left = self.num_prompts * self.schedule.samples_per_prompt - sum(self.trained.values())
         for batch in self.batches:
             assert len(batch) >= min(left, self.schedule.update_batch)
+            assert not self.schedule.exact or len(batch) <= self.schedule.update_batch
             left -= len(batch)
 
     def check_staleness(self, trajectory):

@@ -20,7 +20,7 @@ from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 STRATEGIES = ("sorted", "april", "tail_batching", "ungrouped", "posthoc", "minibatch", "sync")
-MODES = ("on_policy", "partial", "coupled")
+MODES = ("on_policy", "partial", "coupled", "redraw")
 
 
 @st.composite
@@ -33,6 +33,12 @@ def schedules(draw, strategies=STRATEGIES, modes=MODES):
     trajectories = group_prompts * samples_per_prompt
     batches = [size for size in (2, 3, 4, 1, trajectories // 2) if 1 <= size <= trajectories]
     update_batch = draw(st.sampled_from([*batches, trajectories]))
+    harvest_unit = draw(st.sampled_from(("trajectory", "prompt")))
+    is_whole = strategy == "sync" or harvest_unit == "prompt"
+    can_be_exact = (
+        trajectories % update_batch == 0
+        and update_batch % (samples_per_prompt if is_whole else 1) == 0
+    )
     youngest = trajectories // update_batch - 1 if strategy in ("minibatch", "posthoc") else 0
     return Schedule(
         strategy=strategy,
@@ -40,7 +46,8 @@ def schedules(draw, strategies=STRATEGIES, modes=MODES):
         group_prompts=group_prompts,
         samples_per_prompt=samples_per_prompt,
         update_batch=update_batch,
-        harvest_unit=draw(st.sampled_from(("trajectory", "prompt"))),
+        harvest_unit=harvest_unit,
+        exact=can_be_exact and draw(st.booleans()),
         lookahead=draw(st.sampled_from((1, 0, 2, 3))) if strategy == "sorted" else 0,
         max_restarts=draw(st.none() | st.integers(1, 3)),
         max_staleness=(

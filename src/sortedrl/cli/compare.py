@@ -57,8 +57,8 @@ class Arguments:
 
     strategies: tuple[StrategyName, ...] = get_args(StrategyName)
     """Strategies to compare; sync is always there, the others are measured against it."""
-    modes: tuple[ModeName, ...] = get_args(ModeName)
-    """Modes to compare, for strategies that interrupt."""
+    modes: tuple[ModeName, ...] = ("on_policy", "partial", "coupled")
+    """Modes to compare, for strategies that interrupt; redraw can be added."""
     lookaheads: tuple[int, ...] = (0, 2)
     """Lookaheads to compare, for strategy sorted."""
     json: bool = False

@@ -16,7 +16,7 @@ from sortedrl.errors import unknown_name
 StrategyName = Literal[
     "sync", "minibatch", "posthoc", "sorted", "ungrouped", "tail_batching", "april"
 ]
-ModeName = Literal["on_policy", "partial", "coupled"]
+ModeName = Literal["on_policy", "redraw", "partial", "coupled"]
 HarvestUnit = Literal["trajectory", "prompt"]
 
 
@@ -35,8 +35,11 @@ class Schedule:
     tail_batching: launch too many, train on the first, collect the rest for long rounds.
     april: launch too many, train on the first, resume the rest first in the next round."""
     mode: ModeName = "partial"
-    """What becomes of an interrupted answer.
-    on_policy: thrown away and drawn again.
+    """How interrupted generations are handled.
+    on_policy: thrown away and drawn again from fresh randomness (the paper). Answers are
+    interrupted because they are long, so this trades long answers for short ones.
+    redraw: thrown away and drawn again from the same seed: on-policy, and of the same length as
+    far as the old and the new weights agree. The engine must draw from a seed per answer.
     partial: kept with its old log-probabilities and continued under the new weights.
     coupled: kept as far as the new weights write the same tokens from the same noise."""
     tolerance: float | None = None
@@ -48,6 +51,11 @@ class Schedule:
     """Answers drawn for each prompt."""
     update_batch: int = 128
     """Trajectories per update: harvest as soon as that many are ready."""
+    exact: bool = False
+    """Train on exactly update_batch trajectories per update, as trainers that plan their steps
+    need it. What is ready beyond that waits for the next update: kept in partial mode, verified
+    again in coupled mode, drawn again otherwise. Only the last update of the data may be smaller.
+    By default an update takes everything that is ready."""
     lookahead: int = 0
     """Strategy sorted only: groups that may be opened ahead of the oldest unfinished one, to
     fill the slots its last long answers leave free."""
@@ -88,9 +96,24 @@ class Schedule:
             f"schedule.update_batch must lie in 1..{self.group_trajectories} (all trajectories of "
             f"a group), got {self.update_batch}; lower update_batch or raise group_prompts",
         )
+        self._check_exact()
         self._check_strategy()
         self._check_mode()
         check_values(self, "schedule.")
+
+    def _check_exact(self) -> None:
+        together = self.samples_per_prompt if self.strategy == "sync" else self.unit_size
+        require(
+            not self.exact or self.update_batch % together == 0,
+            f"schedule.exact needs an update_batch of whole prompts, a multiple of {together} "
+            f"answers, got {self.update_batch}",
+        )
+        require(
+            not self.exact or self.group_trajectories % self.update_batch == 0,
+            f"schedule.exact needs groups of whole update batches, got {self.group_trajectories} "
+            f"trajectories per group and update_batch {self.update_batch}; make group_prompts x "
+            "samples_per_prompt a multiple of update_batch",
+        )
 
     def _check_strategy(self) -> None:
         require(self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}")

@@ -483,6 +483,11 @@ class TrainSettings:
             "engine 'native', or mode 'partial' (keeps the tokens, corrected by importance "
             "sampling) or 'on_policy' (draws anew)",
         )
+        require(
+            engine == "native" or schedule.mode != "redraw" or schedule.never_interrupts,
+            f"schedule.mode 'redraw' needs rollout.engine 'native', got {engine!r}, which is not "
+            "given a seed per answer; take engine 'native', or mode 'on_policy' or 'partial'",
+        )
 
     def _check_layout(self) -> None:
         engine, layout, slots = self.rollout.engine, self.layout, self.engine.slots

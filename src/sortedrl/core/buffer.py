@@ -183,15 +183,9 @@ class Buffer:
             before = self._partnered.pop(key)
             self._pending_in_unit[key[0]] += 1
         else:
-            self._expect(
-                key in self._harvestable and self.unit_size == 1,
-                key,
-                "put_back",
-                "running or waiting for its siblings",
-            )
+            self._expect(key in self._harvestable, key, "put_back", "running or ready")
             before = self._harvestable.pop(key)
-            group = trajectory.group
-            self._unfinished_in_group[group] = self._unfinished_in_group.get(group, 0) + 1
+            self._undo_ready(before)
         self._push_returned(trajectory)
         return before
 
@@ -286,6 +280,18 @@ class Buffer:
         self._unfinished_in_group[trajectory.group] -= len(unit)
         if not self._unfinished_in_group[trajectory.group]:
             del self._unfinished_in_group[trajectory.group]
+
+    def _undo_ready(self, left: Trajectory) -> None:
+        """The unit that this harvestable one has left is incomplete: its siblings wait for it."""
+        prompt, size = left.prompt.id, self.unit_size
+        siblings = [(prompt, index) for index in range(size)] if size > 1 else []
+        unit = [key for key in siblings if key in self._harvestable]
+        for key in unit:
+            self._partnered[key] = self._harvestable.pop(key)
+        if size > 1:
+            self._pending_in_unit[prompt] = 1
+        unfinished = self._unfinished_in_group.get(left.group, 0)
+        self._unfinished_in_group[left.group] = unfinished + 1 + len(unit)
 
     def _expect(self, holds: bool, key: Key, arrow: str, state: str) -> None:
         if not holds:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.modes import mode_for
-from sortedrl.core.strategies import Plan, strategy_for
-from sortedrl.types import Key
+from sortedrl.core.strategies import Plan, strategy_for, units_of
+from sortedrl.types import Key, Trajectory
 
 
 class Controller:
@@ -44,14 +44,17 @@ class Controller:
     def should_harvest(self, buffer: Buffer, plan: Plan, *, is_exhausted: bool) -> bool:
         """Whether enough is complete to stop the engine and train.
 
-        A round also ends when nothing is left to run. A remainder that could not fill an update
-        batch of its own is waited for, so an update holds a batch or all that is left of the data.
+        A round also ends when nothing is left to run. Unless batches are exact, a remainder that
+        could not fill one of its own is waited for, so an update holds a batch or all that is left
+        of the data.
         """
         if plan.target is None or buffer.num_harvestable < plan.target:
             return False
         cap = self.schedule.max_restarts
         if cap is not None and buffer.any_running_interrupted(cap):
             return False
+        if self.schedule.exact:
+            return True
         left = buffer.num_unfinished
         refills = not is_exhausted and self._strategy.loads_after_update(buffer)
         return left == 0 or left >= self.schedule.update_batch or refills
@@ -69,4 +72,19 @@ class Controller:
     def batches(self, buffer: Buffer) -> list[list[Key]]:
         """The harvestable trajectories as update batches, in training order."""
         ready = buffer.harvestable()
+        if self.schedule.exact and not self.schedule.splits_rollouts:
+            ready = _first_batch(ready, self.schedule)
         return self._strategy.batches(ready) if ready else []
+
+
+def _first_batch(ready: list[Trajectory], schedule: Schedule) -> list[Trajectory]:
+    """Whole units up to `update_batch`: those of older groups first, then the shortest."""
+    first: list[Trajectory] = []
+    for unit in sorted(
+        units_of(ready, schedule),
+        key=lambda unit: (unit[0].group, sum(t.num_tokens for t in unit), unit[0].key),
+    ):
+        if len(first) == schedule.update_batch:
+            break
+        first += unit
+    return first

@@ -14,16 +14,15 @@ at most one version older, regardless of timing. Its batch is yielded when it ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.buffer import Buffer
 from sortedrl.core.controller import Controller
 from sortedrl.core.protocols import Engine, PromptSource, Scorer, Trainer
 from sortedrl.core.recorder import Journal, Landing
-from sortedrl.core.strategies import Plan
-from sortedrl.errors import BufferStateError
-from sortedrl.types import Key, TrainBatch
+from sortedrl.core.scheduler import Scheduler
+from sortedrl.types import TrainBatch, Trajectory
 
 
 class Overlap(Protocol):
@@ -36,9 +35,9 @@ class Overlap(Protocol):
         """Wait for the update, begun or only taken on; `None` if there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Loop:
-    """The parts of a run, joined."""
+    """The parts of a run, joined: the scheduler decides, the loop acts."""
 
     prompts: PromptSource
     buffer: Buffer
@@ -53,118 +52,85 @@ class Loop:
     overlap: Overlap | None = None
     """The trainer's side of updates beside the rollout; without it an update is done when
     `update` returns."""
+    scheduler: Scheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Join the parts that decide."""
+        self.scheduler = Scheduler(
+            self.prompts,
+            slots=self.engine.slots,
+            schedule=self.controller.schedule,
+            seed=self.seed,
+            buffer=self.buffer,
+            journal=self.journal,
+        )
 
     def run(self) -> Iterator[TrainBatch]:
         """Train until the prompts are used up, yielding each batch after its update."""
-        buffer, journal = self.buffer, self.journal
-        if journal.is_resumed:
+        if self.journal.is_resumed:
             yield from self._resume()
         else:
-            journal.began(
-                self.controller.schedule,
-                slots=self.engine.slots,
-                seed=self.seed,
-                version=self.engine.version,
-            )
-        while self._has_work:
-            before = (buffer.num_trained, buffer.num_waiting, journal.engine_decoded)
-            self._hand_over()
+            self.scheduler.begin(version=self.engine.version)
+        while self.scheduler.has_work:
+            self._sync_weights()
             if self.overlap is not None:
                 self.overlap.begin()
             self._roll_out()
             yield from self._train_ready()
-            if before == (buffer.num_trained, buffer.num_waiting, journal.engine_decoded):
-                raise BufferStateError(f"round {journal.round} moved nothing; the run would hang")
-            journal.round += 1
-        journal.ended(buffer)
-
-    @property
-    def _has_work(self) -> bool:
-        return self.buffer.oldest_open_group is not None or not self.prompts.is_exhausted
+            self.scheduler.end_round()
+        self.journal.ended(self.buffer)
 
     def _resume(self) -> Iterator[TrainBatch]:
         """Finish the round that was cut; the scorer is a new one and has to be told."""
         self.journal.resumed(self.trainer.version)
         for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
             self.scorer.submit(ready)
+        # Without these, a round ends with its first batch; what is still ready waits for the next.
+        if self.overlap is not None or self.controller.schedule.splits_rollouts:
+            self.scheduler.cut_batches()
         yield from self._train_ready()
-        self.journal.round += 1
+        self.scheduler.end_round()
 
-    def _hand_over(self) -> None:
+    def _sync_weights(self) -> None:
         # An evaluation between two rounds has given the engine the weights already.
         if {self.engine.version, self.journal.version} != {self.trainer.version}:
             self.journal.mark()
             if self.engine.version != self.trainer.version:
                 self.engine.load_weights(self.trainer.weights())
             self.journal.handed_over(self.engine.version)
-        for ready in self.buffer.partnered():
-            renewed = self.controller.mode.renewed(ready, version=self.engine.version)
-            if renewed is not None:
-                self.scorer.cancel(ready)
-                self.buffer.put_back(renewed)
-                self.journal.renewed(ready, renewed)
+        for stale in self.scheduler.begin_round(version=self.engine.version):
+            self.scorer.cancel(stale)
 
     def _roll_out(self) -> None:
-        buffer, controller, prompts = self.buffer, self.controller, self.prompts
-        plan: Plan | None = controller.plan(buffer, is_exhausted=prompts.is_exhausted)
-        while plan and not controller.should_harvest(
-            buffer, plan, is_exhausted=prompts.is_exhausted
-        ):
-            self._feed(plan)
-            if not buffer.num_running:
-                plan = controller.widened(buffer, plan)
-                continue
-            step = self.engine.step()
-            self.journal.stepped(step)
-            for after in step.finished:
-                before = buffer.finish(after)
-                self.scorer.submit(after)
-                self.journal.finished(before, after, running=buffer.num_running)
-        self.journal.harvested(buffer)
-        for stopped in self.engine.interrupt() if buffer.num_running else ():
-            after = controller.mode.interrupted(stopped)
-            before = buffer.put_back(after)
-            self.journal.interrupted(before, stopped, after, running=buffer.num_running)
+        scheduler, tolerance = self.scheduler, self.controller.mode.tolerance
+        while not scheduler.should_harvest:
+            scheduler.slots = self.engine.slots + self.queue
+            self.engine.submit(scheduler.to_start(), tolerance=tolerance)
+            if scheduler.num_running:
+                step = self.engine.step()
+                self.journal.stepped(step)
+                for trajectory in step.finished:
+                    self.scorer.submit(trajectory)
+                    scheduler.finished(trajectory)
+        scheduler.interrupted(self._unfinished())
 
-    def _feed(self, plan: Plan) -> None:
-        self._start(plan)
-        while count := self.controller.prompts_to_load(
-            self.buffer, plan, free_slots=self._free_slots
-        ):
-            prompts = self.prompts.take(count)
-            if not prompts:
-                return
-            group = open_group(
-                prompts,
-                group=self.buffer.next_group,
-                samples_per_prompt=self.controller.schedule.samples_per_prompt,
-                seed=self.seed,
-            )
-            self.buffer.load(group)
-            self.journal.loaded(group, prompts=len(prompts))
-            self._start(plan)
-
-    @property
-    def _free_slots(self) -> int:
-        return self.engine.slots + self.queue - self.buffer.num_running
-
-    def _start(self, plan: Plan) -> None:
-        mode, running = self.controller.mode, self.buffer.num_running
-        count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
-        waited = self.buffer.start(count, feed=plan.feed)
-        started = [mode.resumed(t, version=self.engine.version) for t in waited]
-        self.engine.submit(started, tolerance=mode.tolerance)
-        for before, after in zip(waited, started, strict=True):
-            running += 1
-            self.journal.started(before, after, running=running)
+    def _unfinished(self) -> Iterator[Trajectory]:
+        """Stops the engine when the first one is asked for, so that the harvest comes before."""
+        if self.scheduler.num_running:
+            yield from self.engine.interrupt()
 
     def _train_ready(self) -> Iterator[TrainBatch]:
-        for keys in self.controller.batches(self.buffer):
+        while ready := self.scheduler.batch():
             yield from self._land()
-            batch = self._train(keys)
+            self.journal.mark()
+            scored = self.scorer.collect(ready.trajectories)
+            self.journal.scored(scored)
+            batch = TrainBatch(self.trainer.version, tuple(scored))
+            self.trainer.update(batch)
+            self.scheduler.trained(batch)
             if self.overlap is None:
                 yield batch
-        if not self._has_work:
+        if not self.scheduler.has_work:
             yield from self._land()
 
     def _land(self) -> Iterator[TrainBatch]:
@@ -172,14 +138,3 @@ class Loop:
         if landing is not None:
             self.journal.landed(landing)
             yield landing.batch
-
-    def _train(self, keys: list[Key]) -> TrainBatch:
-        self.journal.mark()
-        scored = self.scorer.collect(self.buffer.ready(keys))
-        self.journal.scored(scored)
-        batch = TrainBatch(self.trainer.version, tuple(scored))
-        self.trainer.update(batch)
-        taken = self.buffer.take(keys)
-        closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
-        self.journal.updated(batch, closed=sorted(closed))
-        return batch

@@ -57,6 +57,29 @@ class OnPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Redraw:
+    """Tokens are thrown away, and the answer is drawn again from its own noise.
+
+    Where the new weights agree with the old ones, the same tokens come back; so an answer that was
+    interrupted because it is long is not traded for a shorter one.
+    """
+
+    tolerance: None = None
+
+    def interrupted(self, trajectory: Trajectory) -> Trajectory:
+        """Without its tokens, on the same noise stream."""
+        return replace(_emptied(trajectory), interruptions=trajectory.interruptions + 1)
+
+    def renewed(self, trajectory: Trajectory, *, version: int) -> Trajectory | None:
+        """A complete answer of older weights is drawn again too."""
+        return None if _age(trajectory, version) == 0 else _emptied(trajectory)
+
+    def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
+        """As it waited."""
+        return trajectory
+
+
+@dataclass(frozen=True, slots=True)
 class Partial:
     """Tokens and their log-probabilities are kept, unless they are older than allowed."""
 
@@ -108,6 +131,8 @@ def mode_for(schedule: Schedule) -> Mode:
     """The mode a schedule names."""
     if schedule.mode == "on_policy":
         return OnPolicy()
+    if schedule.mode == "redraw":
+        return Redraw()
     if schedule.keeps_stale_tokens:
         return Partial(max_staleness=schedule.max_staleness)
     return Coupled(tolerance=schedule.tolerance or 0.0)

@@ -102,6 +102,11 @@ class Journal:
         self._seconds = clock.seconds
         self._since = 0.0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first event of the run was written, by this journal or before its resume."""
+        return self._has_begun
+
     def state(self) -> JournalState:
         """All there is to save; only before the run begins or where a batch was yielded."""
         return JournalState(

@@ -97,17 +97,13 @@ class MiniBatch:
         return buffer.num_unfinished == 0
 
     def batches(self, ready: list[Trajectory]) -> list[list[Key]]:
-        """The units cut into updates; a remainder too small for one joins the one before it."""
-        units: dict[Key, list[Trajectory]] = {}
-        for trajectory in sorted(ready, key=lambda t: t.key):
-            by_prompt = self.schedule.unit_size > 1
-            unit = (trajectory.prompt.id, 0) if by_prompt else trajectory.key
-            units.setdefault(unit, []).append(trajectory)
+        """The units cut into updates; unless batches are exact, a small rest joins the last."""
+        units = units_of(ready, self.schedule)
         batches: list[list[Key]] = [[]]
         left = len(ready)
-        for members in sorted(units.values(), key=_mean_length if self.is_sorted else _noise):
+        for members in sorted(units, key=_mean_length if self.is_sorted else _noise):
             is_full = len(batches[-1]) >= self.schedule.update_batch
-            if is_full and left >= self.schedule.update_batch:
+            if is_full and (self.schedule.exact or left >= self.schedule.update_batch):
                 batches.append([])
             batches[-1] += [t.key for t in members]
             left -= len(members)
@@ -241,6 +237,15 @@ def strategy_for(schedule: Schedule) -> Strategy:
         "april": April,
     }
     return strategies[schedule.strategy](schedule)
+
+
+def units_of(ready: list[Trajectory], schedule: Schedule) -> list[list[Trajectory]]:
+    """The trajectories that are trained together: each alone, or all answers to a prompt."""
+    units: dict[Key, list[Trajectory]] = {}
+    for trajectory in sorted(ready, key=lambda t: t.key):
+        unit = (trajectory.prompt.id, 0) if schedule.unit_size > 1 else trajectory.key
+        units.setdefault(unit, []).append(trajectory)
+    return list(units.values())
 
 
 def _shortest_first(ready: list[Trajectory]) -> list[Key]:

@@ -1,0 +1,243 @@
+"""The scheduler alone: what to start, when to harvest, what to train on.
+
+It joins buffer, controller and journal, and calls neither an engine nor a trainer. `Loop` drives
+it with ours. Around an engine and a trainer of your own, a whole run is
+
+    while not scheduler.done:
+        while not scheduler.should_harvest:
+            engine.add(scheduler.to_start())
+            for trajectory in engine.step():
+                scheduler.finished(trajectory)
+        scheduler.interrupted(engine.abort())
+        while batch := scheduler.batch():
+            train(batch.trajectories)
+            scheduler.weights_changed()
+
+Invariant: a trajectory that `to_start` gave comes back exactly once, through `finished` or
+`interrupted`, and belongs to exactly one batch, which counts as trained only when the caller says
+so. Between two batches nothing runs, and buffer and journal can be saved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.clock import WallClock
+from sortedrl.core.controller import Controller
+from sortedrl.core.events import Event
+from sortedrl.core.protocols import PromptSource
+from sortedrl.core.recorder import Journal
+from sortedrl.core.strategies import Plan
+from sortedrl.errors import BufferStateError
+from sortedrl.types import Key, TrainBatch, Trajectory
+
+
+class Scheduler:
+    """Takes the decisions of a run, and holds every trajectory until it is trained."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        *,
+        slots: int,
+        schedule: Schedule | None = None,
+        seed: int = 0,
+        buffer: Buffer | None = None,
+        journal: Journal | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Schedule `prompts` over `slots`; a resumed run gives buffer, journal and version."""
+        self.schedule = Schedule() if schedule is None else schedule
+        self.controller = Controller(self.schedule)
+        self.prompts = prompts
+        self.slots = slots
+        """Trajectories that may run at once; the caller may change it at any time."""
+        self.buffer = Buffer(unit_size=self.schedule.unit_size) if buffer is None else buffer
+        self.journal = Journal(_ignore, clock=WallClock()) if journal is None else journal
+        self.version = self.journal.version if version is None else version
+        """The version of the weights that trajectories are written with."""
+        self._seed = seed
+        self._plan: Plan | None = None
+        self._is_rollout = False
+        self._batches: deque[list[Key]] = deque()
+        self._batch: TrainBatch | None = None
+        self._progress: tuple[int, int, int] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a prompt is left that is not trained."""
+        return self.buffer.oldest_open_group is not None or not self.prompts.is_exhausted
+
+    @property
+    def done(self) -> bool:
+        """Whether every prompt is trained."""
+        return not self.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Trajectories that were started and did not come back yet."""
+        return self.buffer.num_running
+
+    @property
+    def should_harvest(self) -> bool:
+        """Whether to stop the engine now: a batch is complete, or nothing is left to run."""
+        if not self._is_rollout:
+            self.begin_round()
+        return self._plan is None or self.controller.should_harvest(
+            self.buffer, self._plan, is_exhausted=self.prompts.is_exhausted
+        )
+
+    def begin(self, *, version: int) -> None:
+        """Begin the log of a run whose engine has weights of this version."""
+        self.version = version
+        self.journal.began(self.schedule, slots=self.slots, seed=self._seed, version=version)
+
+    def begin_round(self, *, version: int | None = None) -> list[Trajectory]:
+        """Open a round with weights of this version; gives the complete answers they make stale.
+
+        Those go back to waiting, to be written or verified again. Called by itself when the first
+        question of a round is asked.
+        """
+        if self._batches or self._batch is not None:
+            raise BufferStateError("the last round has batches left; train on them first")
+        if self._progress is not None:
+            self.end_round()
+        self.version = self.version if version is None else version
+        if not self.journal.has_begun:
+            self.begin(version=self.version)
+        if self.journal.version != self.version:
+            self.journal.mark()
+            self.journal.handed_over(self.version)
+        self._progress = self._progress_now()
+        stale = self._renew()
+        self._plan = self.controller.plan(self.buffer, is_exhausted=self.prompts.is_exhausted)
+        self._is_rollout = True
+        return stale
+
+    def to_start(self) -> list[Trajectory]:
+        """Trajectories to start now, in order of priority; at most as many as slots are free.
+
+        If nothing runs afterwards, nothing is left to run: `should_harvest` is true.
+        """
+        if not self._is_rollout:
+            self.begin_round()
+        started: list[Trajectory] = []
+        while not self.should_harvest and self._plan is not None:
+            started = self._feed(self._plan)
+            if self.buffer.num_running:
+                break
+            self._plan = self.controller.widened(self.buffer, self._plan)
+        return started
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """A started trajectory is complete: it has its tokens and a finish reason."""
+        before = self.buffer.finish(trajectory)
+        self.journal.finished(before, trajectory, running=self.buffer.num_running)
+
+    def interrupted(self, trajectories: Iterable[Trajectory] = ()) -> None:
+        """The rollout of this round is over; these were running, and come with their tokens."""
+        self.journal.harvested(self.buffer)
+        for stopped in trajectories:
+            after = self.controller.mode.interrupted(stopped)
+            before = self.buffer.put_back(after)
+            self.journal.interrupted(before, stopped, after, running=self.buffer.num_running)
+        if self.buffer.num_running:
+            raise BufferStateError(
+                f"{self.buffer.num_running} trajectories that were started are still missing at "
+                "the end of the rollout; give every unfinished one to interrupted()"
+            )
+        self.cut_batches()
+
+    def cut_batches(self) -> None:
+        """Cut what is ready into the update batches of this round."""
+        self._is_rollout = False
+        self._batches.extend(self.controller.batches(self.buffer))
+
+    def batch(self) -> TrainBatch | None:
+        """The next update batch of this round, or `None` when there is no further one."""
+        if self._is_rollout or self._batch is not None:
+            missing = "interrupted()" if self._is_rollout else "weights_changed()"
+            raise BufferStateError(f"batch() comes after {missing}, which was not called")
+        if not self._batches:
+            return None
+        self.journal.mark()
+        ready = self.buffer.ready(self._batches.popleft())
+        self._batch = TrainBatch(self.version, tuple(ready))
+        return self._batch
+
+    def trained(self, batch: TrainBatch) -> None:
+        """This batch, the last one that was given, is trained."""
+        taken = self.buffer.take([t.key for t in batch.trajectories])
+        closed = {t.group for t in taken if not self.buffer.is_open(t.group)}
+        self.journal.updated(batch, closed=sorted(closed))
+        self._batch = None
+
+    def weights_changed(self) -> None:
+        """The update on the last batch is done, and the engine has the new weights."""
+        if self._batch is None:
+            raise BufferStateError("weights_changed() comes after batch(), which was not called")
+        self.trained(self._batch)
+        self.version += 1
+
+    def end_round(self) -> None:
+        """Close the round; a round that moved nothing would repeat for ever, and is refused."""
+        if self._progress == self._progress_now():
+            raise BufferStateError(f"round {self.journal.round} moved nothing; the run would hang")
+        self._progress = None
+        self.journal.round += 1
+
+    def _progress_now(self) -> tuple[int, int, int]:
+        buffer = self.buffer
+        return (buffer.num_trained, buffer.num_waiting, self.journal.engine_decoded)
+
+    def _renew(self) -> list[Trajectory]:
+        if self.schedule.never_interrupts:
+            return []
+        stale = []
+        for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
+            after = self.controller.mode.renewed(ready, version=self.version)
+            if after is not None:
+                self.buffer.put_back(after)
+                self.journal.renewed(ready, after)
+                stale.append(ready)
+        return stale
+
+    def _feed(self, plan: Plan) -> list[Trajectory]:
+        started = self._start(plan)
+        while count := self.controller.prompts_to_load(
+            self.buffer, plan, free_slots=self._free_slots
+        ):
+            prompts = self.prompts.take(count)
+            if not prompts:
+                break
+            group = open_group(
+                prompts,
+                group=self.buffer.next_group,
+                samples_per_prompt=self.schedule.samples_per_prompt,
+                seed=self._seed,
+            )
+            self.buffer.load(group)
+            self.journal.loaded(group, prompts=len(prompts))
+            started += self._start(plan)
+        return started
+
+    @property
+    def _free_slots(self) -> int:
+        return self.slots - self.buffer.num_running
+
+    def _start(self, plan: Plan) -> list[Trajectory]:
+        mode, running = self.controller.mode, self.buffer.num_running
+        count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
+        waited = self.buffer.start(count, feed=plan.feed)
+        started = [mode.resumed(t, version=self.version) for t in waited]
+        for before, after in zip(waited, started, strict=True):
+            running += 1
+            self.journal.started(before, after, running=running)
+        return started
+
+
+def _ignore(event: Event) -> None:
+    """A record that keeps nothing."""
