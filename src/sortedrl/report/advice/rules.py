@@ -258,7 +258,8 @@ def _more_slots(found: Findings) -> Iterator[Proposal]:
 
     Not where interrupted answers are redrawn: more slots then throw more away.
     """
-    if found.schedule.mode == "on_policy" and not found.schedule.never_interrupts:
+    is_redrawn = found.schedule.mode in ("on_policy", "redraw")
+    if is_redrawn and not found.schedule.never_interrupts:
         return
     if found.idle.full_share < _MOST or found.step_share < _STEP_SHARE:
         return
