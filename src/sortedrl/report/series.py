@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, count, takewhile
 from typing import Any, Literal, NamedTuple
 
 from sortedrl.core.events import Begin, Score, Update
@@ -367,13 +367,8 @@ def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
         wanted = [_common_name([record.name for record in group]), _schedule_name(group[0])]
         if len(group) == 1:
             wanted = [group[0].name]
-        free = [name for name in wanted if name and name not in names.values()]
-        number = 2
-        while not free:
-            name = f"{wanted[-1]} ({number})"
-            free = [name] if name not in names.values() else []
-            number += 1
-        names[place] = free[0]
+        candidates = chain(wanted, (f"{wanted[-1]} ({number})" for number in count(2)))
+        names[place] = next(name for name in candidates if name and name not in names.values())
     return [names[place] for place in range(len(groups))]
 
 

@@ -27,7 +27,8 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
-from sortedrl.report.live.view import Source, View
+from sortedrl.report.live.state import Source
+from sortedrl.report.live.view import View
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts

@@ -93,23 +93,30 @@ class _Group:
     trained: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a view has to know of a run, and where it asks for the rest."""
+
+    schedule: str
+    slots: int
+    update_batch: int
+    max_tokens: int
+    device: str
+    decoded: Callable[[], int]
+    """All tokens that the engine has written so far; asked from another thread too."""
+    seconds: Callable[[], float]
+    """The seconds of the run so far; asked from another thread too."""
+    figures: Callable[[], Figures]
+    """The meter's numbers of the run; asked only while an event is taken in, after the meter."""
+
+
 class LiveState:
     """What a run looks like now."""
 
-    def __init__(
-        self,
-        *,
-        schedule: str,
-        slots: int,
-        update_batch: int,
-        max_tokens: int,
-        decoded: Callable[[], int],
-    ) -> None:
-        """A run that has not begun; `decoded` gives all tokens its engine has written so far."""
-        self._schedule = schedule
-        self._slots = Slots(slots, decoded=decoded)
-        self._update_batch = update_batch
-        self._max_tokens = max_tokens
+    def __init__(self, source: Source) -> None:
+        """A run that has not begun."""
+        self.source = source
+        self._slots = Slots(source.slots, decoded=source.decoded)
         self._longest = 0
         self._updates = self._skipped = self._round = self._ready = 0
         self._is_rollout = False
@@ -160,7 +167,6 @@ class LiveState:
         *,
         activity: str,
         done: float,
-        seconds: float,
         figures: Figures | None,
         memory: Memory | None,
     ) -> Snapshot:
@@ -168,8 +174,8 @@ class LiveState:
         return Snapshot(
             activity=activity,
             done=done,
-            seconds=seconds,
-            schedule=self._schedule,
+            seconds=self.source.seconds(),
+            schedule=self.source.schedule,
             updates=self._updates,
             skipped=self._skipped,
             round=self._round,
@@ -177,7 +183,7 @@ class LiveState:
             running=self._slots.assigned,
             shares=self._shares(),
             ready=self._ready,
-            update_batch=self._update_batch,
+            update_batch=self.source.update_batch,
             group=self._oldest(),
             figures=figures,
             trends={
@@ -192,7 +198,7 @@ class LiveState:
         """Against the longest answer there was; before there was one, against the limit."""
         tokens = self._slots.tokens()
         written = max((count for count in tokens if count is not None), default=0.0)
-        scale = max(self._longest or self._max_tokens, written, 1)
+        scale = max(self._longest or self.source.max_tokens, written, 1)
         return tuple([None if count is None else max(0.0, count / scale) for count in tokens])
 
     def _update(self, event: Update) -> None:
