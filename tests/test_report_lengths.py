@@ -164,7 +164,7 @@ def test_what_was_not_seen_to_its_end_is_told():
     assert 0.05 < lengths.unseen < 1
     assert lengths.unseen == pytest.approx(lengths.written.longer_than(longest - 1))
     assert (
-        f"{100 * lengths.unseen:.1f} % of what it generates was never seen to finish"
+        f"{100 * lengths.unseen:.1f} % of what it generates never finished"
         in bias_text(cut, lengths)
     )
     assert f"counts as {longest:,} tokens" in bias_text(cut, lengths)

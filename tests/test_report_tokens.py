@@ -94,7 +94,7 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
     else:
         assert f"{figures.mean_staleness:.2f} updates old on average" in told
         assert f", {figures.staleness_max:,} at most" in told
-        assert f"{figures.mean_trajectory_staleness:.2f} on average" in told
+        assert f"{figures.mean_trajectory_staleness:.2f} updates old on average" in told
 
 
 @pytest.mark.parametrize("schedule", ["sync", "on_policy", "coupled"])
