@@ -171,7 +171,7 @@ def test_settings_that_json_has_no_form_for_are_told_in_words(tmp_path):
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_number_that_json_does_not_have_is_never_written(tmp_path, reward):
     writer = opened(tmp_path)
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="cannot be written as JSON"):
         writer.append(answer(0, 0, reward=reward))
     writer.close()
     assert (tmp_path / SAMPLES).read_text() == ""
