@@ -15,7 +15,7 @@ from sortedrl.core.randomness import mix
 from sortedrl.data.stream import TokenizedRow
 from sortedrl.evaluation.statistics import Answer, AnswerKey
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.rewards.pool.score import Outcome
+from sortedrl.rewards.pool.score import CallResult
 from sortedrl.tasks.catalogue import Task
 from sortedrl.types import Prompt, Trajectory
 
@@ -96,11 +96,11 @@ class Runner:
             for trajectory in step.finished:
                 self._score(trajectory)
             for pool in self._pools:
-                yield from (self._answer(pool, outcome) for outcome in pool.completed())
+                yield from (self._answer(pool, result) for result in pool.completed())
             yield None
         for pool in self._pools:
             tickets = [ticket for of, ticket in self._open if of is pool]
-            yield from (self._answer(pool, outcome) for outcome in pool.wait(tickets))
+            yield from (self._answer(pool, result) for result in pool.wait(tickets))
 
     def _score(self, trajectory: Trajectory) -> None:
         question, _ = self._questions[trajectory.prompt.id]
@@ -111,11 +111,11 @@ class Runner:
         self._open[question.pool, ticket] = (trajectory, response)
         self._written += 1
 
-    def _answer(self, pool: RewardPool, outcome: Outcome) -> Answer:
-        trajectory, response = self._open.pop((pool, outcome.ticket))
+    def _answer(self, pool: RewardPool, result: CallResult) -> Answer:
+        trajectory, response = self._open.pop((pool, result.ticket))
         question, index = self._questions[trajectory.prompt.id]
         self._scored += 1
-        fields, score = trajectory.prompt.fields, outcome.score
+        fields, score = trajectory.prompt.fields, result.score
         assert trajectory.finish_reason is not None
         return Answer(
             task=question.task.name,
@@ -128,11 +128,11 @@ class Runner:
             reward=None if score is None else score.reward,
             parts={} if score is None else dict(score.parts),
             is_correct=score is not None
-            and outcome.failure is None
+            and result.failure is None
             and score.is_correct(question.task.correct_from),
             num_tokens=trajectory.num_tokens,
             finish_reason=trajectory.finish_reason,
-            failure=outcome.failure,
+            failure=result.failure,
         )
 
 
