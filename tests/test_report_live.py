@@ -350,7 +350,7 @@ FULL = Snapshot(
 
 def test_a_panel_says_everything():
     assert texts(panel(FULL, width=80, height=24)) == [
-        "sorted/coupled +1  update 3, 1 skipped  round 5  3 of 4 writing",
+        "sorted/coupled +1  update 3, 1 skipped  round 5  3 of 4 slots busy",
         "update 3: 5 answers ready, 3 being written",
         "slots     ─────────────── ━━━━━━━╸─────── ··············· ━━━━━━━━━━━━━━━",
         "update    ━━━━━━━━━━━━━━━━━━━━━━━━━╸─────────────── 5 ready, 8 needed",
@@ -478,7 +478,7 @@ def test_a_frame_is_written_only_when_it_shows_something_new():
         view.watch(source())
         view(BEGIN)
         view.refresh()
-        assert "0 of 4 writing" in on.file.getvalue()
+        assert "0 of 4 slots busy" in on.file.getvalue()
         on.size = ConsoleDimensions(50, 10)
         written = len(on.file.getvalue())
         view.refresh()

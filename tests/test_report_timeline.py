@@ -431,3 +431,13 @@ def test_a_log_without_its_begin_is_refused():
         lanes([start(0, prompt=0, running=1)])
     with pytest.raises(ValueError, match="empty"):
         lanes([])
+
+
+def test_a_conversation_leaves_its_slot_while_it_waits_for_its_environment():
+    events = []
+    simulation = PRESETS["agents"]()
+    simulate(replace(simulation, groups=1), record=events.append)
+    assert any(isinstance(event, Pause) for event in events)
+    run = lanes(events)
+    busy = sum(bar.end - bar.start for bar in run.bars)
+    assert busy == pytest.approx(measure(events).run.busy_slot_seconds)

@@ -21,6 +21,7 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Renew,
     Resume,
     Start,
@@ -200,7 +201,7 @@ class _Tracer:
         if isinstance(event, Start):
             self._queue.add((event.prompt, event.sample), event)
             self._fill()
-        elif isinstance(event, Finish | Interrupt):
+        elif isinstance(event, Finish | Interrupt | Pause):
             self._stop(event)
         elif isinstance(event, Renew):
             self._cut((event.prompt, event.sample), event.kept)
@@ -260,7 +261,7 @@ class _Tracer:
                 kept=start.cached,
             )
 
-    def _stop(self, event: Finish | Interrupt) -> None:
+    def _stop(self, event: Finish | Interrupt | Pause) -> None:
         key = (event.prompt, event.sample)
         kept = event.tokens - event.decoded
         self._cut(key, kept)

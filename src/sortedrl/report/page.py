@@ -325,9 +325,11 @@ def _section_settings(kind: type[_Settings], values: object) -> _Settings | None
     if not isinstance(values, Mapping):
         return None
     try:
-        return kind(**values)
+        settings = kind(**values)
+        hash(settings)  # refuses a list where a single value belongs
     except (TypeError, ValueError, OverflowError):
         return None
+    return settings
 
 
 def _inside(found: Diagnosis) -> str:

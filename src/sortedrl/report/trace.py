@@ -26,6 +26,7 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Resume,
     Score,
     Scored,
@@ -201,7 +202,7 @@ def _running(run: Run) -> Iterator[TraceEvent]:
     for event in run.record.events:
         if isinstance(event, Harvest):
             value = 0
-        elif isinstance(event, Start | Finish):
+        elif isinstance(event, Start | Finish | Pause):
             value = min(event.running, slots)
         else:
             continue
@@ -314,7 +315,7 @@ class _Spans:
             self._enter(event)
         if isinstance(event, Start):
             self.running.add((event.prompt, event.sample))
-        elif isinstance(event, Finish | Interrupt):
+        elif isinstance(event, Finish | Interrupt | Pause):
             self.running.discard((event.prompt, event.sample))
         elif isinstance(event, Load):
             self._loads[event.group] = event

@@ -26,7 +26,9 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Renew,
+    Reply,
     Resume,
     Score,
     Start,
@@ -195,11 +197,11 @@ def idle(events: Iterable[Event]) -> Idle:
         elif isinstance(event, Load):
             waiting += event.trajectories
             tail_at_last_load = tail
-        elif isinstance(event, Start | Finish | Interrupt):
+        elif isinstance(event, Start | Finish | Interrupt | Pause):
             waiting += isinstance(event, Interrupt) - isinstance(event, Start)
             running = event.running
             peak = max(peak, running)
-        elif isinstance(event, Renew):
+        elif isinstance(event, Renew | Reply):
             waiting += 1
         is_ended = isinstance(event, End)
     before_end = tail_at_last_load if is_ended else tail

@@ -20,6 +20,7 @@ from sortedrl.core.events import (
     Harvest,
     Interrupt,
     Load,
+    Pause,
     Renew,
     Start,
     Update,
@@ -144,7 +145,7 @@ class LiveState:
             self._slots.stop((event.prompt, event.sample))
             self._longest = max(self._longest, event.tokens)
             self._ready += 1
-        elif isinstance(event, Interrupt):
+        elif isinstance(event, Interrupt | Pause):
             self._slots.stop((event.prompt, event.sample))
         elif isinstance(event, Renew):
             self._ready -= 1
