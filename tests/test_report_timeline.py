@@ -16,6 +16,7 @@ from sortedrl.core.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Pause,
     Resume,
     Start,
     Update,
