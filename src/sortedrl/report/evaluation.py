@@ -56,7 +56,7 @@ from sortedrl.report.html import (
 _MANY_TRUNCATED = 0.05
 """Share of truncated answers from which it is worth a note."""
 _FEW_ANSWERED = 0.95
-"""Share of answers in the form asked for below which it is worth a note."""
+"""Share of answers in the requested format below which it is worth a note."""
 MAX_SAMPLES = 2000
 MAX_FLIPS = 200
 PromptKey = tuple[str, int]
