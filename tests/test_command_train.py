@@ -247,7 +247,7 @@ def test_json_is_one_object_and_nothing_else_on_standard_output(world, tmp_path)
     assert found["folder"] == str(tmp_path / "run")
     lines = [line for line in ended.stderr.splitlines() if line.startswith("update ")]
     assert [line.split()[1] for line in lines] == ["1", "2"]
-    for word in ("reward", "length", "bubble", "goodput", "stale", "left"):
+    for word in ("reward", "length", "bubble", "/s", "left"):
         assert word in lines[0]
     assert "\x1b" not in ended.stderr, "no colours and no live panel where nobody looks"
 
