@@ -375,7 +375,7 @@ SETTINGS = st.builds(
     lambda cluster, slots, overlong: TrainSettings(
         cluster=cluster,
         engine=EngineSettings(slots=slots * cluster.num_engines, max_tokens=8192),
-        algorithm=Algorithm(kl=0.1, overlong_tokens=overlong),
+        algorithm=Algorithm(kl_coef=0.1, overlong_tokens=overlong),
     ),
     st.sampled_from(
         [Cluster(), colocated(2), Cluster(rollout_workers=3, gpus_per_worker=1, trainer_ranks=2)]
@@ -393,7 +393,7 @@ def test_train_would_run_what_is_advised(run, device_bytes):
         slots=run.engine.slots,
         max_tokens=run.engine.max_tokens,
         prompt_tokens=256,
-        pass_tokens=run.passes.tokens,
+        pass_tokens=run.passes.micro_batch_tokens,
         precision="bfloat16",
         has_reference=True,
         cluster=run.cluster,

@@ -270,8 +270,8 @@ def exhausted_resource(causes: Sequence[BaseException]) -> str | None:
         if isinstance(cause, MemoryError | OutOfMemoryError):
             return (
                 f"a trainer rank ran out of memory: {text}; resume with smaller passes "
-                "(passes.tokens, passes.gradient_checkpointing), fewer engine.slots or more "
-                "cluster.trainer_ranks"
+                "(passes.micro_batch_tokens, passes.gradient_checkpointing), fewer engine.slots "
+                "or more cluster.trainer_ranks"
             )
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"a trainer rank ran out of disk space: {text}; free some, and resume"

@@ -36,7 +36,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
-        require_temperature("sampling.temperature", self.temperature, is_greedy_allowed=True)
+        require_temperature("sampling.temperature", self.temperature)
         require(
             self.top_k is None or self.top_k >= 1,
             f"sampling.top_k must be at least 1, got {self.top_k}; leave it out for all tokens",

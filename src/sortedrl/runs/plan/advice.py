@@ -194,14 +194,14 @@ def _changed_settings(before: Demand, after: Demand) -> dict[str, object]:
         ),
         ("cluster.offload", old.offload, new.offload),
         ("lora.rank", before.lora_rank, after.lora_rank),
-        ("passes.tokens", before.pass_tokens, after.pass_tokens),
+        ("passes.micro_batch_tokens", before.pass_tokens, after.pass_tokens),
         ("engine.max_tokens", before.max_tokens, after.max_tokens),
         ("cluster.rollout_workers", old.rollout_workers, new.rollout_workers),
         ("cluster.trainer_ranks", old.trainer_ranks, new.trainer_ranks),
     )
     changed = {key: value for key, was, value in pairs if value != was}
     if after.has_reference != before.has_reference:
-        changed["algorithm.kl"] = 0.0
+        changed["algorithm.kl_coef"] = 0.0
     return changed
 
 
