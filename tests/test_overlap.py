@@ -26,16 +26,17 @@ from sortedrl.core.events import Landed, Update, from_json, to_json
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import Meter, measure
+from sortedrl.core.metrics import Figures
 from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
-from sortedrl.report.live.state import LiveState
+from sortedrl.report.live.state import LiveState, Source
 from sortedrl.report.live.view import PlainView
 from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.ticks import story
-from sortedrl.report.trace import spans, trace_events
+from sortedrl.report.trace import trace_events
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import training_tasks
@@ -388,6 +389,10 @@ def test_a_window_of_the_meter_reaches_from_update_to_update():
     assert all(window.goodput > 0 and window.updates == 1 for window in windows)
 
 
+def updates_in_trace(record):
+    return [event for event in trace_events(record) if event.get("cat") == "updates"]
+
+
 def test_every_reader_of_events_takes_a_log_with_landings():
     events = on_virtual_time(paper())
     landings = [event for event in events if isinstance(event, Landed)]
@@ -395,19 +400,29 @@ def test_every_reader_of_events_takes_a_log_with_landings():
     bands = [band for band in record.lanes.bands if band.kind == "update"]
     waits = [event.waited_seconds for event in landings if event.waited_seconds > 0]
     assert [band.end - band.start for band in bands] == pytest.approx(waits)
-    found = spans(record).updates
-    assert [span.end - span.start for span in found] == pytest.approx(
-        [event.took_seconds for event in landings]
+    found = updates_in_trace(record)
+    assert [bar["dur"] for bar in found] == pytest.approx(
+        [1e6 * event.took_seconds for event in landings], abs=2
     )
-    assert all(early.end <= late.start for early, late in pairwise(found))
-    assert sum(event.get("cat") == "updates" for event in trace_events(record)) == len(landings)
+    assert all(early["ts"] + early["dur"] <= late["ts"] for early, late in pairwise(found))
     assert "updates overlapped with rollouts" in numbers_section([record])
     assert "updates overlapped" not in numbers_section(
         [measured(RunRecord(name="in turn", events=run(paper()).events))]
     )
     cut = measured(RunRecord(name="cut", events=events[: events.index(landings[-1])]))
-    assert len(spans(cut).updates) == len(landings)
-    state = LiveState(schedule="", slots=8, update_batch=8, max_tokens=400, decoded=lambda: 0)
+    assert len(updates_in_trace(cut)) == len(landings)
+    state = LiveState(
+        Source(
+            schedule="",
+            slots=8,
+            update_batch=8,
+            max_tokens=400,
+            device="cpu",
+            decoded=lambda: 0,
+            seconds=lambda: 1.0,
+            figures=Figures,
+        )
+    )
     for event in events:
         state(event)
     assert state.ready == state.running == 0
