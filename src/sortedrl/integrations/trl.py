@@ -431,7 +431,7 @@ class RankPlace:
         return all(self.state(checkpoint, rank).is_file() for rank in range(self.world))
 
     def newest_checkpoint(self) -> Path:
-        """The newest complete checkpoint; one that a killed run left half-written is passed over."""
+        """The newest complete checkpoint; half-written ones of a killed run do not count."""
         found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
         for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
             if self.is_complete(path):
@@ -502,7 +502,7 @@ class Rollouts:
         kept = {"events": None, "metrics": None} if saved is None else saved.state["bytes"]
         if saved is None:
             for path in filter(None, (place.events, place.metrics)):
-                refuse_foreign(path, mark=b'"kind"' if path == place.events else b'"update"')
+                refuse_foreign(path, mark=b'"begin"' if path == place.events else b'"update"')
         else:
             EventFile(place.events, keep_bytes=kept["events"]).close()
             for event in read_events(place.events):
@@ -510,7 +510,9 @@ class Rollouts:
                 self._lengths(event)
         self._events = EventFile(place.events, keep_bytes=kept["events"], is_watched=True)
         metrics = place.metrics
-        self._metrics = metrics and MetricsFile(metrics, keep_bytes=kept["metrics"])
+        self._metrics = None
+        if metrics is not None:
+            self._metrics = MetricsFile(metrics, keep_bytes=kept["metrics"])
         state = None if saved is None else JournalState.from_json(saved.state["journal"])
         self.clock = WallClock(start=0.0 if state is None else state.seconds)
         self._journal = Journal(self._record, clock=self.clock, state=state)
@@ -591,6 +593,12 @@ class Rollouts:
     def identity(self) -> dict[str, object]:
         """What a resumed run must find again."""
         return identity_of(self._schedule, self.prompts, self._place, seed=self._seed)
+
+    def close(self) -> None:
+        """Close the logs."""
+        self._events.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _record(self, event: Event) -> None:
         self._events(event)
@@ -743,7 +751,11 @@ class SortedGRPOTrainer(GRPOTrainer):
             resume_from_checkpoint = str(place.newest_checkpoint())
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._rollouts, self._buffered_inputs, self._synced_step = None, None, None
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self._rollouts is not None:
+                self._rollouts.close()
 
     def evaluate(
         self,
