@@ -176,7 +176,7 @@ def _trainer(
 
     ends: list[tuple[float, float]] = []
 
-    class Timer(TrainerCallback):  # type: ignore[misc]
+    class Timer(TrainerCallback):
         """Notes when each step ends."""
 
         def on_step_end(self, *given: object, **more: object) -> None:

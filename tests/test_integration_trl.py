@@ -27,7 +27,9 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.backend import Limits, Piece
 from sortedrl.engines.streaming.engine import StreamedEngine
 from sortedrl.errors import CheckpointError, ConfigError
-from sortedrl.integrations.trl import SortedGRPOTrainer, SyncedServer, schedule_for
+from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.integrations.trl.engines import SyncedServer
+from sortedrl.integrations.trl.settings import schedule_for
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from sortedrl.types import Prompt, Trajectory, Weights
 
