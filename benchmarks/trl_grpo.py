@@ -57,13 +57,13 @@ class Preset:
 PRESETS: dict[PresetName, Preset] = {
     "cpu": Preset(
         model={"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "vocabulary": 512},
-        prompts=4,
+        prompts=8,
         samples=4,
-        micro_batch=16,
-        mean_tokens=32,
-        max_tokens=192,
+        micro_batch=32,
+        mean_tokens=64,
+        max_tokens=512,
         steps=9,
-        slots=16,
+        slots=32,
         arms=("trl", "sync", "partial", "coupled"),
     ),
     "smollm2-135m": Preset(

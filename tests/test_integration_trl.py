@@ -429,6 +429,16 @@ def test_a_resumed_run_ends_with_the_same_answers(schedule, changes, tmp_path):
     assert measure(read_events(tmp_path / "events.jsonl")).run.ledger.cached == 0
 
 
+def test_a_finished_run_is_resumed_for_another_epoch(tmp_path):
+    changes = {"rows": 4, "save_strategy": "epoch"}
+    _, first = trained(tmp_path, {"mode": "coupled"}, **changes)
+    trainer, second = made(tmp_path, {"mode": "coupled"}, num_train_epochs=2, **changes)
+    trainer.train(resume_from_checkpoint=True)
+    assert first.rows == second.rows == {row: SAMPLES for row in range(4)}
+    kinds = [event.kind for event in read_events(tmp_path / "events.jsonl")]
+    assert (kinds.count("end"), kinds[-1]) == (1, "end")
+
+
 def test_a_killed_run_resumes_and_loses_nothing(processes, tmp_path):
     folder, killed, _ = processes
     said, _ = killed.communicate(timeout=300)
@@ -618,6 +628,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(schedule, given, 
         ({"environment_factory": dict}, "not supported yet"),
         ({"rollout_func": len}, "leave rollout_func out"),
         ({"train_dataset": None}, "must be a datasets.Dataset"),
+        ({"slots": 4, "engine": NativeEngine}, "leave slots out, got 4"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter([]))},
             "load it without streaming",

@@ -76,7 +76,7 @@ def base_model(model: Any) -> PreTrainedModel:  # noqa: ANN401  a PeftModel wher
     """The transformers model, with its adapters in it where it has any."""
     if isinstance(model, PreTrainedModel):
         return model
-    base: PreTrainedModel = model.getbase_model()
+    base: PreTrainedModel = model.get_base_model()
     for config in model.peft_config.values():
         if config.is_prompt_learning:
             raise ConfigError(

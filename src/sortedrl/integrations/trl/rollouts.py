@@ -244,9 +244,6 @@ class Rollouts:
         }
         if self._metrics is not None:
             self._metrics(row)
-        if self.scheduler.done:
-            self.scheduler.end_round()
-            self._journal.ended(self.scheduler.buffer)
         return {**numbers(figures), "length_bias": self._lengths.bias}
 
     def save(self, checkpoint: Path) -> None:
@@ -273,7 +270,10 @@ class Rollouts:
         return identity_of(self._schedule, self.prompts, self._place, seed=self._seed)
 
     def close(self) -> None:
-        """Close the logs."""
+        """Close the logs; after the last checkpoint, which a longer run may resume."""
+        if self.scheduler.done:
+            self.scheduler.end_round()
+            self._journal.ended(self.scheduler.buffer)
         self._events.close()
         if self._metrics is not None:
             self._metrics.close()

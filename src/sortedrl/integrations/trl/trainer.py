@@ -126,6 +126,11 @@ class SortedGRPOTrainer(GRPOTrainer):
                 "train_dataset must be a datasets.Dataset, whose rows can be looked up, got "
                 f"{type(train_dataset).__name__}; load it without streaming"
             )
+        if slots is not None and (engine is not None or (args is not None and args.use_vllm)):
+            raise ConfigError(
+                "slots are those of the native engine; a vLLM server and an engine of your own "
+                f"have theirs, so leave slots out, got {slots}"
+            )
         if args is not None:
             schedule_for(schedule, args, world=args.world_size)
         super().__init__(
@@ -144,7 +149,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         self.schedule = schedule_for(schedule, self.args, world=self.args.world_size)
         self._refuse_setup()
         self._make_engine = engine
-        self._slots = slots or self.schedule.update_batch
+        self._slots = self.schedule.update_batch if slots is None else slots
         self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
         self._engine: RolloutEngine | None = None
         self._shares_weights = True
