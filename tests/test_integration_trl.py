@@ -24,8 +24,8 @@ from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import Limits, Piece
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.streaming.backend import BackendLimits, Delta
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.integrations.trl.engines import SyncedServer
@@ -334,6 +334,23 @@ def test_temperature_and_stop_tokens_are_those_of_trl(tmp_path):
         assert len(ids) == 24 or ids[-1] in trainer.eos_token_ids
 
 
+def test_conversational_prompts_go_through_the_chat_template(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}>"
+    rows = [{"prompt": [{"role": "user", "content": f"{row}?"}], "row": row} for row in range(2)]
+    answers = Answers()
+    SortedGRPOTrainer(
+        model=model_of(),
+        reward_funcs=answers,
+        args=arguments(tmp_path),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    ).train()
+    assert answers.rows == {0: SAMPLES, 1: SAMPLES}
+    start = next(e for e in read_events(tmp_path / "events.jsonl") if e.kind == "start")
+    assert start.prompt_tokens == len("0?>")
+
+
 def test_adapters_are_seen_by_the_engine(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
@@ -555,10 +572,10 @@ class Server:
     """The part of a vLLM server that generates: it says 7 and stops."""
 
     name = "a server"
-    limits = Limits(slots=8, context=64, vocabulary=264)
+    limits = BackendLimits(slots=8, context=64, vocabulary=264)
 
-    async def stream(self, ask):
-        yield Piece(tokens=(5, 7), logprobs=(-1.0, -2.0), end="stop")
+    async def stream(self, request):
+        yield Delta(tokens=(5, 7), logprobs=(-1.0, -2.0), end="stop")
 
     async def abort(self, ids):
         raise AssertionError("nothing runs")

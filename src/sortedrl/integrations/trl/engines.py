@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sortedrl.engines.native.cache import available_bytes
-from sortedrl.engines.native.driver import attention_shape
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
+from sortedrl.engines.native.hf_model import attention_shape
+from sortedrl.engines.native.kv_cache import available_bytes
+from sortedrl.engines.streaming.backend import (
+    BackendLimits,
+    Delta,
+    GenerationRequest,
+    ServerRequirements,
+)
 from sortedrl.errors import ConfigError
-from sortedrl.training.lora import folded
+from sortedrl.training.lora import merged_tensors
 from sortedrl.types import Weights
 
 _SPARE_TOKENS = 64
@@ -36,11 +41,11 @@ class SyncedServer:
         """Take over an opened `VllmServer`, with a share of its slots."""
         self._server = server
         self.name: str = server.name
-        self.limits: Limits = replace(server.limits, slots=slots)
+        self.limits: BackendLimits = replace(server.limits, slots=slots)
 
-    def stream(self, ask: Ask) -> AsyncIterator[Piece]:
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Generate an answer."""
-        stream: AsyncIterator[Piece] = self._server.stream(ask)
+        stream: AsyncIterator[Delta] = self._server.stream(request)
         return stream
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -55,20 +60,14 @@ class SyncedServer:
         await self._server.close()
 
 
-async def opened_server(
-    url: str, *, vocabulary: int, context: int, temperature: float, world: int, folder: Path
+async def connected_server(
+    url: str, required: ServerRequirements, *, world: int, folder: Path
 ) -> SyncedServer:
     """The server at this address, checked; its slots are shared out over the ranks."""
-    from sortedrl.engines.vllm.server import VllmServer
+    from sortedrl.engines.vllm.vllm_server import VllmServer
 
-    server = await VllmServer.opened(
-        url,
-        vocabulary=vocabulary,
-        context=context,
-        temperature=temperature,
-        slots=None,
-        hand_over=folder / "hand_over",
-    )
+    # Nothing is written to the folder: TRL sends the weights.
+    server = await VllmServer.connect(url, required, weights_folder=folder / "weights")
     return SyncedServer(server, slots=max(1, server.limits.slots // world))
 
 
@@ -97,7 +96,7 @@ def plain_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
             "fp16=False, so that the engine shares TRL's weights, or use LoRA"
         )
     with torch.no_grad():
-        return folded(model)
+        return merged_tensors(model)
 
 
 def cast_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

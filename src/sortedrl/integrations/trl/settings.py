@@ -124,4 +124,5 @@ def sampling_of(args: GRPOConfig, *, stop_tokens: Sequence[int]) -> Sampling:
         top_p=args.top_p,
         min_p=args.min_p or 0.0,
         stop_tokens=frozenset(stop_tokens),
+        max_tokens=args.max_completion_length,
     )

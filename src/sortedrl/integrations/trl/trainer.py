@@ -39,13 +39,14 @@ from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix
 from sortedrl.engines.generation import RolloutEngine, run_to_end
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.streaming.backend import ServerRequirements
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.errors import ConfigError
 from sortedrl.integrations.trl.engines import (
     base_model,
     cache_bytes,
     cast_copy,
-    opened_server,
+    connected_server,
     plain_weights,
 )
 from sortedrl.integrations.trl.prompts import DatasetPrompts
@@ -391,9 +392,11 @@ class SortedGRPOTrainer(GRPOTrainer):
                 ),
             )
         mode = self.schedule.mode
-        is_outside = isinstance(self._engine, StreamedEngine)
+        cannot_verify = any(limits.no_verification for limits in self._engine.request_limits)
         require(
-            not is_outside or mode not in ("coupled", "redraw") or self.schedule.never_interrupts,
+            not cannot_verify
+            or mode not in ("coupled", "redraw")
+            or self.schedule.never_interrupts,
             f"mode {mode!r} needs the native engine, got {self._engine.name}; set mode 'partial' "
             "or 'on_policy', or leave engine out",
         )
@@ -405,12 +408,15 @@ class SortedGRPOTrainer(GRPOTrainer):
             f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         )
         longest = prompts.longest() + self.max_completion_length
+        required = ServerRequirements(
+            vocabulary=config.vocab_size,
+            context=min(config.max_position_embeddings, longest),
+            temperature=args.temperature,
+        )
         return StreamedEngine(
-            lambda: opened_server(
+            lambda: connected_server(
                 url,
-                vocabulary=config.vocab_size,
-                context=min(config.max_position_embeddings, longest),
-                temperature=args.temperature,
+                required,
                 world=self.accelerator.num_processes,
                 folder=Path(args.output_dir),
             ),
@@ -436,12 +442,7 @@ class SortedGRPOTrainer(GRPOTrainer):
 
     def _submit(self, trajectories: Sequence[Trajectory], tolerance: float | None) -> None:
         assert self._engine is not None, "the engine is opened with the first batch"
-        self._engine.submit_with(
-            trajectories,
-            tolerance=tolerance,
-            sampling=self._sampling,
-            max_tokens=self.max_completion_length,
-        )
+        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
 
     def _evaluated(self, prompt_ids: Sequence[Sequence[int]]) -> list[Trajectory]:
         """Complete answers to the prompts of one evaluation batch."""
