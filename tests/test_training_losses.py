@@ -55,7 +55,7 @@ def columns(*kinds):
 
 def bounds(algorithm):
     return {
-        "low": algorithm.clip,
+        "low": algorithm.effective_clip,
         "high": algorithm.effective_clip_high,
         "dual": algorithm.dual_clip,
     }

@@ -34,29 +34,49 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
+AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
+RewardScale = Literal["group", "none"]
+LossName = Literal["clip"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Defaults:
-    """The defaults of an algorithm, and what it needs."""
+    """The defaults of an algorithm: a new algorithm is a row of them, and its formulas."""
 
+    advantage: AdvantageName
     aggregation: Aggregation
-    kl_place: KlPlace
-    kl_in_loss: KlEstimator
+    loss: LossName = "clip"
+    clip: float = 0.2
+    clip_high: float | None = None
+    """`None`: that of `clip`."""
+    kl_place: KlPlace = "loss"
+    kl_in_loss: KlEstimator = "k3"
     """The estimator where the KL divergence is in the loss; in the reward it is always k1."""
-    needs_siblings: bool
+    scale_rewards: RewardScale = "none"
+    filter_zero_variance: bool = False
 
 
 _DEFAULTS = MappingProxyType(
     {
-        "reinforce_pp": _Defaults("token_mean", "reward", "k3", False),
-        "reinforce_pp_baseline": _Defaults("token_mean", "loss", "k2", True),
-        "grpo": _Defaults("sequence_mean", "loss", "k3", True),
-        "dr_grpo": _Defaults("constant", "loss", "k3", True),
-        "rloo": _Defaults("constant", "reward", "k3", True),
-        "dapo": _Defaults("token_mean", "loss", "k3", True),
-        "ppo": _Defaults("token_mean", "reward", "k3", False),
+        "reinforce_pp": _Defaults(advantage="returns", aggregation="token_mean", kl_place="reward"),
+        "reinforce_pp_baseline": _Defaults(
+            advantage="group_whitened", aggregation="token_mean", kl_in_loss="k2"
+        ),
+        "grpo": _Defaults(advantage="group", aggregation="sequence_mean", scale_rewards="group"),
+        "dr_grpo": _Defaults(advantage="group", aggregation="constant"),
+        "rloo": _Defaults(advantage="leave_one_out", aggregation="constant", kl_place="reward"),
+        "dapo": _Defaults(
+            advantage="group",
+            aggregation="token_mean",
+            clip_high=0.28,
+            scale_rewards="group",
+            filter_zero_variance=True,
+        ),
+        "ppo": _Defaults(advantage="gae", aggregation="token_mean", kl_place="reward"),
     }
+)
+_COMPARE_SIBLINGS: frozenset[AdvantageName] = frozenset(
+    {"group", "group_whitened", "leave_one_out"}
 )
 
 
@@ -72,8 +92,9 @@ class Algorithm:
     rloo: minus the mean reward of the prompt's other answers; losses as in dr_grpo.
     dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
     ppo: a critic and generalised advantage estimation."""
-    clip: Annotated[float, within(0, 1, ends="()")] = 0.2
-    """Clip range: how far a token's importance ratio may fall or rise before its gradient stops."""
+    clip: Annotated[float, within(0, 1, ends="()")] | None = None
+    """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
+    default that of the algorithm, 0.2 for most."""
     clip_high: PositiveFloat | None = None
     """Upper clip range, where it differs from the lower one; 0.28 for dapo."""
     dual_clip: float | None = None
@@ -164,19 +185,40 @@ class Algorithm:
     @property
     def needs_siblings(self) -> bool:
         """Whether advantages compare an answer with the other answers to its prompt."""
-        return _DEFAULTS[self.name].needs_siblings
+        return self.effective_advantage in _COMPARE_SIBLINGS
 
     @property
     def has_critic(self) -> bool:
         """Whether there is a critic: a second model that estimates values."""
-        return self.name == "ppo"
+        return self.effective_advantage == "gae"
+
+    @property
+    def effective_advantage(self) -> AdvantageName:
+        """How rewards become advantages."""
+        return _DEFAULTS[self.name].advantage
+
+    @property
+    def effective_scale_rewards(self) -> RewardScale:
+        """What the advantages of the estimator 'group' are divided by."""
+        return _DEFAULTS[self.name].scale_rewards
+
+    @property
+    def effective_loss(self) -> LossName:
+        """The policy loss."""
+        return _DEFAULTS[self.name].loss
+
+    @property
+    def effective_clip(self) -> float:
+        """Lower clip range."""
+        return _DEFAULTS[self.name].clip if self.clip is None else self.clip
 
     @property
     def effective_clip_high(self) -> float:
         """Upper clip range."""
         if self.clip_high is not None:
             return self.clip_high
-        return 0.28 if self.name == "dapo" else self.clip
+        own = _DEFAULTS[self.name].clip_high
+        return self.effective_clip if own is None else own
 
     @property
     def effective_aggregation(self) -> Aggregation:
@@ -198,9 +240,9 @@ class Algorithm:
     @property
     def filters_zero_variance(self) -> bool:
         """Whether zero-variance prompts are filtered out."""
-        return (
-            self.name == "dapo" if self.filter_zero_variance is None else self.filter_zero_variance
-        )
+        if self.filter_zero_variance is not None:
+            return self.filter_zero_variance
+        return _DEFAULTS[self.name].filter_zero_variance
 
 
 CorrectionName = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]

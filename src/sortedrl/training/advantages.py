@@ -165,12 +165,13 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
     groups_N = answers.prompts_N.unique(return_inverse=True)[1]
     sizes_N = groups_N.bincount()[groups_N]
     centred_N, spreads_N = _centred(rewards_N, groups_N)
-    if algorithm.name in ("grpo", "dapo"):
+    estimator = algorithm.effective_advantage
+    if estimator == "group" and algorithm.effective_scale_rewards == "group":
         centred_N = centred_N / (spreads_N + SPREAD_FLOOR)
-    elif algorithm.name == "rloo":
+    elif estimator == "leave_one_out":
         centred_N = centred_N * sizes_N / (sizes_N - 1).clamp(min=1)
     advantages_T = centred_N.repeat_interleave(answers.lengths_N)
-    if algorithm.name == "reinforce_pp_baseline":
+    if estimator == "group_whitened":
         has_siblings_T = (sizes_N > 1).repeat_interleave(answers.lengths_N)
         advantages_T[has_siblings_T] = _whitened(advantages_T[has_siblings_T])
     return advantages_T

@@ -191,7 +191,7 @@ def policy_losses(
     its advantage, and for a negative advantage also past the dual clip.
     """
     ratios_T = bounded_ratios(current_T, proximal_T)
-    lowest, highest = 1 - algorithm.clip, 1 + algorithm.effective_clip_high
+    lowest, highest = 1 - algorithm.effective_clip, 1 + algorithm.effective_clip_high
     is_low_T = (advantages_T < 0) & (ratios_T < lowest)
     is_high_T = (advantages_T > 0) & (ratios_T > highest)
     loss_T = -advantages_T * ratios_T
