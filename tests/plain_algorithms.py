@@ -64,7 +64,11 @@ def group_advantage(name, rewards, prompts, number):
         others = [rewards[n] for n in siblings(prompts, number) if n != number]
         return own - mean(others)
     centred = own - mean(group)
-    return centred / (deviation(group) + FLOOR) if name in ("grpo", "dapo") else centred
+    return (
+        centred
+        if name in ("dr_grpo", "reinforce_pp_baseline")
+        else centred / (deviation(group) + FLOOR)
+    )
 
 
 def returns_to_go(rewards):
@@ -159,6 +163,34 @@ def policy_slope(current, proximal, advantage, *, low, high, dual):
         or abs(current - proximal) > FARTHEST
     )
     return 0.0 if stopped else -advantage * ratio
+
+
+def is_stopped(ratio, advantage, *, low, high, dual):
+    """Whether the clip has stopped the gradient of a ratio."""
+    return (
+        (advantage > 0 and ratio > 1 + high)
+        or (advantage < 0 and ratio < 1 - low)
+        or (advantage < 0 and dual is not None and ratio > dual)
+    )
+
+
+def sequence_ratio(current, anchor):
+    """The geometric mean of the ratios of an answer's tokens."""
+    product = mean([c - a for c, a in zip(current, anchor, strict=True)])
+    return bounded_ratio(product, 0.0)
+
+
+def answer_losses(kind, current, anchor, advantages, **clips):
+    """For each token of one answer its loss, and the slopes of that by each log-probability."""
+    size, whole = len(current), sequence_ratio(current, anchor)
+    losses, slopes = [], []
+    for place, advantage in enumerate(advantages):
+        assert kind in ("gspo", "gspo_token")
+        losses.append(policy_loss(math.log(whole), 0.0, advantage, **clips))
+        slope = 0.0 if is_stopped(whole, advantage, **clips) else -advantage * whole
+        own = [slope * (place == other) for other in range(size)]
+        slopes.append([slope / size] * size if kind == "gspo" else own)
+    return losses, slopes
 
 
 def kl_estimate(policy, reference, estimator):

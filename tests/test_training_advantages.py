@@ -5,6 +5,7 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 from random import Random
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
-from sortedrl.config.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm, AlgorithmName
 from sortedrl.errors import ConfigError
 from sortedrl.training.advantages import (
     RunningMoments,
@@ -22,8 +23,8 @@ from sortedrl.training.advantages import (
 )
 from sortedrl.training.batch import Answers
 
-NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
-GROUP_NAMES = ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo")
+NAMES = get_args(AlgorithmName)
+GROUP_NAMES = tuple(name for name in NAMES if name not in ("reinforce_pp", "ppo"))
 LIMIT = 12
 few = settings(max_examples=40)
 

@@ -136,6 +136,7 @@ ALGORITHMS = [
     Algorithm(name="rloo", kl_coef=0.05),
     Algorithm(name="dapo", overlong_tokens=20),
     Algorithm(name="ppo", gae_lambda=0.9),
+    Algorithm(name="gspo"),
 ]
 
 

@@ -96,6 +96,77 @@ def test_where_a_token_is_clipped_its_gradient_has_stopped_and_elsewhere_not(bat
     assert torch.equal(is_clipped | (advantages == 0), has_stopped)
 
 
+KINDS = ("gspo", "gspo_token")
+
+
+@st.composite
+def answered(draw):
+    """Current and anchor log-probabilities and advantages of some answers, as lists per answer."""
+    lengths, random = draw(LENGTHS), Random(draw(st.integers(0, 2**32)))
+    width = draw(st.sampled_from((1e-3, 0.5, 3.0)))
+
+    def answer(length):
+        anchor = [random.uniform(-3, 0) for _ in range(length)]
+        current = [value + random.uniform(-width, width) for value in anchor]
+        return current, anchor, [number(random) for _ in range(length)]
+
+    return [answer(length) for length in lengths]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(answered(), st.integers(0, 1000))
+def test_losses_with_ratios_of_answers_are_those_of_the_plain_formulas(kind, answers, seed):
+    algorithm = Algorithm(loss=kind)
+    columns = [doubles([v for answer in answers for v in answer[i]]) for i in range(3)]
+    current_T = columns[0].requires_grad_()
+    lengths_N = torch.tensor([len(answer[0]) for answer in answers])
+    ours = policy_losses(current_T, *columns[1:], algorithm=algorithm, lengths_N=lengths_N)
+    random = Random(seed)
+    weights, losses, slope = [], [], []
+    for answer in answers:
+        own = [random.random() for _ in answer[0]]
+        values, rows = plain.answer_losses(kind, *answer, **bounds(algorithm))
+        losses += values
+        weights += own
+        slope += [
+            sum(w * row[place] for w, row in zip(own, rows, strict=True))
+            for place in range(len(own))
+        ]
+    torch.testing.assert_close(ours.loss_T, doubles(losses), rtol=1e-9, atol=1e-9)
+    total = (ours.loss_T * doubles(weights)).sum()
+    torch.testing.assert_close(slopes(total, current_T), doubles(slope), rtol=1e-9, atol=1e-9)
+
+
+def test_where_all_tokens_of_an_answer_have_one_advantage_gspo_token_is_gspo():
+    current_T = doubles([-1.0, -2.0, -0.5, -1.5]).requires_grad_()
+    anchor_T = doubles([-1.0001, -2.0002, -0.4999, -1.5])
+    advantages_T, lengths_N = doubles([0.7, 0.7, 0.7, -1.0]), torch.tensor([3, 1])
+    weights_T = aggregation_weights(lengths_N, "sequence_mean", max_tokens=LIMIT)
+    found = []
+    for name in ("gspo", "gspo_token"):
+        ours = policy_losses(
+            current_T, anchor_T, advantages_T, algorithm=Algorithm(loss=name), lengths_N=lengths_N
+        )
+        total = (weights_T * ours.loss_T).sum()
+        found.append((total.item(), slopes(total, current_T).tolist()))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_gspo_clips_a_whole_answer():
+    """Both tokens of an answer are clipped where their mean is, also the one that has not moved."""
+    ours = policy_losses(
+        doubles([-0.9, -1.0, -1.0]),
+        doubles([-1.0, -1.0, -1.0]),
+        doubles([1.0, 1.0, 1.0]),
+        algorithm=Algorithm(name="gspo"),
+        lengths_N=torch.tensor([2, 1]),
+    )
+    assert ours.is_clipped_high_T.tolist() == [True, True, False]
+    assert ours.loss_T.tolist() == pytest.approx([-1.0004, -1.0004, -1.0])
+
+
 def test_policy_losses_by_hand():
     """Ratios 2, 2, 1/2, 1/2, 4 and 1 with clips at 0.8, 1.2 and 3."""
     ratios = doubles([2.0, 2.0, 0.5, 0.5, 4.0, 1.0])

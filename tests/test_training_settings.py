@@ -19,6 +19,7 @@ from sortedrl.errors import ConfigError
         ("rloo", "constant", "reward", "k1"),
         ("dapo", "token_mean", "loss", "k3"),
         ("ppo", "token_mean", "reward", "k1"),
+        ("gspo", "sequence_mean", "loss", "k3"),
     ],
 )
 def test_a_name_brings_its_aggregation_and_its_divergence(name, aggregation, place, estimator):
@@ -65,9 +66,23 @@ def test_an_estimator_must_fit_the_place_that_the_name_brings():
         Algorithm(name="grpo", kl_estimator="k1")
 
 
-def test_the_upper_clip_is_the_lower_one_but_for_dapo():
+def test_the_upper_clip_is_the_lower_one_unless_the_algorithm_has_its_own():
     assert Algorithm(clip=0.1).effective_clip_high == 0.1
     assert Algorithm(name="dapo").effective_clip_high == 0.28
+    assert Algorithm(name="dapo", clip=0.1).effective_clip_high == 0.28
+
+
+def test_a_loss_brings_its_clip_whatever_the_algorithm():
+    for own in (
+        Algorithm(name="gspo"),
+        Algorithm(loss="gspo"),
+        Algorithm(name="dapo", loss="gspo"),
+    ):
+        assert (own.effective_clip, own.effective_clip_high) == (3e-4, 4e-4)
+    own = Algorithm(name="gspo", clip=0.01)
+    assert (own.effective_clip, own.effective_clip_high) == (0.01, 0.01)
+    own = Algorithm(name="gspo", loss="clip")
+    assert (own.effective_clip, own.effective_clip_high) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(

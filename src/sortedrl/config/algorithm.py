@@ -11,6 +11,7 @@ and under the weights being trained (current). Formulas: docs/algorithms.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -28,7 +29,14 @@ from sortedrl.config.checks import (
 )
 
 AlgorithmName = Literal[
-    "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo"
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "dapo",
+    "ppo",
+    "gspo",
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -36,7 +44,7 @@ KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
 AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
 RewardScale = Literal["group", "none"]
-LossName = Literal["clip"]
+LossName = Literal["clip", "gspo", "gspo_token"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +54,8 @@ class _Defaults:
     advantage: AdvantageName
     aggregation: Aggregation
     loss: LossName = "clip"
-    clip: float = 0.2
     clip_high: float | None = None
-    """`None`: that of `clip`."""
+    """`None`: that of the loss."""
     kl_place: KlPlace = "loss"
     kl_in_loss: KlEstimator = "k3"
     """The estimator where the KL divergence is in the loss; in the reward it is always k1."""
@@ -73,8 +80,18 @@ _DEFAULTS = MappingProxyType(
             filter_zero_variance=True,
         ),
         "ppo": _Defaults(advantage="gae", aggregation="token_mean", kl_place="reward"),
+        "gspo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="gspo"
+        ),
     }
 )
+_CLIPS: Mapping[LossName, tuple[float, float]] = MappingProxyType(
+    {"clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4)}
+)
+"""Lower and upper clip range of a loss, as published."""
+_TAKE_DUAL_CLIP: frozenset[LossName] = frozenset({"clip", "gspo", "gspo_token"})
+ANSWER_RATIOS: frozenset[LossName] = frozenset({"gspo", "gspo_token"})
+"""Losses whose ratio is that of a whole answer."""
 _COMPARE_SIBLINGS: frozenset[AdvantageName] = frozenset(
     {"group", "group_whitened", "leave_one_out"}
 )
@@ -91,12 +108,18 @@ class Algorithm:
     dr_grpo: minus the mean only; token losses are summed and divided by a constant.
     rloo: minus the mean reward of the prompt's other answers; losses as in dr_grpo.
     dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
-    ppo: a critic and generalised advantage estimation."""
+    ppo: a critic and generalised advantage estimation.
+    gspo: grpo with the ratio and the clip of a whole answer."""
+    loss: LossName | None = None
+    """Policy loss. clip: the ratio of each token, clipped (PPO). gspo: the ratio of the answer, the
+    geometric mean of its tokens' ratios, clipped. gspo_token: the same for advantages that differ
+    by token. By default that of the algorithm."""
     clip: Annotated[float, within(0, 1, ends="()")] | None = None
     """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
-    default that of the algorithm, 0.2 for most."""
+    default 0.2, and 3e-4 for gspo."""
     clip_high: PositiveFloat | None = None
-    """Upper clip range, where it differs from the lower one; 0.28 for dapo."""
+    """Upper clip range, where it differs from the lower one; by default 0.28 for dapo and 4e-4 for
+    gspo."""
     dual_clip: float | None = None
     """Dual clip: the ratio at which the loss of a negative advantage stops growing, such as 3."""
     aggregation: Aggregation | None = None
@@ -139,6 +162,11 @@ class Algorithm:
         self._check_rewards()
 
     def _check_loss(self) -> None:
+        require(
+            self.dual_clip is None or self.effective_loss in _TAKE_DUAL_CLIP,
+            f"algorithm.dual_clip belongs to the losses {', '.join(sorted(_TAKE_DUAL_CLIP))}, got "
+            f"it with {self.effective_loss!r}; leave it out",
+        )
         require(
             self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
             f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.effective_clip_high}, "
@@ -205,20 +233,22 @@ class Algorithm:
     @property
     def effective_loss(self) -> LossName:
         """The policy loss."""
-        return _DEFAULTS[self.name].loss
+        return self.loss or _DEFAULTS[self.name].loss
 
     @property
     def effective_clip(self) -> float:
         """Lower clip range."""
-        return _DEFAULTS[self.name].clip if self.clip is None else self.clip
+        return _CLIPS[self.effective_loss][0] if self.clip is None else self.clip
 
     @property
     def effective_clip_high(self) -> float:
         """Upper clip range."""
         if self.clip_high is not None:
             return self.clip_high
-        own = _DEFAULTS[self.name].clip_high
-        return self.effective_clip if own is None else own
+        row = _DEFAULTS[self.name]
+        if row.clip_high is not None and self.effective_loss == row.loss:
+            return row.clip_high
+        return _CLIPS[self.effective_loss][1] if self.clip is None else self.clip
 
     @property
     def effective_aggregation(self) -> Aggregation:

@@ -136,6 +136,8 @@ class LossInputs:
     """From `aggregation_weights`."""
     reference_T: Tensor | None = None
     """Log-probabilities under the reference, where the KL divergence is in the loss."""
+    lengths_N: Tensor | None = None
+    """Tokens of each answer, where ratios are those of whole answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,13 @@ def loss(
     entropy_T: Tensor | None = None,
 ) -> Loss:
     """The loss of tokens whose log-probabilities under the weights being trained are given."""
-    tokens = policy_losses(current_T, inputs.anchor_T, inputs.advantages_T, algorithm=algorithm)
+    tokens = policy_losses(
+        current_T,
+        inputs.anchor_T,
+        inputs.advantages_T,
+        algorithm=algorithm,
+        lengths_N=inputs.lengths_N,
+    )
     policy = (inputs.weights_T * inputs.corrections_T * tokens.loss_T).sum()
     total, kl, entropy = policy, None, None
     if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss":
@@ -183,14 +191,45 @@ def loss(
 
 
 def policy_losses(
-    current_T: Tensor, proximal_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm
+    current_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    algorithm: Algorithm,
+    lengths_N: Tensor | None = None,
 ) -> TokenLosses:
-    """The clipped policy loss of each token.
+    """The policy loss of each token; `lengths_N` where ratios are those of whole answers.
 
     The gradient of a token stops where its ratio has moved past the clip range in the direction of
     its advantage, and for a negative advantage also past the dual clip.
     """
-    ratios_T = bounded_ratios(current_T, proximal_T)
+    kind = algorithm.effective_loss
+    if kind == "clip":
+        return _clipped(bounded_ratios(current_T, anchor_T), advantages_T, algorithm=algorithm)
+    assert lengths_N is not None, f"the loss {kind!r} needs the lengths of answers"
+    ratios_T = answer_ratios(current_T, anchor_T, lengths_N=lengths_N)
+    if kind == "gspo_token":
+        # The value is that of the answer; the gradient is that of the token alone.
+        ratios_T = ratios_T.detach() * (current_T - current_T.detach()).exp()
+    return _clipped(ratios_T, advantages_T, algorithm=algorithm)
+
+
+def answer_ratios(numerator_T: Tensor, denominator_T: Tensor, *, lengths_N: Tensor) -> Tensor:
+    """For each token the geometric mean of the ratios of its answer; finite and above 0."""
+    logs_T = _answer_means(numerator_T - denominator_T, lengths_N=lengths_N)
+    return logs_T.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def _answer_means(values_T: Tensor, *, lengths_N: Tensor) -> Tensor:
+    """For each token the mean over its answer, summed in float64."""
+    lengths_N = lengths_N.to(values_T.device)
+    owners_T = torch.repeat_interleave(lengths_N)
+    sums_N = torch.zeros(len(lengths_N), dtype=torch.float64, device=values_T.device)
+    means_N = sums_N.index_add(0, owners_T, values_T.double()) / lengths_N
+    return means_N[owners_T].to(values_T.dtype)
+
+
+def _clipped(ratios_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm) -> TokenLosses:
     lowest, highest = 1 - algorithm.effective_clip, 1 + algorithm.effective_clip_high
     is_low_T = (advantages_T < 0) & (ratios_T < lowest)
     is_high_T = (advantages_T > 0) & (ratios_T > highest)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sortedrl.config.algorithm import ANSWER_RATIOS
 from sortedrl.config.train import UpdateSettings
 from sortedrl.core.buffer import BufferState
 from sortedrl.core.buffer_file import load_buffer, save_buffer
@@ -439,17 +440,19 @@ class PolicyTrainer:
         proximal_T = current_T.detach() if before is None else before[at]
         behaviour_T = prepared.behaviour_T[at]
         reference_T = prepared.reference_T
+        lengths_N = prepared.answers.lengths_N[torch.tensor(batch.answers, dtype=torch.long)]
         inputs = LossInputs(
             advantages_T=prepared.advantages_T[at],
             anchor_T=proximal_T if correction.ratio == "proximal" else behaviour_T,
             corrections_T=correction_weights(
                 behaviour_T,
                 proximal_T,
-                lengths_N=prepared.answers.lengths_N[torch.tensor(batch.answers, dtype=torch.long)],
+                lengths_N=lengths_N,
                 correction=correction,
             ),
             weights_T=weights_T[at],
             reference_T=None if reference_T is None else reference_T[at],
+            lengths_N=lengths_N,
         )
         part = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
         self.optimiser.backward(part.total)
@@ -486,6 +489,7 @@ class PolicyTrainer:
                 proximal_T=outputs.proximal_T,
                 current_T=outputs.current_T,
                 correction=self._settings.correction,
+                has_answer_ratios=self._settings.algorithm.effective_loss in ANSWER_RATIOS,
                 tokens=outputs.token_losses(self._ranks),
                 kl_T=kl_T,
                 entropy_T=outputs.entropy_T,

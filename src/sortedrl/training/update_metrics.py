@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sortedrl.config.algorithm import Correction
 from sortedrl.training.batch import Answers, RankGroup
-from sortedrl.training.losses import TokenLosses, bounded_ratios, is_held_back
+from sortedrl.training.losses import TokenLosses, answer_ratios, bounded_ratios, is_held_back
 
 
 @dataclass(slots=True)
@@ -78,6 +78,8 @@ class UpdateRecord:
     """Estimated divergence from the reference, if there is one."""
     entropy_T: Tensor | None = None
     """The policy's entropy, if it was computed."""
+    has_answer_ratios: bool = False
+    """Whether the ratio that the loss clips is that of a whole answer."""
 
 
 def update_metrics(record: UpdateRecord) -> dict[str, float]:
@@ -86,7 +88,11 @@ def update_metrics(record: UpdateRecord) -> dict[str, float]:
     behaviour_T, proximal_T = _numbers(answers.behaviour_T), _numbers(record.proximal_T)
     anchor_T = proximal_T if record.correction.ratio == "proximal" else behaviour_T
     ratios_T = bounded_ratios(proximal_T, behaviour_T)
-    moves_T = bounded_ratios(_numbers(record.current_T), anchor_T)
+    current_T = _numbers(record.current_T)
+    if record.has_answer_ratios:
+        moves_T = answer_ratios(current_T, anchor_T, lengths_N=answers.lengths_N)
+    else:
+        moves_T = bounded_ratios(current_T, anchor_T)
     is_held_back_T = is_held_back(
         behaviour_T,
         proximal_T,
