@@ -180,16 +180,44 @@ def sequence_ratio(current, anchor):
     return bounded_ratio(product, 0.0)
 
 
-def answer_losses(kind, current, anchor, advantages, **clips):
+def clipped_mean_ratio(current, anchor, advantages, *, low, high):
+    """The geometric mean of an answer's ratios, each clipped, and which are not."""
+    product, is_free = 1.0, []
+    for c, a, advantage in zip(current, anchor, advantages, strict=True):
+        ratio = math.exp(c - a)
+        is_free.append(not is_stopped(ratio, advantage, low=low, high=high, dual=None))
+        product *= ratio if is_free[-1] else (1 + high if advantage > 0 else 1 - low)
+    return product ** (1 / len(current)), is_free
+
+
+def answer_losses(kind, current, anchor, advantages, *, low, high, dual):
     """For each token of one answer its loss, and the slopes of that by each log-probability."""
-    size, whole = len(current), sequence_ratio(current, anchor)
+    size = len(current)
+    whole = sequence_ratio(current, anchor)
+    mixed, is_free = clipped_mean_ratio(current, anchor, advantages, low=low, high=high)
     losses, slopes = [], []
     for place, advantage in enumerate(advantages):
-        assert kind in ("gspo", "gspo_token")
-        losses.append(policy_loss(math.log(whole), 0.0, advantage, **clips))
-        slope = 0.0 if is_stopped(whole, advantage, **clips) else -advantage * whole
-        own = [slope * (place == other) for other in range(size)]
-        slopes.append([slope / size] * size if kind == "gspo" else own)
+        ratio = bounded_ratio(current[place], anchor[place])
+        only = [float(place == other) for other in range(size)]
+        if kind in ("gspo", "gspo_token"):
+            loss = policy_loss(math.log(whole), 0.0, advantage, low=low, high=high, dual=dual)
+            is_over = is_stopped(whole, advantage, low=low, high=high, dual=dual)
+            slope = 0.0 if is_over else -advantage * whole
+            way = only if kind == "gspo_token" else [1 / size] * size
+        elif kind == "cispo":
+            slope = -advantage * min(max(ratio, 1 - low), 1 + high)
+            loss, way = slope * current[place], only
+        elif kind == "sapo":
+            heat = 1.0 if advantage > 0 else 1.05
+            gate = 1 / (1 + math.exp(-heat * (ratio - 1)))
+            loss = -advantage * gate * 4 / heat
+            slope, way = -advantage * 4 * gate * (1 - gate) * ratio, only
+        else:
+            assert kind == "gmpo"
+            loss = slope = -advantage * mixed
+            way = [free / size for free in is_free]
+        losses.append(loss)
+        slopes.append([slope * share for share in way])
     return losses, slopes
 
 

@@ -137,6 +137,9 @@ ALGORITHMS = [
     Algorithm(name="dapo", overlong_tokens=20),
     Algorithm(name="ppo", gae_lambda=0.9),
     Algorithm(name="gspo"),
+    Algorithm(name="cispo"),
+    Algorithm(name="sapo"),
+    Algorithm(name="gmpo"),
 ]
 
 

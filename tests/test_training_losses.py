@@ -96,7 +96,7 @@ def test_where_a_token_is_clipped_its_gradient_has_stopped_and_elsewhere_not(bat
     assert torch.equal(is_clipped | (advantages == 0), has_stopped)
 
 
-KINDS = ("gspo", "gspo_token")
+KINDS = ("gspo", "gspo_token", "cispo", "sapo", "gmpo")
 
 
 @st.composite
@@ -116,7 +116,7 @@ def answered(draw):
 @pytest.mark.parametrize("kind", KINDS)
 @few
 @given(answered(), st.integers(0, 1000))
-def test_losses_with_ratios_of_answers_are_those_of_the_plain_formulas(kind, answers, seed):
+def test_the_other_losses_are_those_of_the_plain_formulas(kind, answers, seed):
     algorithm = Algorithm(loss=kind)
     columns = [doubles([v for answer in answers for v in answer[i]]) for i in range(3)]
     current_T = columns[0].requires_grad_()
@@ -165,6 +165,43 @@ def test_gspo_clips_a_whole_answer():
     )
     assert ours.is_clipped_high_T.tolist() == [True, True, False]
     assert ours.loss_T.tolist() == pytest.approx([-1.0004, -1.0004, -1.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_start_of_an_update_every_loss_has_the_gradient_of_reinforce(kind):
+    """Over the answer as a whole, where its tokens have one advantage."""
+    current_T = doubles([-1.0, -2.0, -3.0]).requires_grad_()
+    ours = policy_losses(
+        current_T,
+        current_T.detach(),
+        doubles([0.5, 0.5, -1.5]),
+        algorithm=Algorithm(loss=kind),
+        lengths_N=torch.tensor([2, 1]),
+    )
+    assert slopes(ours.loss_T, current_T).tolist() == pytest.approx([-0.5, -0.5, 1.5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_ratios_give_finite_losses_and_gradients_of_every_kind(kind):
+    current_T = torch.tensor([0.0, 0.0, 0.0, -500.0, -500.0], requires_grad=True)
+    ours = policy_losses(
+        current_T,
+        torch.tensor([-500.0, -500.0, -500.0, 0.0, 0.0]),
+        torch.tensor([0.0, 1.0, -1.0, 1.0, -1.0]),
+        algorithm=Algorithm(loss=kind),
+        lengths_N=torch.tensor([2, 1, 1, 1]),
+    )
+    assert ours.loss_T.isfinite().all()
+    assert slopes(ours.loss_T, current_T).isfinite().all()
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    current_T = doubles([-1.0, -1.0]).requires_grad_()
+    ours = policy_losses(
+        current_T, doubles([-4.0, -1.5]), doubles([1.0, 1.0]), algorithm=Algorithm(name="cispo")
+    )
+    assert ours.is_clipped_high_T.tolist() == [True, False]
+    assert slopes(ours.loss_T, current_T).tolist() == pytest.approx([-5.0, -math.exp(0.5)])
 
 
 def test_policy_losses_by_hand():

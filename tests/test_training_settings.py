@@ -20,6 +20,9 @@ from sortedrl.errors import ConfigError
         ("dapo", "token_mean", "loss", "k3"),
         ("ppo", "token_mean", "reward", "k1"),
         ("gspo", "sequence_mean", "loss", "k3"),
+        ("cispo", "token_mean", "loss", "k3"),
+        ("sapo", "sequence_mean", "loss", "k3"),
+        ("gmpo", "sequence_mean", "loss", "k3"),
     ],
 )
 def test_a_name_brings_its_aggregation_and_its_divergence(name, aggregation, place, estimator):
@@ -97,6 +100,9 @@ def test_a_loss_brings_its_clip_whatever_the_algorithm():
         ({"clip_high": 0.0}, "clip_high must be above 0"),
         ({"dual_clip": 1.2}, "above 1 \\+ clip_high = 1.2"),
         ({"dual_clip": math.inf}, "dual_clip must be a finite number"),
+        ({"loss": "gsp"}, "did you mean 'gspo'"),
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip belongs to the losses clip, gspo, gspo_t"),
+        ({"loss": "sapo", "clip": 0.1}, "got them with 'sapo', which clips nothing"),
         ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
         ({"entropy_coef": math.inf}, "entropy_coef must be a finite number"),
         ({"discount": 1.1}, "discount must lie in 0..1"),

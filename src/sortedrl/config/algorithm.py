@@ -37,6 +37,9 @@ AlgorithmName = Literal[
     "dapo",
     "ppo",
     "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -44,7 +47,7 @@ KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
 AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
 RewardScale = Literal["group", "none"]
-LossName = Literal["clip", "gspo", "gspo_token"]
+LossName = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +86,30 @@ _DEFAULTS = MappingProxyType(
         "gspo": _Defaults(
             advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="gspo"
         ),
+        "cispo": _Defaults(
+            advantage="group", aggregation="token_mean", scale_rewards="group", loss="cispo"
+        ),
+        "sapo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="sapo"
+        ),
+        "gmpo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="gmpo"
+        ),
     }
 )
 _CLIPS: Mapping[LossName, tuple[float, float]] = MappingProxyType(
-    {"clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gspo_token": (3e-4, 4e-4)}
+    {
+        "clip": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "gspo_token": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0),
+        "gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1),
+    }
 )
-"""Lower and upper clip range of a loss, as published."""
+"""Lower and upper clip range of a loss, as published; 1 has no lower bound. sapo has none."""
+_NO_CLIP = (1.0, math.inf)
 _TAKE_DUAL_CLIP: frozenset[LossName] = frozenset({"clip", "gspo", "gspo_token"})
-ANSWER_RATIOS: frozenset[LossName] = frozenset({"gspo", "gspo_token"})
+ANSWER_RATIOS: frozenset[LossName] = frozenset({"gspo", "gspo_token", "gmpo"})
 """Losses whose ratio is that of a whole answer."""
 _COMPARE_SIBLINGS: frozenset[AdvantageName] = frozenset(
     {"group", "group_whitened", "leave_one_out"}
@@ -109,17 +128,21 @@ class Algorithm:
     rloo: minus the mean reward of the prompt's other answers; losses as in dr_grpo.
     dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
     ppo: a critic and generalised advantage estimation.
-    gspo: grpo with the ratio and the clip of a whole answer."""
+    gspo: grpo with the ratio and the clip of a whole answer.
+    cispo: grpo whose clipped ratio weighs the log-probability, so that no gradient stops.
+    sapo: grpo with a soft gate in place of the clip.
+    gmpo: grpo with the geometric mean of an answer's clipped ratios."""
     loss: LossName | None = None
     """Policy loss. clip: the ratio of each token, clipped (PPO). gspo: the ratio of the answer, the
     geometric mean of its tokens' ratios, clipped. gspo_token: the same for advantages that differ
-    by token. By default that of the algorithm."""
+    by token. cispo: the log-probability, weighted by the clipped ratio. sapo: a sigmoid of the
+    ratio. gmpo: the geometric mean of the clipped ratios. By default that of the algorithm."""
     clip: Annotated[float, within(0, 1, ends="()")] | None = None
     """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
-    default 0.2, and 3e-4 for gspo."""
+    default 0.2, 3e-4 for gspo, 0.33 for gmpo; cispo has no lower bound."""
     clip_high: PositiveFloat | None = None
-    """Upper clip range, where it differs from the lower one; by default 0.28 for dapo and 4e-4 for
-    gspo."""
+    """Upper clip range, where it differs from the lower one; by default 0.28 for dapo, 4e-4 for
+    gspo, 4 for cispo, 0.49 for gmpo."""
     dual_clip: float | None = None
     """Dual clip: the ratio at which the loss of a negative advantage stops growing, such as 3."""
     aggregation: Aggregation | None = None
@@ -166,6 +189,11 @@ class Algorithm:
             self.dual_clip is None or self.effective_loss in _TAKE_DUAL_CLIP,
             f"algorithm.dual_clip belongs to the losses {', '.join(sorted(_TAKE_DUAL_CLIP))}, got "
             f"it with {self.effective_loss!r}; leave it out",
+        )
+        require(
+            (self.clip is None and self.clip_high is None) or self.effective_loss in _CLIPS,
+            f"algorithm.clip and clip_high belong to the losses {', '.join(_CLIPS)}, got them with "
+            f"{self.effective_loss!r}, which clips nothing; leave them out",
         )
         require(
             self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
@@ -238,7 +266,7 @@ class Algorithm:
     @property
     def effective_clip(self) -> float:
         """Lower clip range."""
-        return _CLIPS[self.effective_loss][0] if self.clip is None else self.clip
+        return self._clips[0] if self.clip is None else self.clip
 
     @property
     def effective_clip_high(self) -> float:
@@ -248,7 +276,11 @@ class Algorithm:
         row = _DEFAULTS[self.name]
         if row.clip_high is not None and self.effective_loss == row.loss:
             return row.clip_high
-        return _CLIPS[self.effective_loss][1] if self.clip is None else self.clip
+        return self._clips[1] if self.clip is None else self.clip
+
+    @property
+    def _clips(self) -> tuple[float, float]:
+        return _CLIPS.get(self.effective_loss, _NO_CLIP)
 
     @property
     def effective_aggregation(self) -> Aggregation:

@@ -10,6 +10,7 @@ Axes: N answers, T answer tokens, of a mini-batch or of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -204,9 +205,20 @@ def policy_losses(
     its advantage, and for a negative advantage also past the dual clip.
     """
     kind = algorithm.effective_loss
-    if kind == "clip":
-        return _clipped(bounded_ratios(current_T, anchor_T), advantages_T, algorithm=algorithm)
+    if kind in ("clip", "cispo", "sapo"):
+        ratios_T = bounded_ratios(current_T, anchor_T)
+        if kind == "cispo":
+            return _weighted(ratios_T, current_T, advantages_T, algorithm=algorithm)
+        return (
+            _gated(ratios_T, advantages_T)
+            if kind == "sapo"
+            else _clipped(ratios_T, advantages_T, algorithm=algorithm)
+        )
     assert lengths_N is not None, f"the loss {kind!r} needs the lengths of answers"
+    if kind == "gmpo":
+        return _clipped_mean(
+            current_T - anchor_T, advantages_T, algorithm=algorithm, lengths_N=lengths_N
+        )
     ratios_T = answer_ratios(current_T, anchor_T, lengths_N=lengths_N)
     if kind == "gspo_token":
         # The value is that of the answer; the gradient is that of the token alone.
@@ -245,6 +257,57 @@ def _clipped(ratios_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm) ->
         is_clipped_low_T=is_low_T,
         is_clipped_high_T=is_high_T,
         is_dual_clipped_T=is_dual_T,
+    )
+
+
+def _weighted(
+    ratios_T: Tensor, current_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm
+) -> TokenLosses:
+    """CISPO: clipping bounds a token's weight and stops no gradient."""
+    lowest, highest = 1 - algorithm.effective_clip, 1 + algorithm.effective_clip_high
+    weights_T = ratios_T.detach()
+    return TokenLosses(
+        loss_T=-advantages_T * weights_T.clamp(lowest, highest) * current_T,
+        is_clipped_low_T=weights_T < lowest,
+        is_clipped_high_T=weights_T > highest,
+        is_dual_clipped_T=torch.zeros_like(weights_T, dtype=torch.bool),
+    )
+
+
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Of the gate for advantages above 0, and for the others."""
+
+
+def _gated(ratios_T: Tensor, advantages_T: Tensor) -> TokenLosses:
+    """SAPO: the gradient fades as the ratio leaves 1, faster for negative advantages."""
+    positive, negative = SAPO_TEMPERATURES
+    temperatures_T = torch.full_like(ratios_T, negative).masked_fill(advantages_T > 0, positive)
+    gates_T = (temperatures_T * (ratios_T - 1)).sigmoid() * 4 / temperatures_T
+    nowhere_T = torch.zeros_like(ratios_T, dtype=torch.bool)
+    return TokenLosses(
+        loss_T=-advantages_T * gates_T,
+        is_clipped_low_T=nowhere_T,
+        is_clipped_high_T=nowhere_T,
+        is_dual_clipped_T=nowhere_T,
+    )
+
+
+def _clipped_mean(
+    logs_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm, lengths_N: Tensor
+) -> TokenLosses:
+    """GMPO: each token's ratio is clipped before the geometric mean over its answer."""
+    lowest = math.log(1 - algorithm.effective_clip)
+    highest = math.log(1 + algorithm.effective_clip_high)
+    is_low_T = (advantages_T < 0) & (logs_T < lowest)
+    is_high_T = (advantages_T > 0) & (logs_T > highest)
+    clipped_T = logs_T.masked_fill(is_low_T, lowest).masked_fill(is_high_T, highest)
+    means_T = _answer_means(clipped_T, lengths_N=lengths_N)
+    ratios_T = means_T.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    return TokenLosses(
+        loss_T=-advantages_T * ratios_T,
+        is_clipped_low_T=is_low_T,
+        is_clipped_high_T=is_high_T,
+        is_dual_clipped_T=torch.zeros_like(is_low_T),
     )
 
 
