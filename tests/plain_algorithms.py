@@ -75,9 +75,9 @@ def returns_to_go(rewards):
     return [math.fsum(rewards[place:]) for place in range(len(rewards))]
 
 
-def generalised(rewards, values, *, discount, trust):
-    """Advantages of one answer, from its last token to its first."""
-    advantages, later, next_value = [], 0.0, 0.0
+def generalised(rewards, values, *, discount, trust, last):
+    """Advantages of one answer, from its last token to its first; `last` is the value after it."""
+    advantages, later, next_value = [], 0.0, last
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + discount * next_value - value + discount * trust * later
         advantages.insert(0, later)
@@ -85,7 +85,7 @@ def generalised(rewards, values, *, discount, trust):
     return advantages
 
 
-def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
+def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values, last=None):
     """Advantages, and returns for ppo, of each token of each answer."""
     if algorithm.overlong_tokens is not None:
         rewards = [
@@ -106,8 +106,10 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
         return whitened([returns_to_go(own) for own in tokens]), None
     if algorithm.name == "ppo":
         raw = [
-            generalised(own, value, discount=algorithm.discount, trust=algorithm.gae_lambda)
-            for own, value in zip(tokens, values, strict=True)
+            generalised(
+                own, value, discount=algorithm.discount, trust=algorithm.gae_lambda, last=after
+            )
+            for own, value, after in zip(tokens, values, last or [0.0] * len(tokens), strict=True)
         ]
         returns = [
             [a + v for a, v in zip(own, value, strict=True)]

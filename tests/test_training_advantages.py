@@ -49,6 +49,7 @@ class Small:
             lengths_N=torch.tensor(self.lengths),
             rewards_N=torch.tensor(self.rewards, dtype=torch.float64),
             prompts_N=torch.tensor(self.prompts),
+            is_truncated_N=torch.zeros(len(self.rewards), dtype=torch.bool),
             behaviour_T=torch.zeros(tokens),
             staleness_T=torch.zeros(tokens, dtype=torch.long),
         )
@@ -65,17 +66,18 @@ def small(rewards, *, lengths=None, prompts=None):
     return Small(rewards, prompts or [7] * len(rewards), zeros, zeros)
 
 
-def found(batch, algorithm):
+def found(batch, algorithm, *, last=None):
     return estimate(
         batch.answers,
         algorithm,
         max_tokens=LIMIT,
         kl_T=flat(batch.kl),
         values_T=flat(batch.values),
+        last_values_N=None if last is None else torch.tensor(last),
     )
 
 
-def expected(batch, algorithm):
+def expected(batch, algorithm, *, last=None):
     return plain.advantages(
         algorithm,
         max_tokens=LIMIT,
@@ -83,6 +85,7 @@ def expected(batch, algorithm):
         prompts=batch.prompts,
         kl=batch.kl,
         values=batch.values,
+        last=last,
     )
 
 
@@ -249,6 +252,17 @@ def test_ppo_that_trusts_the_critic_only_looks_one_token_ahead():
     batch = replace(small([1.0], lengths=[3]), values=[[0.5, 0.25, 0.75]])
     ours = found(batch, Algorithm(name="ppo", gae_lambda=0.0, discount=0.5))
     assert ours.returns_T.tolist() == [0.125, 0.375, 1.0]
+
+
+@few
+@given(batches(), algorithms(names=("ppo",)), st.integers(0, 1000))
+def test_a_truncated_answer_continues_with_the_value_at_its_cut(batch, algorithm, seed):
+    random = Random(seed)
+    last = [random.choice((0.0, random.randint(-16, 16) / 8)) for _ in batch.rewards]
+    ours = found(batch, algorithm, last=last)
+    theirs, returns = expected(batch, algorithm, last=last)
+    torch.testing.assert_close(ours.advantages_T, flat(theirs).float(), rtol=2e-7, atol=1e-8)
+    torch.testing.assert_close(ours.returns_T, flat(returns).float(), rtol=2e-7, atol=1e-9)
 
 
 def test_a_batch_of_one_token_has_no_advantage_under_any_algorithm():

@@ -45,6 +45,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
+TruncatedAnswers = Literal["train", "mask", "bootstrap"]
 AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
 RewardScale = Literal["group", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
@@ -172,6 +173,10 @@ class Algorithm:
     filter_zero_variance: bool | None = None
     """Filter out prompts whose answers all have the same reward, and hold the others back until
     an update batch is full (dynamic sampling); on for dapo."""
+    truncated: TruncatedAnswers = "train"
+    """Answers cut off at engine.max_tokens. train: like any other. mask: they have no loss, but
+    their rewards still count in the advantages of others. bootstrap (ppo): the critic's value of
+    the state at the cut stands for what would have followed."""
     overlong_tokens: PositiveInt | None = None
     """Overlong shaping (DAPO): answers this close to engine.max_tokens lose reward, linearly, up
     to overlong_penalty at the limit."""
@@ -231,6 +236,11 @@ class Algorithm:
             not self.filter_zero_variance or self.needs_siblings,
             f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
             f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
+        )
+        require(
+            self.truncated != "bootstrap" or self.has_critic,
+            f"algorithm.truncated 'bootstrap' takes a value of the critic, got it with "
+            f"{self.name!r}, which has none; set it to 'mask', or name to 'ppo'",
         )
         require(
             self.overlong_penalty == 1.0 or self.overlong_tokens is not None,

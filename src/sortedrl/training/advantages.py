@@ -100,13 +100,15 @@ def estimate(
     max_tokens: int,
     kl_T: Tensor | None = None,
     values_T: Tensor | None = None,
+    last_values_N: Tensor | None = None,
     moments: RunningMoments | None = None,
 ) -> Advantages:
     """The advantages of all answers of an update.
 
     `kl_T` estimates the KL divergence from the reference, for a penalty in the reward; `values_T`
-    is the critic's value of the state before each token, for ppo; `moments` are those of earlier
-    updates, where rewards are whitened over a group.
+    is the critic's value of the state before each token, for ppo; `last_values_N` is its value
+    after the last token of each answer, by default 0; `moments` are those of earlier updates, where
+    rewards are whitened over a group.
     """
     rewards_N = answers.rewards_N.double()
     if algorithm.overlong_tokens is not None:
@@ -120,7 +122,13 @@ def estimate(
     rewards_T = _token_rewards(answers, algorithm, rewards_N=rewards_N, kl_T=kl_T)
     if algorithm.has_critic:
         assert values_T is not None, f"{algorithm.name} needs the critic's values"
-        return _with_critic(answers, algorithm, rewards_T=rewards_T, values_T=values_T.double())
+        return _with_critic(
+            answers,
+            algorithm,
+            rewards_T=rewards_T,
+            values_T=values_T.double(),
+            last_values_N=last_values_N,
+        )
     if algorithm.needs_siblings:
         advantages_T = _among_siblings(answers, algorithm, rewards_T=rewards_T)
     else:
@@ -178,11 +186,18 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
 
 
 def _with_critic(
-    answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor, values_T: Tensor
+    answers: Answers,
+    algorithm: Algorithm,
+    *,
+    rewards_T: Tensor,
+    values_T: Tensor,
+    last_values_N: Tensor | None,
 ) -> Advantages:
-    """Generalised advantage estimation; the value after the last token is 0."""
+    """Generalised advantage estimation; the value after the last token is 0 unless given."""
     next_values_T = values_T.roll(-1)
     next_values_T[answers.ends_N] = 0.0
+    if last_values_N is not None:
+        next_values_T[answers.ends_N] = last_values_N.double()
     deltas_T = rewards_T + algorithm.discount * next_values_T - values_T
     discount = algorithm.discount * algorithm.gae_lambda
     advantages_T = _sums_to_the_end(deltas_T, answers, discount=discount)

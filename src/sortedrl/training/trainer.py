@@ -113,6 +113,8 @@ class _Prepared:
     reference_T: Tensor | None
     values_T: Tensor | None
     returns_T: Tensor | None
+    is_masked_T: Tensor | None
+    """Tokens without a loss; `None` where every token has one."""
 
 
 class _NotFiniteError(Exception):
@@ -374,6 +376,7 @@ class PolicyTrainer:
             max_tokens=self._settings.max_tokens,
             kl_T=kl_T,
             values_T=None if values_T is None else values_T.cpu(),
+            last_values_N=self._values_at_cut(trajectories, answers),
             moments=self.moments,
         )
         for what, numbers_T in (
@@ -391,7 +394,36 @@ class PolicyTrainer:
             reference_T=reference_T,
             values_T=values_T,
             returns_T=None if found.returns_T is None else found.returns_T.to(device),
+            is_masked_T=answers.is_truncated_N[answers.owners_T].to(device)
+            if algorithm.truncated == "mask"
+            else None,
         )
+
+    def _values_at_cut(self, trajectories: Sequence[Trajectory], answers: Answers) -> Tensor | None:
+        """The critic's value after the last token of truncated answers, 0 for the others."""
+        cut = answers.is_truncated_N.nonzero()[:, 0]
+        if self.critic is None or self._settings.algorithm.truncated != "bootstrap" or not len(cut):
+            return None
+        # The state after an answer is the one before a token that would follow it.
+        texts = [trajectories[n] for n in cut.tolist()]
+        following = [TokenSequence((*t.prompt.tokens, *t.tokens), (0,)) for t in texts]
+        single = Answers(
+            lengths_N=torch.ones(len(cut), dtype=torch.long),
+            rewards_N=answers.rewards_N[cut],
+            prompts_N=answers.prompts_N[cut],
+            is_truncated_N=answers.is_truncated_N[cut],
+            behaviour_T=torch.zeros(len(cut)),
+            staleness_T=torch.zeros(len(cut), dtype=torch.long),
+        )
+        values_N = torch.zeros(len(answers))
+        values_N[cut] = in_micro_batches(
+            single,
+            following,
+            self.critic.critic.values,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            ranks=self._ranks,
+        ).cpu()
+        return values_N
 
     def _step(
         self, prepared: _Prepared, chosen: Sequence[int], outputs: TokenOutputs
@@ -405,6 +437,8 @@ class PolicyTrainer:
             settings.algorithm.effective_aggregation,
             max_tokens=settings.max_tokens,
         ).to(weights_T.device)
+        if prepared.is_masked_T is not None:
+            weights_T.masked_fill_(prepared.is_masked_T, 0.0)
         batches = micro_batches(
             chosen,
             answers,
@@ -474,6 +508,7 @@ class PolicyTrainer:
             returns_T=prepared.returns_T,
             clip=self._settings.algorithm.value_clip,
             seed=seed,
+            is_masked_T=prepared.is_masked_T,
         )
         return {"value_loss": value_loss}
 

@@ -103,6 +103,7 @@ def update_metrics(record: UpdateRecord) -> dict[str, float]:
         "reward/mean": _mean(answers.rewards_N),
         "reward/std": _spread(answers.rewards_N),
         "length/mean": _mean(answers.lengths_N),
+        "length/truncated": _mean(answers.is_truncated_N),
         "advantage/std": _spread(record.advantages_T),
         "correction/ess": effective_share(ratios_T),
         "correction/held_back": _mean(is_held_back_T),
