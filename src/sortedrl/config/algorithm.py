@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from sortedrl.config.checks import (
     Fraction,
@@ -27,6 +27,7 @@ from sortedrl.config.checks import (
     require,
     within,
 )
+from sortedrl.errors import unknown_name
 
 AlgorithmName = Literal[
     "reinforce_pp",
@@ -98,7 +99,7 @@ _DEFAULTS = MappingProxyType(
         ),
     }
 )
-_CLIPS: Mapping[LossName, tuple[float, float]] = MappingProxyType(
+_CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "clip": (0.2, 0.2),
         "gspo": (3e-4, 4e-4),
@@ -109,12 +110,19 @@ _CLIPS: Mapping[LossName, tuple[float, float]] = MappingProxyType(
 )
 """Lower and upper clip range of a loss, as published; 1 has no lower bound. sapo has none."""
 _NO_CLIP = (1.0, math.inf)
-_TAKE_DUAL_CLIP: frozenset[LossName] = frozenset({"clip", "gspo", "gspo_token"})
-ANSWER_RATIOS: frozenset[LossName] = frozenset({"gspo", "gspo_token", "gmpo"})
+_TAKE_DUAL_CLIP: frozenset[str] = frozenset({"clip", "gspo", "gspo_token"})
+ANSWER_RATIOS: frozenset[str] = frozenset({"gspo", "gspo_token", "gmpo"})
 """Losses whose ratio is that of a whole answer."""
-_COMPARE_SIBLINGS: frozenset[AdvantageName] = frozenset(
-    {"group", "group_whitened", "leave_one_out"}
-)
+_COMPARE_SIBLINGS: frozenset[str] = frozenset({"group", "group_whitened", "leave_one_out"})
+
+
+def is_function(text: str) -> bool:
+    """Whether the text is the address of a function, and not the name of a formula of ours.
+
+    >>> is_function("my_file.py:my_loss"), is_function("my_module:my_loss"), is_function("gspo")
+    (True, True, False)
+    """
+    return ":" in text or text.endswith(".py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +141,17 @@ class Algorithm:
     cispo: grpo whose clipped ratio weighs the log-probability, so that no gradient stops.
     sapo: grpo with a soft gate in place of the clip.
     gmpo: grpo with the geometric mean of an answer's clipped ratios."""
-    loss: LossName | None = None
+    advantage: str | None = None
+    """Advantage estimator. returns: sums of rewards to the end, whitened. group: minus the mean of
+    the prompt. group_whitened: the same, whitened. leave_one_out: minus the mean of the prompt's
+    other answers. gae: by a critic. Or a function of yours: my_file.py:my_function. By default that
+    of the algorithm."""
+    loss: str | None = None
     """Policy loss. clip: the ratio of each token, clipped (PPO). gspo: the ratio of the answer, the
     geometric mean of its tokens' ratios, clipped. gspo_token: the same for advantages that differ
     by token. cispo: the log-probability, weighted by the clipped ratio. sapo: a sigmoid of the
-    ratio. gmpo: the geometric mean of the clipped ratios. By default that of the algorithm."""
+    ratio. gmpo: the geometric mean of the clipped ratios. Or a function of yours:
+    my_file.py:my_function. By default that of the algorithm."""
     clip: Annotated[float, within(0, 1, ends="()")] | None = None
     """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
     default 0.2, 3e-4 for gspo, 0.33 for gmpo; cispo has no lower bound."""
@@ -186,8 +200,20 @@ class Algorithm:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         check_values(self, "algorithm.")
+        self._check_functions()
         self._check_loss()
         self._check_rewards()
+
+    def _check_functions(self) -> None:
+        for field, given, known in (
+            ("advantage", self.advantage, get_args(AdvantageName)),
+            ("loss", self.loss, get_args(LossName)),
+        ):
+            require(
+                given is None or given in known or is_function(given),
+                unknown_name(f"algorithm.{field}", str(given), known)
+                + ", or a function as my_file.py:my_function",
+            )
 
     def _check_loss(self) -> None:
         require(
@@ -198,7 +224,7 @@ class Algorithm:
         require(
             (self.clip is None and self.clip_high is None) or self.effective_loss in _CLIPS,
             f"algorithm.clip and clip_high belong to the losses {', '.join(_CLIPS)}, got them with "
-            f"{self.effective_loss!r}, which clips nothing; leave them out",
+            f"{self.effective_loss!r}, which has no clip range; leave them out",
         )
         require(
             self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
@@ -228,7 +254,7 @@ class Algorithm:
                 f"algorithm.{field} belongs to 'ppo', got {given} with {self.name!r}; leave it out",
             )
         require(
-            self.whiten == "batch" or self.name == "reinforce_pp",
+            self.whiten == "batch" or self.effective_advantage == "returns",
             f"algorithm.whiten {self.whiten!r} belongs to 'reinforce_pp', got it with "
             f"{self.name!r}; leave it out",
         )
@@ -251,7 +277,10 @@ class Algorithm:
     @property
     def needs_siblings(self) -> bool:
         """Whether advantages compare an answer with the other answers to its prompt."""
-        return self.effective_advantage in _COMPARE_SIBLINGS
+        own = self.effective_advantage
+        # A function may compare answers where the algorithm it stands in for does.
+        own = _DEFAULTS[self.name].advantage if is_function(own) else own
+        return own in _COMPARE_SIBLINGS
 
     @property
     def has_critic(self) -> bool:
@@ -259,9 +288,9 @@ class Algorithm:
         return self.effective_advantage == "gae"
 
     @property
-    def effective_advantage(self) -> AdvantageName:
-        """How rewards become advantages."""
-        return _DEFAULTS[self.name].advantage
+    def effective_advantage(self) -> str:
+        """How rewards become advantages: the name of an estimator, or a function of the user."""
+        return self.advantage or _DEFAULTS[self.name].advantage
 
     @property
     def effective_scale_rewards(self) -> RewardScale:
@@ -269,8 +298,8 @@ class Algorithm:
         return _DEFAULTS[self.name].scale_rewards
 
     @property
-    def effective_loss(self) -> LossName:
-        """The policy loss."""
+    def effective_loss(self) -> str:
+        """The policy loss: its name, or a function of the user."""
         return self.loss or _DEFAULTS[self.name].loss
 
     @property

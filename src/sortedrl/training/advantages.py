@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sortedrl.config.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm, is_function
 from sortedrl.training.batch import Answers
+from sortedrl.training.functions import token_advantages
 
 
 class Moments(NamedTuple):
@@ -120,6 +121,11 @@ def estimate(
             penalty=algorithm.overlong_penalty,
         )
     rewards_T = _token_rewards(answers, algorithm, rewards_N=rewards_N, kl_T=kl_T)
+    if is_function(algorithm.effective_advantage):
+        advantages_T = _of_user(
+            algorithm.effective_advantage, answers, rewards_N=rewards_N, rewards_T=rewards_T
+        )
+        return Advantages(advantages_T.float(), None)
     if algorithm.has_critic:
         assert values_T is not None, f"{algorithm.name} needs the critic's values"
         return _with_critic(
@@ -183,6 +189,18 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
         has_siblings_T = (sizes_N > 1).repeat_interleave(answers.lengths_N)
         advantages_T[has_siblings_T] = _whitened(advantages_T[has_siblings_T])
     return advantages_T
+
+
+def _of_user(address: str, answers: Answers, *, rewards_N: Tensor, rewards_T: Tensor) -> Tensor:
+    given = {
+        "rewards_N": rewards_N,
+        "rewards_T": rewards_T,
+        "prompts_N": answers.prompts_N,
+        "lengths_N": answers.lengths_N,
+        "owners_T": answers.owners_T,
+        "is_truncated_N": answers.is_truncated_N,
+    }
+    return token_advantages(address, given)
 
 
 def _with_critic(

@@ -23,7 +23,9 @@ from sortedrl.config.algorithm import (
     Correction,
     CorrectionName,
     KlEstimator,
+    is_function,
 )
+from sortedrl.training.functions import token_losses
 
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to this: beyond, a ratio is practically 0 or infinite, and an advantage of
@@ -205,6 +207,9 @@ def policy_losses(
     its advantage, and for a negative advantage also past the dual clip.
     """
     kind = algorithm.effective_loss
+    if is_function(kind):
+        assert lengths_N is not None, "a loss of the user is given the lengths of answers"
+        return _of_user(kind, current_T, anchor_T, advantages_T, lengths_N=lengths_N)
     if kind in ("clip", "cispo", "sapo"):
         ratios_T = bounded_ratios(current_T, anchor_T)
         if kind == "cispo":
@@ -308,6 +313,31 @@ def _clipped_mean(
         is_clipped_low_T=is_low_T,
         is_clipped_high_T=is_high_T,
         is_dual_clipped_T=torch.zeros_like(is_low_T),
+    )
+
+
+def _of_user(
+    address: str,
+    current_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    lengths_N: Tensor,
+) -> TokenLosses:
+    lengths_N = lengths_N.to(current_T.device)
+    given = {
+        "current_T": current_T,
+        "anchor_T": anchor_T,
+        "advantages_T": advantages_T,
+        "owners_T": torch.repeat_interleave(lengths_N),
+        "lengths_N": lengths_N,
+    }
+    nowhere_T = torch.zeros_like(current_T, dtype=torch.bool)
+    return TokenLosses(
+        loss_T=token_losses(address, given),
+        is_clipped_low_T=nowhere_T,
+        is_clipped_high_T=nowhere_T,
+        is_dual_clipped_T=nowhere_T,
     )
 
 

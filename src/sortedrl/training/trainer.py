@@ -51,6 +51,7 @@ from sortedrl.training.batch import (
 from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_tensors
 from sortedrl.training.critic import CriticTrainer
 from sortedrl.training.forward import PackedModel, Reference
+from sortedrl.training.functions import check_functions
 from sortedrl.training.lora import merged_model, write_adapters
 from sortedrl.training.losses import (
     LossInputs,
@@ -141,6 +142,7 @@ class PolicyTrainer:
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
         """Train the policy's model as the settings say."""
+        check_functions(settings.algorithm)
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
         self._num_unusable = 0
