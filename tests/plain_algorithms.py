@@ -54,8 +54,9 @@ def whitened(tokens):
     return [[(value - middle) / (spread + FLOOR) for value in answer] for answer in tokens]
 
 
-def group_advantage(name, rewards, prompts, number):
+def group_advantage(algorithm, rewards, prompts, number):
     """The advantage of one answer among its siblings."""
+    name = algorithm.name
     group = [rewards[n] for n in siblings(prompts, number)]
     own = rewards[number]
     if min(group) == max(group):
@@ -64,11 +65,12 @@ def group_advantage(name, rewards, prompts, number):
         others = [rewards[n] for n in siblings(prompts, number) if n != number]
         return own - mean(others)
     centred = own - mean(group)
-    return (
-        centred
-        if name in ("dr_grpo", "reinforce_pp_baseline")
-        else centred / (deviation(group) + FLOOR)
-    )
+    scale = algorithm.scale_rewards
+    if scale is None:
+        scale = "none" if name in ("dr_grpo", "reinforce_pp_baseline") else "group"
+    if scale == "none":
+        return centred
+    return centred / (deviation(group if scale == "group" else rewards) + FLOOR)
 
 
 def returns_to_go(rewards):
@@ -117,7 +119,7 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values, last=None
         ]
         return whitened(raw), returns
     totals = [math.fsum(own) for own in tokens]
-    scores = [group_advantage(algorithm.name, totals, prompts, n) for n in range(len(totals))]
+    scores = [group_advantage(algorithm, totals, prompts, n) for n in range(len(totals))]
     spread = [[score] * len(own) for score, own in zip(scores, tokens, strict=True)]
     if algorithm.name == "reinforce_pp_baseline":
         compared = [n for n in range(len(totals)) if len(siblings(prompts, n)) > 1]
@@ -126,23 +128,41 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values, last=None
     return spread, None
 
 
-def correction(kind, behaviour, proximal, *, least, most):
+def correction(kind, behaviour, proximal, *, least, most, mask="none", lowest=0.0, highest=0.0):
     """Weights of the tokens of one answer, and whether each is held back."""
-    ratios = [exponential(p - b) for p, b in zip(proximal, behaviour, strict=True)]
-    if kind.startswith("sequence"):
-        whole = exponential(math.fsum(proximal) - math.fsum(behaviour))
-        ratios = [whole] * len(ratios)
+    ratios = levels(behaviour, proximal, "sequence" if kind.startswith("sequence") else "token")
+    masking = levels(behaviour, proximal, "token" if mask == "none" else mask)
     weights = []
-    for ratio in ratios:
-        if kind == "none":
+    for ratio, judged in zip(ratios, masking, strict=True):
+        if mask != "none" and not lowest <= judged <= highest:
+            weights.append((0.0, True))
+        elif kind == "none":
             weights.append((1.0, False))
         elif kind.endswith("tis"):
-            weights.append((min(ratio, most), ratio > most))
+            weights.append((max(min(ratio, most), least), not least <= ratio <= most))
         elif least <= ratio <= most:
             weights.append((ratio, False))
         else:
             weights.append((0.0, True))
     return [weight for weight, _ in weights], [held for _, held in weights]
+
+
+def levels(behaviour, proximal, level):
+    """For each token of one answer its ratio, that of the answer, or the geometric mean there."""
+    logs = [p - b for p, b in zip(proximal, behaviour, strict=True)]
+    if level == "token":
+        return [exponential(log) for log in logs]
+    whole = math.fsum(proximal) - math.fsum(behaviour)
+    return [exponential(whole if level == "sequence" else whole / len(logs))] * len(logs)
+
+
+def step_scale(level, answers, *, most):
+    """The root of the effective share of truncated weights; answers are pairs of lists."""
+    weights = []
+    for behaviour, proximal in answers:
+        own = levels(behaviour, proximal, level)
+        weights += own if level == "token" else own[:1]
+    return math.sqrt(effective_share([max(min(w, most), math.exp(-FARTHEST)) for w in weights]))
 
 
 def policy_loss(current, proximal, advantage, *, low, high, dual):

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
@@ -121,6 +121,8 @@ def algorithms(draw, names=NAMES):
     }
     if given["overlong_tokens"] is not None:
         given["overlong_penalty"] = draw(st.sampled_from((1.0, 0.25)))
+    if given["name"] in ("grpo", "dr_grpo", "dapo"):
+        given["scale_rewards"] = draw(st.sampled_from((None, "group", "batch", "none")))
     if given["name"] == "ppo":
         given["discount"] = draw(st.sampled_from((1.0, 0.99, 0.5, 0.0)))
         given["gae_lambda"] = draw(st.sampled_from((1.0, 0.95, 0.0)))
@@ -183,6 +185,8 @@ def test_the_order_of_the_answers_changes_no_advantage(batch, algorithm, order):
 @few
 @given(batches(), algorithms(GROUP_NAMES), st.sampled_from((-4.0, 0.5, 128.0)))
 def test_a_constant_added_to_all_rewards_of_a_prompt_changes_nothing(batch, algorithm, constant):
+    """Unless rewards are scaled by the deviation of all prompts together."""
+    assume(algorithm.scale_rewards != "batch")
     first = batch.prompts[0]
     moved = [
         reward + constant * (prompt == first)
@@ -252,6 +256,15 @@ def test_ppo_that_trusts_the_critic_only_looks_one_token_ahead():
     batch = replace(small([1.0], lengths=[3]), values=[[0.5, 0.25, 0.75]])
     ours = found(batch, Algorithm(name="ppo", gae_lambda=0.0, discount=0.5))
     assert ours.returns_T.tolist() == [0.125, 0.375, 1.0]
+
+
+def test_rewards_scaled_by_the_batch_keep_the_differences_between_prompts():
+    """Rewards 0, 1 and 0, 3 of two prompts: the deviation of all is the square root of 2."""
+    batch = small([0.0, 1.0, 0.0, 3.0], prompts=[1, 1, 2, 2])
+    algorithm = Algorithm(name="grpo", scale_rewards="batch")
+    ours = per_answer(found(batch, algorithm).advantages_T, batch)
+    by = math.sqrt(2)
+    assert ours == pytest.approx([-0.5 / by, 0.5 / by, -1.5 / by, 1.5 / by], rel=1e-5)
 
 
 @few

@@ -422,6 +422,60 @@ def test_masked_tokens_contribute_nothing_and_stay_in_the_denominator():
     assert ours.entropy is None
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@few
+@given(st.integers(0, 1000), LENGTHS)
+def test_a_weighted_divergence_is_that_of_the_plain_formula(estimator, seed, lengths):
+    algorithm = Algorithm(name="grpo", kl_coef=0.3, kl_estimator=estimator)
+    current_T, _, inputs = random_step(seed, lengths=lengths)
+    current_T.requires_grad_()
+    inputs = replace(inputs, advantages_T=torch.zeros_like(inputs.advantages_T))
+    ours = loss(current_T, inputs, algorithm=algorithm, weight_kl=True)
+    total, steep = 0.0, []
+    rows = zip(
+        current_T.tolist(),
+        inputs.anchor_T.tolist(),
+        inputs.reference_T.tolist(),
+        inputs.weights_T.tolist(),
+        inputs.corrections_T.tolist(),
+        strict=True,
+    )
+    for current, anchor, reference, weight, correction in rows:
+        value = plain.kl_estimate(current, reference, estimator)
+        weight *= correction * math.exp(current - anchor)
+        total += weight * value
+        # By the product rule for k3 it is k1; k2 gives it without the slope of the ratio.
+        steep.append(0.3 * weight * (current - reference))
+    assert ours.kl.item() == pytest.approx(total, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(slopes(ours.total, current_T), doubles(steep), rtol=1e-9, atol=1e-12)
+
+
+def test_a_weighted_divergence_has_the_gradient_of_the_divergence_whoever_sampled():
+    """Over everything that an older policy samples, with its probabilities."""
+    logits_V = doubles([0.2, 0.1, 1.3, -0.4]).requires_grad_()
+    older_V = doubles([0.9, 0.3, -0.2, 0.1]).log_softmax(-1)
+    reference_V = doubles([0.5, -0.1, 0.6, 0.0]).log_softmax(-1)
+    policy_V = logits_V.log_softmax(-1)
+    exact = torch.autograd.grad(
+        (policy_V.exp() * (policy_V - reference_V)).sum(), logits_V, retain_graph=True
+    )[0]
+    for estimator in ("k2", "k3"):
+        inputs = LossInputs(
+            advantages_T=torch.zeros(4, dtype=torch.float64),
+            anchor_T=policy_V.detach(),
+            corrections_T=(policy_V.detach() - older_V).exp(),
+            weights_T=older_V.exp(),
+            reference_T=reference_V,
+        )
+        own = Algorithm(name="grpo", kl_coef=1.0, kl_estimator=estimator)
+        total = loss(policy_V, inputs, algorithm=own, weight_kl=True).total
+        found = torch.autograd.grad(total, logits_V, retain_graph=True)[0]
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+        plain_total = loss(policy_V, inputs, algorithm=own).total
+        unweighted = torch.autograd.grad(plain_total, logits_V, retain_graph=True)[0]
+        assert (unweighted - exact).abs().max() > 0.01
+
+
 def test_a_divergence_in_the_reward_is_not_in_the_loss_too():
     current_T, entropy_T, inputs = random_step(3, lengths=[4, 2])
     ours = loss(current_T, inputs, algorithm=Algorithm(kl_coef=0.5), entropy_T=entropy_T)

@@ -48,7 +48,7 @@ KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
 TruncatedAnswers = Literal["train", "mask", "bootstrap"]
 AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
-RewardScale = Literal["group", "none"]
+RewardScale = Literal["group", "batch", "none"]
 LossName = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
 
 
@@ -172,6 +172,10 @@ class Algorithm:
     kl_place: KlPlace | None = None
     """Whether the KL divergence is in the reward of every token or in the loss. By default that
     of the algorithm."""
+    scale_rewards: RewardScale | None = None
+    """What advantages of the estimator group are divided by. group: the standard deviation of the
+    prompt's rewards. batch: that of all rewards of the update. none: nothing. By default that of
+    the algorithm: none for dr_grpo, else group."""
     whiten: Whitening = "batch"
     """reinforce_pp: what rewards are normalised over. batch: the answers of the update. group: the
     last updates, as many as a group has; update batches are sorted by length, so one batch alone
@@ -184,6 +188,10 @@ class Algorithm:
     """ppo: lambda of GAE; 1 uses rewards only, 0 the critic only."""
     value_clip: Annotated[float, above(0, "leave it out for none")] | None = 0.2
     """ppo: clip range of the critic: how far a value may move before its gradient stops."""
+    critic_learning_rate: NonNegativeFloat | None = None
+    """ppo: learning rate of the critic; by default optimiser.learning_rate."""
+    critic_warmup_steps: NonNegativeInt | None = None
+    """ppo: warm-up steps of the critic's learning rate; by default optimiser.warmup_steps."""
     filter_zero_variance: bool | None = None
     """Filter out prompts whose answers all have the same reward, and hold the others back until
     an update batch is full (dynamic sampling); on for dapo."""
@@ -248,6 +256,8 @@ class Algorithm:
             ("discount", self.discount, 1.0),
             ("gae_lambda", self.gae_lambda, 1.0),
             ("value_clip", self.value_clip, 0.2),
+            ("critic_learning_rate", self.critic_learning_rate, None),
+            ("critic_warmup_steps", self.critic_warmup_steps, None),
         ):
             require(
                 given == default or self.has_critic,
@@ -257,6 +267,11 @@ class Algorithm:
             self.whiten == "batch" or self.effective_advantage == "returns",
             f"algorithm.whiten {self.whiten!r} belongs to 'reinforce_pp', got it with "
             f"{self.name!r}; leave it out",
+        )
+        require(
+            self.scale_rewards is None or self.effective_advantage == "group",
+            f"algorithm.scale_rewards belongs to the advantage 'group', got it with "
+            f"{self.effective_advantage!r}; leave it out, or take grpo or dr_grpo",
         )
         require(
             not self.filter_zero_variance or self.needs_siblings,
@@ -295,7 +310,7 @@ class Algorithm:
     @property
     def effective_scale_rewards(self) -> RewardScale:
         """What the advantages of the estimator 'group' are divided by."""
-        return _DEFAULTS[self.name].scale_rewards
+        return self.scale_rewards or _DEFAULTS[self.name].scale_rewards
 
     @property
     def effective_loss(self) -> str:
@@ -347,6 +362,8 @@ class Algorithm:
 
 
 CorrectionName = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
+CorrectionMask = Literal["none", "token", "sequence", "geometric"]
+StepScale = Literal["none", "token", "sequence"]
 Ratio = Literal["proximal", "behaviour"]
 
 
@@ -366,7 +383,23 @@ class Correction:
     max_ratio: PositiveFloat = 2.0
     """Truncation: the largest weight. Masking: the largest ratio that is kept."""
     min_ratio: NonNegativeFloat = 0.0
-    """Masking only: the smallest ratio that is kept."""
+    """Truncation: the smallest weight. Masking: the smallest ratio that is kept."""
+    mask: CorrectionMask = "none"
+    """A mask of its own beside the weight: tokens whose ratio lies outside of
+    mask_min_ratio..mask_max_ratio have no loss. token: the ratio of the token. sequence: that of
+    the whole answer. geometric: the geometric mean over the answer, which does not grow with its
+    length."""
+    mask_min_ratio: NonNegativeFloat = 0.5
+    """mask: the smallest ratio that is kept."""
+    mask_max_ratio: PositiveFloat = 2.0
+    """mask: the largest ratio that is kept."""
+    weight_kl: bool = False
+    """Weight the KL divergence in the loss by importance too, so that stale tokens do not bias
+    it."""
+    scale_by_ess: StepScale = "none"
+    """Scale the learning rate of a step by the square root of the effective sample size of its
+    weights, as a share: few usable stale tokens make a small step. token: of the tokens' weights.
+    sequence: of the weights of whole answers, which is stricter."""
     ratio: Ratio = "proximal"
     """The denominator of the clipped ratio in the loss. proximal: the weights at the start of the
     update (decoupled PPO). behaviour: the weights that sampled the token, which makes the clip
@@ -381,9 +414,19 @@ class Correction:
             f"{self.min_ratio} and {self.max_ratio}",
         )
         require(
-            self.min_ratio == 0 or self.kind in ("token_mis", "sequence_mis"),
-            f"correction.min_ratio needs a kind that masks, got {self.min_ratio} with kind "
-            f"{self.kind!r}; leave it out or set kind to 'token_mis' or 'sequence_mis'",
+            self.min_ratio == 0 or self.kind not in (None, "none"),
+            f"correction.min_ratio needs a kind that weighs tokens, got {self.min_ratio} with kind "
+            f"{self.kind!r}; leave it out or set kind, such as to 'token_tis' or 'token_mis'",
+        )
+        require(
+            self.mask_min_ratio < self.mask_max_ratio,
+            "correction.mask_min_ratio must be below correction.mask_max_ratio, got "
+            f"{self.mask_min_ratio} and {self.mask_max_ratio}",
+        )
+        require(
+            self.mask != "none" or (self.mask_min_ratio, self.mask_max_ratio) == (0.5, 2.0),
+            "correction.mask_min_ratio and mask_max_ratio need a mask, got "
+            f"{self.mask_min_ratio} and {self.mask_max_ratio} without; set mask or leave them out",
         )
         require(
             self.ratio == "proximal" or self.kind in (None, "none"),

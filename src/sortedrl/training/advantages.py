@@ -180,8 +180,11 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
     sizes_N = groups_N.bincount()[groups_N]
     centred_N, spreads_N = _centred(rewards_N, groups_N)
     estimator = algorithm.effective_advantage
-    if estimator == "group" and algorithm.effective_scale_rewards == "group":
+    scale = algorithm.effective_scale_rewards
+    if estimator == "group" and scale == "group":
         centred_N = centred_N / (spreads_N + SPREAD_FLOOR)
+    elif estimator == "group" and scale == "batch":
+        centred_N = centred_N / (_centred(rewards_N, torch.zeros_like(groups_N))[1] + SPREAD_FLOOR)
     elif estimator == "leave_one_out":
         centred_N = centred_N * sizes_N / (sizes_N - 1).clamp(min=1)
     advantages_T = centred_N.repeat_interleave(answers.lengths_N)

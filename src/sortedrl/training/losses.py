@@ -21,6 +21,7 @@ from sortedrl.config.algorithm import (
     Aggregation,
     Algorithm,
     Correction,
+    CorrectionMask,
     CorrectionName,
     KlEstimator,
     is_function,
@@ -44,20 +45,36 @@ def correction_weights(
     lengths_N: Tensor,
     correction: Correction,
 ) -> Tensor:
-    """The importance weight of each token, in the type of `proximal_T`.
+    """The importance weight of each token, in the type of `proximal_T`; 0 where it is masked.
 
     Tokens that masking keeps are weighted by their ratio (as in IcePop), so masking, like
     truncation, is importance sampling without the extreme weights.
     """
-    if correction.kind == "none":
-        return torch.ones_like(proximal_T)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
-    if correction.kind in ("token_tis", "sequence_tis"):
-        weights_T = ratios_T.clamp(max=correction.max_ratio)
-    else:
-        is_kept_T = (ratios_T >= correction.min_ratio) & (ratios_T <= correction.max_ratio)
-        weights_T = ratios_T.where(is_kept_T, 0.0)
-    return weights_T.to(proximal_T.dtype)
+    weights_T = torch.ones_like(proximal_T)
+    if correction.kind != "none":
+        ratios_T = _ratios(
+            behaviour_T, proximal_T, lengths_N=lengths_N, level=_level(correction.kind)
+        )
+        if correction.kind in _TRUNCATING:
+            ratios_T = ratios_T.clamp(correction.min_ratio, correction.max_ratio)
+        else:
+            is_kept_T = (ratios_T >= correction.min_ratio) & (ratios_T <= correction.max_ratio)
+            ratios_T = ratios_T.where(is_kept_T, 0.0)
+        weights_T = ratios_T.to(proximal_T.dtype)
+    if correction.mask != "none":
+        is_masked_T = is_masked(behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction)
+        weights_T = weights_T.masked_fill(is_masked_T, 0.0)
+    return weights_T
+
+
+def is_masked(
+    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, correction: Correction
+) -> Tensor:
+    """For each token, whether `correction.mask` leaves it without a loss."""
+    if correction.mask == "none":
+        return torch.zeros_like(proximal_T, dtype=torch.bool)
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, level=correction.mask)
+    return (ratios_T < correction.mask_min_ratio) | (ratios_T > correction.mask_max_ratio)
 
 
 def is_held_back(
@@ -68,28 +85,63 @@ def is_held_back(
     correction: Correction,
 ) -> Tensor:
     """For each token, whether its weight is truncated or masked."""
+    is_held_T = is_masked(behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction)
     if correction.kind == "none":
-        return torch.zeros_like(proximal_T, dtype=torch.bool)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
-    is_high_T = ratios_T > correction.max_ratio
-    if correction.kind in ("token_tis", "sequence_tis"):
-        return is_high_T
-    return is_high_T | (ratios_T < correction.min_ratio)
+        return is_held_T
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, level=_level(correction.kind))
+    return is_held_T | (ratios_T > correction.max_ratio) | (ratios_T < correction.min_ratio)
+
+
+def step_scale(
+    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, correction: Correction
+) -> float:
+    """What the learning rate of a step is multiplied by: 1 where all weights are alike.
+
+    It is the square root of the effective share, as the steps of AdamW do not shrink with the
+    gradient. Weights are truncated at `max_ratio`: one absurd ratio must not stop learning.
+    """
+    if correction.scale_by_ess == "none":
+        return 1.0
+    ratios = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, level=correction.scale_by_ess)
+    if correction.scale_by_ess == "sequence":
+        ratios = ratios[lengths_N.to(ratios.device).cumsum(0) - 1]
+    smallest = math.exp(-LARGEST_LOG_RATIO)
+    return math.sqrt(effective_share(ratios.clamp(smallest, correction.max_ratio)))
+
+
+def effective_share(weights_T: Tensor) -> float:
+    """Effective sample size over sample size: 1 where all weights are alike, 1/T where one rules.
+
+    >>> from torch import tensor
+    >>> effective_share(tensor([2.0, 2.0])), effective_share(tensor([1.0, 0.0]))
+    (1.0, 0.5)
+    """
+    return float(weights_T.sum() ** 2 / (len(weights_T) * (weights_T**2).sum()))
+
+
+_TRUNCATING = ("token_tis", "sequence_tis")
+
+
+def _level(kind: CorrectionName | None) -> CorrectionMask:
+    """What a kind takes the ratio of."""
+    assert kind is not None, "the kind of a correction is resolved before the update"
+    return "sequence" if kind in ("sequence_tis", "sequence_mis") else "token"
 
 
 def _ratios(
-    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, kind: CorrectionName | None
+    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, level: CorrectionMask
 ) -> Tensor:
-    """The ratio of each token, or of its whole answer, in float64.
+    """The ratio of each token, of its whole answer, or the geometric mean there, in float64.
 
     The ratio of a long answer may be infinite or 0; truncation and masking handle both.
     """
-    assert kind is not None, "the kind of a correction is resolved before the update"
     logs_T = proximal_T.detach().double() - behaviour_T.detach().double()
-    if kind in ("sequence_tis", "sequence_mis"):
-        owners_T = torch.repeat_interleave(lengths_N.to(logs_T.device))
+    if level != "token":
+        lengths_N = lengths_N.to(logs_T.device)
+        owners_T = torch.repeat_interleave(lengths_N)
         logs_N = torch.zeros(len(lengths_N), dtype=torch.float64, device=logs_T.device)
-        logs_T = logs_N.index_add(0, owners_T, logs_T)[owners_T]
+        logs_N = logs_N.index_add(0, owners_T, logs_T)
+        logs_T = (logs_N / lengths_N if level == "geometric" else logs_N)[owners_T]
     return logs_T.exp()
 
 
@@ -163,8 +215,12 @@ def loss(
     *,
     algorithm: Algorithm,
     entropy_T: Tensor | None = None,
+    weight_kl: bool = False,
 ) -> Loss:
-    """The loss of tokens whose log-probabilities under the weights being trained are given."""
+    """The loss of tokens whose log-probabilities under the weights being trained are given.
+
+    `weight_kl`: the KL divergence is weighted by importance, too.
+    """
     tokens = policy_losses(
         current_T,
         inputs.anchor_T,
@@ -177,6 +233,8 @@ def loss(
     if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss":
         assert inputs.reference_T is not None, "a KL divergence in the loss needs the reference"
         kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.effective_kl_estimator)
+        if weight_kl:
+            kl_T = kl_T * _kl_weights(current_T, inputs, algorithm.effective_kl_estimator)
         kl = (inputs.weights_T * kl_T).sum()
         total = total + algorithm.kl_coef * kl
     if entropy_T is not None:
@@ -191,6 +249,16 @@ def loss(
         entropy=None if entropy is None else entropy.detach(),
         tokens=tokens.detached(),
     )
+
+
+def _kl_weights(current_T: Tensor, inputs: LossInputs, estimator: KlEstimator) -> Tensor:
+    """The importance of each token under the weights being trained.
+
+    Only k3 needs the gradient of the ratio: with it, and k2 without it, the gradient is that of the
+    divergence.
+    """
+    ratios_T = bounded_ratios(current_T, inputs.anchor_T)
+    return inputs.corrections_T * (ratios_T if estimator == "k3" else ratios_T.detach())
 
 
 def policy_losses(

@@ -59,6 +59,7 @@ from sortedrl.training.losses import (
     correction_weights,
     kl_estimates,
     loss,
+    step_scale,
 )
 from sortedrl.training.optimiser import Optimiser, StepResult
 from sortedrl.training.update_metrics import TokenOutputs, UpdateRecord, update_metrics
@@ -306,6 +307,7 @@ class PolicyTrainer:
         self.last = {
             **self._metrics(prepared, outputs),
             **value_loss,
+            **self._step_scale(outputs),
             "loss": sum(value for value, _ in steps) / len(steps),
             "grad_norm": max(result.grad_norm for _, result in steps),
             "learning_rate": steps[-1][1].learning_rate,
@@ -336,6 +338,11 @@ class PolicyTrainer:
 
     def _unusable(self) -> dict[str, float]:
         return {"unusable_answers": float(self._num_unusable)} if self._num_unusable else {}
+
+    def _step_scale(self, outputs: TokenOutputs) -> dict[str, float]:
+        if self._settings.correction.scale_by_ess == "none":
+            return {}
+        return {"correction/step_scale": sum(outputs.step_scales) / len(outputs.step_scales)}
 
     def _loss_scale(self) -> dict[str, float]:
         scale = self.optimiser.loss_scale
@@ -457,10 +464,17 @@ class PolicyTrainer:
             for batch in batches.parts:
                 total += self._micro_batch(prepared, batch, weights_T, outputs)
             value = float(self._ranks.all_reduce(total))
-            result = self.optimiser.step(loss=value)
+            outputs.gather(at, self._ranks)
+            scale = step_scale(
+                prepared.behaviour_T[at],
+                outputs.proximal_T[at],
+                lengths_N=answers.lengths_N[torch.tensor(list(chosen))],
+                correction=settings.correction,
+            )
+            result = self.optimiser.step(loss=value, rate_scale=scale)
             if not result.is_to_repeat:
                 break
-        outputs.gather(at, self._ranks)
+        outputs.step_scales.append(scale)
         return value, result
 
     def _micro_batch(
@@ -490,7 +504,13 @@ class PolicyTrainer:
             reference_T=None if reference_T is None else reference_T[at],
             lengths_N=lengths_N,
         )
-        part = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
+        part = loss(
+            current_T,
+            inputs,
+            algorithm=self._settings.algorithm,
+            entropy_T=entropy_T,
+            weight_kl=correction.weight_kl,
+        )
         self.optimiser.backward(part.total)
         outputs.current_T[at] = current_T.detach()
         outputs.proximal_T[at] = proximal_T
