@@ -172,6 +172,9 @@ class Algorithm:
     kl_place: KlPlace | None = None
     """Whether the KL divergence is in the reward of every token or in the loss. By default that
     of the algorithm."""
+    reference_refresh: PositiveInt | None = None
+    """Every this many updates the reference becomes a copy of the trained model; by default it
+    stays the initial model."""
     scale_rewards: RewardScale | None = None
     """What advantages of the estimator group are divided by. group: the standard deviation of the
     prompt's rewards. batch: that of all rewards of the update. none: nothing. By default that of
@@ -249,6 +252,12 @@ class Algorithm:
             self.effective_kl_place == "reward" or self.effective_kl_estimator != "k1",
             "algorithm.kl_estimator must be 'k2' or 'k3' where the KL divergence is in the loss, "
             "got 'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
+        )
+
+        require(
+            self.reference_refresh is None or self.kl_coef > 0,
+            f"algorithm.reference_refresh needs a reference, got {self.reference_refresh} with "
+            "kl_coef 0; set kl_coef or leave it out",
         )
 
     def _check_rewards(self) -> None:

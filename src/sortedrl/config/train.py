@@ -430,6 +430,14 @@ class TrainSettings:
             f"{algorithm.effective_kl_place!r}; leave it out, or set kl_coef and kl_place 'loss'",
         )
 
+        ranks = self.cluster.trainer_ranks if self.cluster.is_used else 0
+        require(
+            algorithm.reference_refresh is None or (self.lora.rank is None and ranks == 0),
+            "algorithm.reference_refresh copies the whole trained model, so it needs a trainer in "
+            f"one process without adapters, got lora.rank {self.lora.rank} and {ranks} ranks of "
+            "cluster.trainer_ranks; leave it out",
+        )
+
     def _check_siblings(self) -> None:
         name = self.algorithm.name
         require(

@@ -50,7 +50,7 @@ from sortedrl.training.batch import (
 )
 from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_tensors
 from sortedrl.training.critic import CriticTrainer
-from sortedrl.training.forward import PackedModel, Reference
+from sortedrl.training.forward import CopiedReference, PackedModel, Reference
 from sortedrl.training.functions import check_functions
 from sortedrl.training.lora import merged_model, write_adapters
 from sortedrl.training.losses import (
@@ -229,7 +229,27 @@ class PolicyTrainer:
         if self.critic is not None:
             files["critic"] = self.critic.critic.tensors()
             files["critic_optimiser"] = self.critic.optimiser.state()[0]
+        if self._refreshed is not None:
+            files["reference"] = self._refreshed.tensors()
         return files
+
+    @property
+    def _refreshed(self) -> CopiedReference | None:
+        """The reference, where it is refreshed."""
+        if self._settings.algorithm.reference_refresh is None:
+            return None
+        assert isinstance(self._reference, CopiedReference), "only a copy can be refreshed"
+        return self._reference
+
+    def _refresh_reference(self) -> None:
+        """Make the reference a copy of the trained model where it is time to."""
+        every, reference = self._settings.algorithm.reference_refresh, self._refreshed
+        if every is not None and reference is not None and self.version % every == 0:
+            reference.load(dict(self.model.named_parameters()))
+
+    def _reference_age(self) -> dict[str, float]:
+        every = self._settings.algorithm.reference_refresh
+        return {} if every is None else {"kl/reference_age": float(self.version % every)}
 
     def counters(self) -> dict[str, Any]:
         """Everything that a checkpoint has as JSON."""
@@ -278,6 +298,8 @@ class PolicyTrainer:
             self.critic.optimiser.load_state(
                 read(folder, "critic_optimiser"), counters["critic_optimiser"]
             )
+        if self._refreshed is not None:
+            self._refreshed.load(read(folder, "reference"))
         self.held = load_buffer(folder / _HELD).ready
 
     def _train(self, trajectories: Sequence[Trajectory]) -> None:
@@ -303,11 +325,13 @@ class PolicyTrainer:
         ]
         value_loss = self._train_critic(prepared, seed=seed)
         applied = [result for _, result in steps if result.is_applied]
+        reference_age = self._reference_age()
         self.version += bool(applied)
         self.last = {
             **self._metrics(prepared, outputs),
             **value_loss,
             **self._step_scale(outputs),
+            **reference_age,
             "loss": sum(value for value, _ in steps) / len(steps),
             "grad_norm": max(result.grad_norm for _, result in steps),
             "learning_rate": steps[-1][1].learning_rate,
@@ -319,6 +343,7 @@ class PolicyTrainer:
         }
         if applied:
             self.num_bad = 0
+            self._refresh_reference()
         else:
             self._skip(_why_skipped(trajectories, prepared.answers, outputs))
 
