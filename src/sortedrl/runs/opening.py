@@ -27,11 +27,13 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import CheckpointError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
-from sortedrl.report.live.view import Source, View
+from sortedrl.report.live.state import Source
+from sortedrl.report.live.view import View
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
+from sortedrl.runs.machine import run_facts
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
@@ -76,7 +78,7 @@ def opened_run(
         else:
             folder.refuse_second_run()
         if is_resumed and not is_begun:
-            tell(f"{folder.root} holds no run to resume; a new one begins")
+            tell(f"{folder.root} holds no run to resume; starting a new one")
         pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
         tokenizer = tokenizer_of(settings.model)
         rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
@@ -103,7 +105,8 @@ def opened_run(
         if is_begun:
             folder.write(config)  # some settings may have changed
         else:
-            stack.enter_context(folder.begun(config))
+            facts = run_facts(parts.trainer.device)
+            stack.enter_context(folder.begun(config, facts=facts))
         meter = Meter()
         view.watch(_source(settings, parts, meter))
         _replay(folder, saved, meter=meter, view=view)
@@ -153,7 +156,7 @@ def _saved(
                 "used, for the reasons above; put one of them right, or begin a new run "
                 "(another --out)"
             )
-        tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
+        tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
         return None
     saved = Saved.read(newest)
     if "settings" not in saved.state:
@@ -164,7 +167,7 @@ def _saved(
         )
     for words in refuse_other_settings(saved.state["settings"], settings):
         tell(f"resumed with another setting: {words}")
-    tell(f"going on from {newest}")
+    tell(f"resuming from {newest}")
     return saved
 
 
@@ -309,7 +312,7 @@ def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> Answer
             raise
         if folder.answers.exists():
             folder.answers.rename(_free_name(folder.answers))
-        tell(f"{error}. The run goes on; its report shows the answers from here on")
+        tell(f"{error}. The run continues; its report shows the answers from here on")
         return AnswerFile(folder.answers)
 
 

@@ -63,8 +63,8 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
 
     On a cluster that lost its trainer, or all of its workers, the run goes on by itself.
     """
+    settings.cluster.refuse_unsupported()
     _refuse_early(settings)
-    settings.layout.refuse_several()
     task, held_out = training_tasks(settings)
     for left in reversed(range(settings.cluster.restarts + 1)):
         try:
@@ -72,7 +72,7 @@ def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
         except (TrainerLost, EngineLost) as error:
             if not settings.cluster.is_used or not left:
                 raise
-            tell(f"{error}\nThe run goes on from its last checkpoint ({left} restarts left).")
+            tell(f"{error}\nResuming from the last checkpoint ({left} restarts left).")
             is_resumed = True
     raise AssertionError("the last try returns or raises")
 
@@ -107,7 +107,7 @@ def _cut_off(out: Path) -> str:
     return (
         f"sortedrl: the run in {out} was cut off: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends whoever has lost them. All that "
-        f"was saved is whole; go on with: sortedrl train {out} --resume"
+        f"was saved is whole; resume with: sortedrl train {out} --resume"
     )
 
 
