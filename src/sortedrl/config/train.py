@@ -344,6 +344,16 @@ class UpdateSettings:
     updates_per_group: int
     seed: int
 
+    @property
+    def critic_optimiser(self) -> Optimisation:
+        """The optimiser of the critic: that of the policy with the critic's own learning rate."""
+        rate, steps = self.algorithm.critic_learning_rate, self.algorithm.critic_warmup_steps
+        return replace(
+            self.optimiser,
+            learning_rate=self.optimiser.learning_rate if rate is None else rate,
+            warmup_steps=self.optimiser.warmup_steps if steps is None else steps,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
@@ -398,6 +408,7 @@ class TrainSettings:
         check_values(self)
         check_device(self.device)
         self._check_siblings()
+        self._check_divergence()
         self._check_engine()
         self._check_cluster()
         overlong = self.algorithm.overlong_tokens
@@ -405,6 +416,24 @@ class TrainSettings:
             overlong is None or overlong <= self.engine.max_tokens,
             f"algorithm.overlong_tokens must be at most engine.max_tokens "
             f"({self.engine.max_tokens}), got {overlong}",
+        )
+
+    def _check_divergence(self) -> None:
+        algorithm = self.algorithm
+        in_loss = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss"
+        require(
+            not self.correction.weight_kl or in_loss,
+            "correction.weight_kl weighs the KL divergence in the loss, got it with "
+            f"algorithm.kl_coef {algorithm.kl_coef:g} and kl_place "
+            f"{algorithm.effective_kl_place!r}; leave it out, or set kl_coef and kl_place 'loss'",
+        )
+
+        ranks = self.cluster.trainer_ranks if self.cluster.is_used else 0
+        require(
+            algorithm.reference_refresh is None or (self.lora.rank is None and ranks == 0),
+            "algorithm.reference_refresh copies the whole trained model, so it needs a trainer in "
+            f"one process without adapters, got lora.rank {self.lora.rank} and {ranks} ranks of "
+            "cluster.trainer_ranks; leave it out",
         )
 
     def _check_siblings(self) -> None:

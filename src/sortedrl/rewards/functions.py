@@ -91,7 +91,7 @@ def load(source: RewardSource) -> LoadedReward:
 
     An exception raised by the module itself is passed on unchanged.
     """
-    module = _module(source)
+    module = load_module(source.place, called=f"reward {source.function!r}", suffix="reward")
     functions = {
         name: value
         for name, value in vars(module).items()
@@ -113,22 +113,26 @@ def load(source: RewardSource) -> LoadedReward:
     )
 
 
-def _module(source: RewardSource) -> ModuleType:
-    if not source.place.endswith(".py"):
+def load_module(place: str, *, called: str, suffix: str) -> ModuleType:
+    """The module of that name, or in that file; `called` is what an error is about.
+
+    A file with the name of a loaded module is loaded as NAME_SUFFIX, so that it does not replace
+    that module.
+    """
+    if not place.endswith(".py"):
         try:
-            return importlib.import_module(source.place)
+            return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            if error.name is None or not (source.place + ".").startswith(error.name + "."):
+            if error.name is None or not (place + ".").startswith(error.name + "."):
                 raise
             raise ConfigError(
-                f"reward {source.function!r}: there is no module {source.place!r}; give "
-                "module:function, or path/to/file.py:function"
+                f"{called}: there is no module {place!r}; give module:function, or "
+                "path/to/file.py:function"
             ) from error
-    path = Path(source.place)
+    path = Path(place)
     if not path.is_file():
-        raise ConfigError(f"reward {source.function!r}: there is no file {source.place}")
-    # A file with the name of a loaded module must not replace it.
-    name = path.stem if path.stem not in sys.modules else f"{path.stem}_reward"
+        raise ConfigError(f"{called}: there is no file {place}")
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{suffix}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -268,7 +268,7 @@ def _policy_trainer(
         values = Critic(first_model(settings))
         critic = CriticTrainer(
             values,
-            Optimiser(values.learned(), optimisation, total_steps=steps),
+            Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=steps),
             settings=optimisation,
             micro_batch_tokens=settings.passes.micro_batch_tokens,
         )
