@@ -83,10 +83,15 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
 def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
     """The settings that the tables of a file make of others; `path` is what errors name."""
     try:
-        settings = replaced(default, _values(type(default), table, section=""))
-        check_values(settings)
+        return settings_with(default, table)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
+
+
+def settings_with(default: _Settings, table: Mapping[str, Any]) -> _Settings:
+    """The settings with the values of these tables, which are checked like those of a file."""
+    settings = replaced(default, _values(type(default), table, section=""))
+    check_values(settings)
     return settings
 
 

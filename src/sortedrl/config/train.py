@@ -414,7 +414,8 @@ class TrainSettings:
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     threads: int | None = None
-    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    """CPU threads; by default one for each core that no reward worker needs. Tiny models are
+    fastest with 1."""
     precision: Precision = "auto"
     """Of the weights that write and learn; auto is bfloat16 on a GPU, float32 on a CPU.
     16-bit weights are rounded from fp32 masters, which the optimiser works on; in float16 the
