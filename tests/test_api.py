@@ -76,7 +76,7 @@ def test_another_process_is_told_what_it_needs_to_resume():
 def test_the_same_cell_a_second_time_makes_a_second_run_or_says_what_to_do():
     assert [train().folder.name for _ in range(2)] == ["train", "train-2"]
     train(out="mine")
-    with pytest.raises(ConfigError, match=r"mine already holds a run; go on with it \(sortedrl.Run"):
+    with pytest.raises(ConfigError, match=r"mine already holds a run; go on with it \(sortedrl"):
         train(out="mine")
 
 
@@ -121,9 +121,7 @@ def test_evaluation_of_a_run_on_held_out_rows():
     run = train(eval_rows=held_out)
     scores = [row for row in run.metrics if "evaluation/score" in row]
     assert len(scores) == 2
-    found = sortedrl.evaluate(
-        run, held_out, lambda prompt, response: 1.0, samples=2, max_tokens=8
-    )
+    found = sortedrl.evaluate(run, held_out, lambda prompt, response: 1.0, samples=2, max_tokens=8)
     assert (found.score, len(found.answers)) == (1.0, 8)
     assert found.interval[1] == 1.0
     assert "<table>" in found._repr_html_()
@@ -144,9 +142,17 @@ def test_data_sets_and_other_iterables_are_rows():
     [
         ({"rows": []}, ConfigError, "at least one row, got none"),
         ({"rows": 3}, ConfigError, "rows must be a list of dicts"),
-        ({"rows": {"train": ROWS}}, DataError, r"give one split of a DatasetDict \(rows\['train'\]"),
+        (
+            {"rows": {"train": ROWS}},
+            DataError,
+            "give one split of a DatasetDict",
+        ),
         ({"rows": iter(["a", "b"])}, DataError, "must be a dict such as"),
-        ({"rows": [{"question": "why?"}]}, DataError, r"unknown column 'prompt'.*data.prompt_field"),
+        (
+            {"rows": [{"question": "why?"}]},
+            DataError,
+            r"column 'prompt'.*data.prompt_field",
+        ),
         ({"reward": 7}, ConfigError, r"a function of \(prompt, response\)"),
         ({"reward": []}, ConfigError, "at least one function"),
         ({"reward": "nowhere"}, ConfigError, "unknown reward 'nowhere'"),
@@ -176,8 +182,8 @@ def test_a_reward_that_cannot_be_sent_says_why():
 
 def test_a_file_of_settings_is_taken_as_on_the_command_line():
     Path("c.toml").write_text(
-        'threads = 1\nout = "here"\n[algorithm]\nname = "rloo"\n[schedule]\nsamples_per_prompt = 2\n'
-        "[rewards]\nworkers = 1\n"
+        'threads = 1\nout = "here"\n[algorithm]\nname = "rloo"\n'
+        "[schedule]\nsamples_per_prompt = 2\n[rewards]\nworkers = 1\n"
     )
     run = train(config="c.toml", epochs=1)
     assert run.folder == Path("here")

@@ -6,10 +6,9 @@ import tomllib
 import pytest
 
 from sortedrl.cli import COMMANDS, main
-from sortedrl.cli.arguments import settings_from, to_toml
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
-from sortedrl.simulate.settings import PRESETS
+from sortedrl.simulate.settings import PRESETS, simulation_from, simulation_to_toml
 
 
 def sortedrl(*words):
@@ -138,7 +137,7 @@ def test_fit_prints_settings_that_predict_the_run(capsys, tmp_path):
     capsys.readouterr()
     assert main(["fit", str(events)]) == 0
     fitted.write_text(capsys.readouterr().out)
-    costs = settings_from(str(fitted)).costs.costs()
+    costs = simulation_from(str(fitted)).costs.costs()
     true = PRESETS["paper"]().costs.costs()
     assert costs.step_seconds == pytest.approx(true.step_seconds, rel=1e-4)
     assert main(["simulate", str(fitted), "--groups", "1"]) == 0
@@ -147,8 +146,8 @@ def test_fit_prints_settings_that_predict_the_run(capsys, tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_settings_survive_the_way_through_a_toml_file(name, tmp_path):
     path = tmp_path / "settings.toml"
-    path.write_text(to_toml(PRESETS[name]()))
-    assert settings_from(str(path)) == PRESETS[name]()
+    path.write_text(simulation_to_toml(PRESETS[name]()))
+    assert simulation_from(str(path)) == PRESETS[name]()
 
 
 def test_a_flag_beats_the_file_and_the_file_beats_the_preset(capsys, tmp_path):
@@ -163,7 +162,7 @@ def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('preset = "six"\n[lengths]\nreplay = false\n')
     assert PRESETS["six"]().lengths.replay
-    assert not settings_from(str(path)).lengths.replay
+    assert not simulation_from(str(path)).lengths.replay
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -41,16 +41,12 @@ from sortedrl.config.sizes import Chosen, names_in, with_siblings
 from sortedrl.config.toml import (
     NO_VALUE,
     TYPE_NAMES,
-    changed_values,
     field_type,
-    read_toml,
     refuse_empty_path,
     replaced,
-    settings_over,
-    toml_text,
 )
-from sortedrl.errors import ConfigError, DataError, unknown_name
-from sortedrl.simulate.settings import PRESETS, Simulation
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -130,7 +126,7 @@ def parse_over_settings(
     `command` makes its default from settings; without such a word these are the preset `paper`.
     """
     source, rest = source_and_flags(type(command(PRESETS["paper"]())), arguments)
-    default = command(settings_from("paper" if source is None else source))
+    default = command(simulation_from("paper" if source is None else source))
     return parse(
         type(default),
         rest,
@@ -191,28 +187,6 @@ def source_and_flags(
     if more and not more[0].strip():
         raise ConfigError("the name of a preset, a file or a run must not be empty")
     return more[0] if more else None, [*words, *line.flags]
-
-
-def settings_from(source: str) -> Simulation:
-    """The settings a preset's name or the path of a TOML file stands for."""
-    if source in PRESETS:
-        return PRESETS[source]()
-    path = Path(source)
-    if path.suffix != ".toml":
-        raise ConfigError(
-            unknown_name("preset", source, PRESETS) + "; or give the path of a .toml file"
-        )
-    table = read_toml(path)
-    preset = table.pop("preset", "paper")
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise DataError(path, unknown_name("preset", str(preset), PRESETS))
-    return settings_over(PRESETS[preset](), table, path=path)
-
-
-def to_toml(simulation: Simulation) -> str:
-    """The settings as a TOML file that `settings_from` reads back as the same settings."""
-    default = asdict(PRESETS["paper"]())
-    return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
 
 
 def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:

@@ -187,6 +187,43 @@ def variants(
                 )
 
 
+def outcomes_of(
+    simulation: Simulation,
+    *,
+    strategies: Sequence[StrategyName],
+    modes: Sequence[ModeName],
+    lookaheads: Sequence[int],
+    advance: Callable[[str, float], None] = lambda name, done: None,
+) -> list[Outcome]:
+    """The runs to compare, sync first; a schedule that the simulation itself asks for is in it.
+
+    `advance` is told which one runs, and how many are done.
+    """
+    schedules = list(
+        variants(
+            simulation.schedule,
+            strategies=("sync", *(name for name in strategies if name != "sync")),
+            modes=modes,
+            lookaheads=lookaheads,
+        )
+    )
+    schedule = simulation.schedule
+    is_chosen = not schedule.never_interrupts and schedule.name != Schedule().name
+    if is_chosen and schedule not in schedules:
+        schedules.append(schedule)
+    outcomes = []
+    for number, schedule in enumerate(schedules):
+        advance(schedule.name, number)
+        outcomes.append(simulate(replace(simulation, schedule=schedule)))
+    return outcomes
+
+
+def best_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
+    safe = [o for o in outcomes if o.simulation.schedule.strategy == "sorted"]
+    return max(safe or outcomes, key=lambda outcome: outcome.metrics.run.goodput)
+
+
 def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
     """An outcome as one flat row, for tables and scripts."""
     schedule, run, steady = outcome.simulation.schedule, outcome.metrics.run, outcome.metrics.steady
