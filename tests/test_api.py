@@ -30,6 +30,11 @@ def train(rows=ROWS, reward=letters, **given):
     return sortedrl.train(given.pop("model", TINY), rows, reward, **given)
 
 
+def kept_rows(run):
+    text = (run.folder / "inputs" / "rows.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def test_the_public_names_are_there_and_importing_them_is_light():
     program = (
         "import sys, sortedrl\n"
@@ -58,7 +63,7 @@ def test_rows_a_closure_and_nothing_else_make_a_run_that_goes_on():
     assert run.tokenizer.decode([97]) == "a"
     assert run.report() == run.folder / "report.html"
     assert run.report().read_text().startswith("<!DOCTYPE html>"), "a second time"
-    assert [json.loads(line) for line in (run.folder / "inputs/rows.jsonl").open()] == ROWS
+    assert kept_rows(run) == ROWS
     assert run.resume(epochs=2) is run
     assert [row["update"] for row in run.metrics] == [1, 2, 3, 4]
     assert len(heard) == 4, "what was heard before is not heard again"
@@ -130,7 +135,7 @@ def test_evaluation_of_a_run_on_held_out_rows():
 def test_data_sets_and_other_iterables_are_rows():
     datasets = pytest.importorskip("datasets")
     run = train(rows=datasets.Dataset.from_list(ROWS))
-    assert [json.loads(line) for line in (run.folder / "inputs/rows.jsonl").open()] == ROWS
+    assert kept_rows(run) == ROWS
     run = train(rows=(row for row in ROWS[:8]), seed=3)
     assert run.settings.seed == 3
     run = train(rows=["one", "two", "three"], reward=lambda prompt, response: 0.0)

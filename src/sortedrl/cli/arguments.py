@@ -40,9 +40,11 @@ from sortedrl.config.checks import check_text, check_values
 from sortedrl.config.sizes import Chosen, names_in, with_siblings
 from sortedrl.config.toml import (
     NO_VALUE,
+    RENAMED_KEYS,
     TYPE_NAMES,
     field_type,
     refuse_empty_path,
+    refuse_renamed,
     replaced,
 )
 from sortedrl.errors import ConfigError, unknown_name
@@ -375,6 +377,7 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
         return switch, False
     option = option or _same_elsewhere(section, last, options)
     if option is None or option.is_positional:
+        _refuse_renamed(flag, options)
         known = {name: option for name, option in options.items() if not option.is_positional}
         nearest = get_close_matches(flag, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
@@ -395,6 +398,21 @@ def _same_elsewhere(section: str, name: str, options: Mapping[str, _Option]) -> 
         flags = " or ".join(option.flag for option in found)
         raise ConfigError(f"--{name} could be several; give {flags}")
     return found[0] if found else None
+
+
+def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
+    """Refuse a flag of an older version; one without its section is known by the new flag."""
+    key = flag.removeprefix("--").replace("-", "_")
+    flags = {
+        ".".join(
+            part for part in option.path if part not in ("settings", "simulation")
+        ): option.flag
+        for option in options.values()
+    }
+    for old, new in RENAMED_KEYS.items():
+        if key in (old, old.rpartition(".")[2]) and new in flags:
+            raise ConfigError(f"{flag} is now {flags[new]}; change it")
+    refuse_renamed(key)
 
 
 def _taken(rest: list[str], count: int) -> list[str]:

@@ -24,7 +24,7 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import Outcome, best_of, outcomes_of, row, simulate
+from sortedrl.simulate.compare import SimulationResult, best_of, results_of, row, simulate
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation
 
@@ -87,15 +87,15 @@ def run(arguments: Sequence[str]) -> None:
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
     _tell_observed(arguments)
-    outcomes = _outcomes(given)
-    rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
+    results = _results(given)
+    rows = [row(result, sync=results[0]) for result in results]
     if given.plot is not None and beside is not None:
-        write_text(given.plot, _timelines(outcomes))
+        write_text(given.plot, _timelines(results))
         write_text(beside, bar_chart(rows))
     if given.json:
         print(json.dumps({"rows": rows}, indent=2))
         return
-    _print_table(outcomes, rows)
+    _print_table(results, rows)
 
 
 def _tell_observed(arguments: Sequence[str]) -> None:
@@ -105,9 +105,9 @@ def _tell_observed(arguments: Sequence[str]) -> None:
         tell(observed_line(read_observed(Path(source)), name=source))
 
 
-def _outcomes(given: Arguments) -> list[Outcome]:
+def _results(given: Arguments) -> list[SimulationResult]:
     with progress(1.0) as advance:
-        return outcomes_of(
+        return results_of(
             given.simulation,
             strategies=given.strategies,
             modes=given.modes,
@@ -116,38 +116,38 @@ def _outcomes(given: Arguments) -> list[Outcome]:
         )
 
 
-def _timelines(outcomes: Sequence[Outcome]) -> str:
+def _timelines(results: Sequence[SimulationResult]) -> str:
     panels = []
-    for outcome in (outcomes[0], best_of(outcomes)):
+    for result in (results[0], best_of(results)):
         events: list[Event] = []
-        simulate(outcome.simulation, record=events.append)
-        figures = outcome.metrics.run
+        simulate(result.simulation, record=events.append)
+        figures = result.metrics.run
         subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
-        panels.append((outcome.name, subtitle, lanes(events)))
+        panels.append((result.name, subtitle, lanes(events)))
     return timelines(panels)
 
 
-def _print_table(outcomes: Sequence[Outcome], rows: Sequence[dict[str, object]]) -> None:
+def _print_table(results: Sequence[SimulationResult], rows: Sequence[dict[str, object]]) -> None:
     lines = []
-    for outcome, values in zip(outcomes, rows, strict=True):
-        figures, steady = outcome.metrics.run, outcome.metrics.steady
+    for result, values in zip(results, rows, strict=True):
+        figures, steady = result.metrics.run, result.metrics.steady
         ledger = figures.ledger
         lines.append(
             [
-                outcome.name,
+                result.name,
                 percent(figures.bubble),
                 "" if steady is None else percent(steady.bubble),
                 thousands(figures.goodput),
                 f"{values['goodput_vs_sync']:.2f} x",
-                f"{outcome.bias.ratio:.2f}",
-                f"{outcome.early_bias.ratio:.2f}",
+                f"{result.bias.ratio:.2f}",
+                f"{result.early_bias.ratio:.2f}",
                 percent(ledger.discarded / ledger.decoded),
                 f"{figures.mean_staleness:.1f} / {figures.staleness_max}",
             ]
         )
     table(_HEADINGS, lines)
-    best = best_of(outcomes)
-    gain = best.metrics.run.goodput / outcomes[0].metrics.run.goodput
+    best = best_of(results)
+    gain = best.metrics.run.goodput / results[0].metrics.run.goodput
     print(
         f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"
         "bubble: idle share of the slots; steady: without the first and the last group.\n"

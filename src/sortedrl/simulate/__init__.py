@@ -1,6 +1,6 @@
 """Simulated runs: lengths, costs, presets, engines on a virtual clock, constants fitted to runs.
 
-The controller, the buffer and the loop are the real ones; only engine, trainer and clock are not.
+Controller, buffer and loop are those of a real run; engine, trainer and clock are simulated.
 The package is a function too: `sortedrl.simulate("paper", mode="coupled")`, see `calls`.
 """
 
@@ -11,13 +11,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sortedrl.simulate.compare import Outcome
+    from sortedrl.simulate.compare import SimulationResult
 
 
 class _Callable(ModuleType):
     """This package, which can be called."""
 
-    def __call__(self, *arguments: Any, **named: Any) -> Outcome:  # noqa: ANN401
+    def __call__(self, *arguments: Any, **named: Any) -> SimulationResult:  # noqa: ANN401
         """One simulated run; the arguments are those of `calls.simulate`."""
         from sortedrl.simulate.calls import simulate
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from sortedrl.config.schedule import ModeName, StrategyName
 from sortedrl.config.toml import settings_with
-from sortedrl.simulate.compare import Outcome, best_of, outcomes_of, row
+from sortedrl.simulate.compare import SimulationResult, best_of, results_of, row
 from sortedrl.simulate.compare import simulate as run_simulation
 from sortedrl.simulate.settings import Simulation, simulation_from
 
@@ -42,7 +42,7 @@ def simulate(
     update_batch: int | None = None,
     max_tokens: int | None = None,
     seed: int | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """One simulated run to its end; arguments change single settings of the source.
 
     >>> simulate("six", mode="partial").metrics.run.updates
@@ -73,38 +73,38 @@ def compare(
     >>> compare("six", strategies=["sorted"], modes=["partial"], lookaheads=[0])
     sorted/partial trains 1.06 x the tokens of sync per second of rollout (2 schedules compared)
     """
-    outcomes = outcomes_of(
+    results = results_of(
         _settings(source), strategies=strategies, modes=modes, lookaheads=lookaheads
     )
-    return Comparison(tuple(outcomes))
+    return Comparison(tuple(results))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """Simulated runs side by side; the first is sync."""
 
-    outcomes: tuple[Outcome, ...]
+    results: tuple[SimulationResult, ...]
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """One flat row for each schedule, for tables and data frames."""
-        return [row(outcome, sync=self.outcomes[0]) for outcome in self.outcomes]
+        return [row(result, sync=self.results[0]) for result in self.results]
 
     @property
-    def best(self) -> Outcome:
+    def best(self) -> SimulationResult:
         """The fastest that lets no prompt starve."""
-        return best_of(self.outcomes)
+        return best_of(self.results)
 
     @property
     def gain(self) -> float:
         """How many times as many tokens the best trains per second of rollout as sync."""
-        return self.best.metrics.run.goodput / self.outcomes[0].metrics.run.goodput
+        return self.best.metrics.run.goodput / self.results[0].metrics.run.goodput
 
     def __repr__(self) -> str:
         """The best one, in a sentence."""
         return (
             f"{self.best.name} trains {self.gain:.2f} x the tokens of sync per second of rollout "
-            f"({len(self.outcomes)} schedules compared)"
+            f"({len(self.results)} schedules compared)"
         )
 
     def _repr_html_(self) -> str:
