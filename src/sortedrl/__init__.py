@@ -35,6 +35,8 @@ from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weight
 if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine, Sampling
     from sortedrl.runs.api import Evaluated, Run, evaluate, train
+    from sortedrl.simulate.calls import compare, simulate
+    from sortedrl.simulate.measure import measure
 
 __version__ = "0.1.0"
 
@@ -78,6 +80,8 @@ _LATER = {
 
 def __getattr__(name: str) -> object:
     """A name that is imported with its first use."""
+    if name == "simulate":  # a package that can be called
+        return import_module("sortedrl.simulate")
     if name not in _LATER:
         raise AttributeError(f"module 'sortedrl' has no attribute {name!r}")
     value: object = vars(import_module(_LATER[name]))[name]

@@ -71,7 +71,7 @@ def compare(
     """Strategies and modes on the same prompts and the same seed; sync is always there.
 
     >>> compare("six", strategies=["sorted"], modes=["partial"], lookaheads=[0])
-    sorted/partial trains 1.06 x the tokens of sync per second of rollout (2 schedules compared)
+    sorted/partial trains 1.33 x the tokens of sync per second of rollout (2 schedules compared)
     """
     results = results_of(
         _settings(source), strategies=strategies, modes=modes, lookaheads=lookaheads
