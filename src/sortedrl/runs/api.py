@@ -50,19 +50,6 @@ Reward = str | Callable[..., object] | Sequence[Callable[..., object]]
 Rows = str | Path | Iterable[object]
 """A task's name, a file or a hub name; or rows: dicts, a `datasets.Dataset`, any iterable."""
 
-_KEYWORDS = {
-    "algorithm": "algorithm.name",
-    "mode": "schedule.mode",
-    "lookahead": "schedule.lookahead",
-    "learning_rate": "optimiser.learning_rate",
-    "samples": "schedule.samples_per_prompt",
-    "slots": "engine.slots",
-    "max_tokens": "engine.max_tokens",
-    "engine": "rollout.engine",
-    "epochs": "epochs",
-    "seed": "seed",
-}
-"""The settings that the arguments of `train` stand for."""
 _INPUTS = "inputs"
 
 
@@ -95,9 +82,21 @@ def train(
     that returns "stop" ends the run. A model object is copied, and needs its tokenizer.
     """
     require_native("training")
-    given = locals()
     base, chosen = _settings(config)
-    tables = _tables({name: given[name] for name in _KEYWORDS if given[name] is not None})
+    tables = _tables(
+        {
+            "algorithm.name": algorithm,
+            "schedule.mode": mode,
+            "schedule.lookahead": lookahead,
+            "schedule.samples_per_prompt": samples,
+            "engine.slots": slots,
+            "engine.max_tokens": max_tokens,
+            "rollout.engine": engine,
+            "optimiser.learning_rate": learning_rate,
+            "epochs": epochs,
+            "seed": seed,
+        }
+    )
     chosen |= frozenset(names_in(tables))
     tables = with_siblings(tables, chosen=chosen)
     source = None if reward is None else _source(reward)
@@ -345,14 +344,12 @@ def _settings(config: TrainSettings | str | Path | None) -> tuple[TrainSettings,
 
 
 def _tables(values: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments as the tables of a file."""
+    """Settings by their names as the tables of a file; what is `None` was not given."""
     tables: dict[str, Any] = {}
-    for keyword, value in values.items():
-        *sections, name = _KEYWORDS[keyword].split(".")
-        place = tables
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+    for setting, value in values.items():
+        section, _, name = setting.rpartition(".")
+        if value is not None:
+            (tables.setdefault(section, {}) if section else tables)[name] = value
     return tables
 
 

@@ -255,16 +255,17 @@ def six() -> Simulation:
 
 
 def trl_grpo() -> Simulation:
-    """TRL's GRPOTrainer as people start it: 64 prompts with 8 answers of up to 4,096 tokens.
+    """TRL's GRPOTrainer: steps of 64 prompts with 8 answers of up to 4,096 tokens, 256 at a time.
 
-    Every step waits for its longest answer (strategy sync), on one H100 with a 7B model.
+    Every step waits for its longest answer (strategy sync). The other strategies have groups of
+    four such steps.
     """
     return Simulation(
-        groups=8,
+        groups=2,
         schedule=Schedule(
             strategy="sync",
             mode="on_policy",
-            group_prompts=64,
+            group_prompts=256,
             samples_per_prompt=8,
             update_batch=512,
             harvest_unit="prompt",
@@ -368,13 +369,15 @@ def simulation_to_toml(simulation: Simulation) -> str:
     return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
 
 
-_PER_UPDATE = 4
+_STEPS_PER_GROUP = 4
+_OBSERVED_GROUPS = 4
 
 
 def observed_simulation(path: Path) -> Simulation:
     """What a log of answers says: their lengths, how many were written at once, and siblings.
 
-    The costs are those of the preset `paper`: speeds compare, seconds do not.
+    An update has the answers of a step of the log, and a group four such steps. The costs are
+    those of the preset `paper`: speeds compare, seconds do not.
     """
     if is_event_log(path):
         raise DataError(
@@ -386,12 +389,12 @@ def observed_simulation(path: Path) -> Simulation:
     step = found.answers_per_step
     samples = found.samples_per_prompt if step % found.samples_per_prompt == 0 else 1
     return Simulation(
-        groups=max(1, min(10, -(-len(found.lengths) // step))),
+        groups=_OBSERVED_GROUPS,
         schedule=Schedule(
-            group_prompts=step // samples,
+            group_prompts=_STEPS_PER_GROUP * step // samples,
             samples_per_prompt=samples,
             harvest_unit="prompt" if samples > 1 else "trajectory",
-            update_batch=max(samples, step // _PER_UPDATE // samples * samples),
+            update_batch=step,
         ),
         engine=EngineSettings(slots=step, max_tokens=max(found.lengths)),
         lengths=LengthSettings(values=found.lengths, prompt_share=found.prompt_share),
