@@ -77,7 +77,7 @@ def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) ->
     algorithm: Any = tables.get("algorithm", {})
     schedule: Any = tables.get("schedule", {})
     # What is no section or no name is refused where the tables become settings.
-    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+    name: Any = algorithm.get("name") if isinstance(algorithm, Mapping) else None
     is_known = isinstance(schedule, Mapping) and name in get_args(AlgorithmName)
     if not is_known or not Algorithm(name=name).needs_siblings:
         return dict(tables)

@@ -375,7 +375,7 @@ class PromptQueue:
 
     def take(self, count: int) -> Sequence[Prompt]:
         """The next prompts, with ids that count up; fewer than `count` only at the end."""
-        taken = []
+        taken: list[Prompt] = []
         while len(taken) < count and not self.is_exhausted:
             taken.append(_prompt(self._next, self.position))
             self.position += 1

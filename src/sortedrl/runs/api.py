@@ -426,7 +426,7 @@ def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     from sortedrl.models.loading import load_tokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = load_tokenizer(model.name_or_path)
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(model.name_or_path or "")
     except ModelError as error:
         raise ConfigError(
             f"a model object needs its tokenizer, and {model.name_or_path or 'it'!r} names none; "

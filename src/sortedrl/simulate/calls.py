@@ -5,7 +5,7 @@ They are the commands of these names, with the same presets, files and settings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -121,7 +121,7 @@ def _cell(value: object) -> str:
     return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))
 
 
-def _given(values: dict[str, object]) -> dict[str, object]:
+def _given(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
