@@ -301,14 +301,16 @@ def test_a_run_says_something_before_anything_heavy_is_loaded():
     program = (
         "import sys\n"
         "from sortedrl.cli import train\n"
-        "def started(*_, **__):\n"
+        "from sortedrl.runs import start\n"
+        "def loading(*_, **__):\n"
         "    assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
         "    raise SystemExit(7)\n"
-        "train.train = started\n"
-        "train.run(['--model', 'tiny', '--out', 'here'])\n"
+        "start._train = loading\n"
+        "task = 'knights_knaves:people=2,count=8'\n"
+        "train.run(['--model', 'tiny', '--out', 'here', '--task', task])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 7, done.stderr
-    assert done.stderr.startswith("here: tiny on knights_knaves")
+    assert done.stderr.startswith("here: tiny on 8 rows of knights_knaves")

@@ -18,7 +18,7 @@ from sortedrl.cli.arguments import (
     source_and_flags,
 )
 from sortedrl.config.sizes import Chosen, names_in, size_line, sized, with_siblings
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.toml import read_toml, settings_over, under_new_keys
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
@@ -98,7 +98,6 @@ def run(arguments: Sequence[str]) -> None:
     if given.dry_run:
         _dry_run(given, chosen)
         return
-    tell(f"{settings.out}: {settings.model} on {settings.task}")
     ending = train(settings, is_resumed=given.resume, chosen=chosen)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
@@ -186,10 +185,12 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
             "see sortedrl train --help"
         )
     table = read_toml(path)
-    settings = settings_over(TrainSettings(), with_siblings(table), path=path)
-    if folder.holds_run:
-        settings = replace(settings, out=source)
-    return settings, frozenset(names_in(table))
+    if not folder.holds_run:
+        settings = settings_over(TrainSettings(), with_siblings(table), path=path)
+        return settings, frozenset(names_in(table))
+    table = under_new_keys(table)
+    settings = settings_over(TrainSettings(), table, path=path)
+    return replace(settings, out=source), frozenset(names_in(table))
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

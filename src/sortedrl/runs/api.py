@@ -147,9 +147,10 @@ class Run:
     def settings(self) -> TrainSettings:
         """Every setting, as resolved."""
         config = RunFolder(self.folder).config
-        return replace(
-            settings_over(TrainSettings(), read_toml(config), path=config), out=self.folder
+        settings = settings_over(
+            TrainSettings(), read_toml(config), path=config, takes_old_keys=True
         )
+        return replace(settings, out=self.folder)
 
     @property
     def trained_folder(self) -> Path:

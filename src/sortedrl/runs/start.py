@@ -83,6 +83,8 @@ def train(
     _refuse_early(settings)
     settings.layout.refuse_several()
     task, held_out = training_tasks(settings, reward=reward)
+    # Before anything heavy is loaded, which may take a while.
+    tell(f"{settings.out}: {settings.model} on {len(task.rows):,} rows of {settings.task}")
     if chosen is not None:
         settings = sized(settings, num_rows=len(task.rows), chosen=chosen)
         line = size_line(settings, num_rows=len(task.rows), chosen=chosen)
