@@ -321,7 +321,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "words",
     [
-        ["train"],
+        ["train", "--model", "tiny"],
         ["demo"],
         ["sft"],
         ["eval", "tiny", "--tasks", "knights_knaves:count=2"],

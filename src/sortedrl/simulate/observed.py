@@ -84,7 +84,8 @@ def read_observed(path: Path) -> Observed:
 
 def is_log(path: Path) -> bool:
     """Whether a path may be a log of answers: a file of a known kind, or a folder."""
-    return path.suffix in (*SUFFIXES, *_PICKLES) or path.is_dir()
+    is_folder = path.is_dir() and path.suffix != ".toml"
+    return path.suffix in (*SUFFIXES, *_PICKLES) or is_folder
 
 
 def observed_line(observed: Observed, *, name: str) -> str:
