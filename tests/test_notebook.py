@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sortedrl.core.events import Harvest
-from sortedrl.report.live.view import Source
+from sortedrl.report.live.state import Source
 from sortedrl.runs.notebook import NotebookView, is_notebook, notebook_view, show_page
 
 

@@ -15,7 +15,8 @@ from importlib import import_module
 
 from sortedrl.core.events import Event
 from sortedrl.core.logs import Value
-from sortedrl.report.live.view import Source, View, activity
+from sortedrl.report.live.state import Source
+from sortedrl.report.live.view import View, activity
 
 _SECONDS_PER_FRAME = 0.5
 _SHOWN_ROWS = 8
