@@ -74,6 +74,8 @@ class Arguments:
     card: str | None = None
     """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default the
     one that is here."""
+    memory_gib: float | None = None
+    """Dry run only, with --card: the memory of one card; by default that of its data sheet."""
     mean_length: float | None = None
     """Dry run only: the mean length of answers that you expect; by default a guess."""
     rows: int | None = None
@@ -123,7 +125,10 @@ def _dry_run(given: Arguments, chosen: Chosen) -> None:
     from sortedrl.runs.plan.page import lines, to_json
 
     expected = Expected(
-        rows=given.rows, prompt_tokens=given.prompt_tokens, mean_length=given.mean_length
+        rows=given.rows,
+        prompt_tokens=given.prompt_tokens,
+        mean_length=given.mean_length,
+        memory_gib=given.memory_gib,
     )
     rows = _rows(given.settings) if given.rows is None else []
     num_rows = len(rows) if given.rows is None else given.rows
@@ -139,7 +144,7 @@ def _dry_run(given: Arguments, chosen: Chosen) -> None:
         tell=tell,
     )
     print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
-    refuse_too_big(plan.memory, plan.device_bytes)
+    refuse_too_big(plan.memory, plan.device_bytes, settings=given.settings)
 
 
 def _rows(settings: TrainSettings) -> Sequence[Row]:

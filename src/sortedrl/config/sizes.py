@@ -104,8 +104,8 @@ def sized(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> TrainSet
     if _GROUP not in chosen:
         group = max(-(-batch // samples), min(num_rows, _UPDATES_PER_GROUP * batch // samples))
     slots = settings.engine.slots
-    is_spread = settings.cluster.is_used or settings.layout.devices > 1
-    if _SLOTS not in chosen and not is_spread:
+    # The engines of a cluster share the slots evenly, so it names them itself.
+    if _SLOTS not in chosen and not settings.cluster.is_used:
         most = EngineSettings().slots
         slots = min(most, max(batch, group * samples // _UPDATES_PER_GROUP))
     return replace(

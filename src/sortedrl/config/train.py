@@ -28,7 +28,7 @@ from sortedrl.config.checks import (
     require_temperature,
     within,
 )
-from sortedrl.config.cluster import Cluster, Layout
+from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
 from sortedrl.types import LARGEST_REWARD
@@ -72,9 +72,9 @@ class Rollout:
     queue: NonNegativeInt = 0
     """Requests beyond the slots that may wait inside the engine, so that it fills a free slot
     at once; they are submitted earlier than they would be."""
-    hand_over: Path | None = None
+    weight_sync_folder: Path | None = None
     """Engine servers only: the folder through which they get new weights, which they must be able
-    to read; by default hand_over in the folder of the run."""
+    to read; by default weight_sync in the folder of the run."""
     temperature: Temperature = 1.0
     """Sampling temperature; the update computes log-probabilities at the same one."""
     cache_gib: PositiveFloat | None = None
@@ -103,9 +103,9 @@ class Rollout:
                 f"rollout.urls must be addresses such as http://localhost:8000, got {url!r}",
             )
         require(
-            self.hand_over is None or has_servers,
-            f"rollout.hand_over is for engine 'servers', got it with engine {self.engine!r}; "
-            "leave it out",
+            self.weight_sync_folder is None or has_servers,
+            "rollout.weight_sync_folder is for engine 'servers', got it with engine "
+            f"{self.engine!r}; leave it out",
         )
         require(
             not self.options or self.engine in ("vllm", "sglang"),
@@ -387,7 +387,6 @@ class TrainSettings:
     optimiser: Optimisation = field(default_factory=Optimisation)
     passes: PassSettings = field(default_factory=PassSettings)
     lora: Lora = field(default_factory=Lora)
-    layout: Layout = field(default_factory=Layout)
     cluster: Cluster = field(default_factory=Cluster)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -401,7 +400,6 @@ class TrainSettings:
         check_device(self.device)
         self._check_siblings()
         self._check_engine()
-        self._check_layout()
         self._check_cluster()
         overlong = self.algorithm.overlong_tokens
         require(
@@ -439,20 +437,6 @@ class TrainSettings:
             "given a seed per answer; take engine 'native', or mode 'on_policy' or 'partial'",
         )
 
-    def _check_layout(self) -> None:
-        engine, layout, slots = self.rollout.engine, self.layout, self.engine.slots
-        require(
-            layout.tensor_parallel == 1 or engine in ("vllm", "sglang"),
-            f"layout.tensor_parallel {layout.tensor_parallel} needs rollout.engine 'vllm' or "
-            f"'sglang', got {engine!r}; set tensor_parallel to 1 (native engines hold a whole "
-            "model each, servers are spread out where they are started)",
-        )
-        require(
-            slots >= layout.engines,
-            f"engine.slots are those of all {layout.engines} engines together (layout.devices / "
-            f"layout.tensor_parallel), so there must be at least as many, got {slots}",
-        )
-
     def _check_cluster(self) -> None:
         cluster, slots = self.cluster, self.engine.slots
         if not cluster.is_used:
@@ -473,9 +457,9 @@ class TrainSettings:
             f"{cluster.trainer_ranks}; set it to 0, or train without adapters",
         )
         require(
-            self.layout.devices == 1,
-            f"layout.devices plans a run, and cluster runs one, got layout.devices "
-            f"{self.layout.devices} beside a cluster; leave layout out",
+            cluster.tensor_parallel == 1 or self.rollout.engine in ("vllm", "sglang"),
+            f"cluster.tensor_parallel {cluster.tensor_parallel} needs rollout.engine 'vllm' or "
+            f"'sglang', got {self.rollout.engine!r}; set tensor_parallel to 1",
         )
         require(
             not cluster.overlap or self.schedule.keeps_stale_tokens,

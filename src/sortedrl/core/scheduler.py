@@ -134,7 +134,7 @@ class Scheduler:
             self.begin(version=self.version)
         if self.journal.version != self.version:
             self.journal.mark()
-            self.journal.handed_over(self.version)
+            self.journal.synced(self.version)
         self._progress = self._progress_now()
         stale = self._renew()
         self._plan = self.controller.plan(self.buffer, is_exhausted=self.prompts.is_exhausted)

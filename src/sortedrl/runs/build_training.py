@@ -110,7 +110,7 @@ class TrainingParts:
     """An answer as a person reads it."""
     clock: WallClock
     numbers: Callable[[], Mapping[str, float]]
-    """What else is worth a line with every update: the hand-overs of a cluster."""
+    """What else is worth a line with every update: the weight syncs of a cluster."""
 
     def close(self) -> None:
         """Let go of engine and trainer."""
@@ -159,7 +159,7 @@ def training_parts(
             engine.load_weights(trainer.weights())
     else:
         assert isinstance(trainer, PolicyTrainer)
-        # As it stood: weights newer than the engine's version are handed over, and that is logged.
+        # As it stood: weights newer than the engine's version are synced, and that is logged.
         version = 0 if saved is None else saved.state["engine_version"]
         world = RolloutWorld(
             model=trainer.model,

@@ -79,7 +79,7 @@ def opened_run(
         else:
             folder.refuse_second_run()
         if is_resumed and not is_begun:
-            tell(f"{folder.root} holds no run to resume; a new one begins")
+            tell(f"{folder.root} holds no run to resume; starting a new one")
         pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
         tokenizer = tokenizer_of(settings.model)
         rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
@@ -158,7 +158,7 @@ def _saved(
                 "used, for the reasons above; put one of them right, or begin a new run "
                 "(another --out)"
             )
-        tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
+        tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
         return None
     saved = Saved.read(newest)
     if "settings" not in saved.state:
@@ -169,7 +169,7 @@ def _saved(
         )
     for words in refuse_other_settings(saved.state["settings"], settings):
         tell(f"resumed with another setting: {words}")
-    tell(f"going on from {newest}")
+    tell(f"resuming from {newest}")
     return saved
 
 
@@ -314,7 +314,7 @@ def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> Answer
             raise
         if folder.answers.exists():
             folder.answers.rename(_free_name(folder.answers))
-        tell(f"{error}. The run goes on; its report shows the answers from here on")
+        tell(f"{error}. The run continues; its report shows the answers from here on")
         return AnswerFile(folder.answers)
 
 

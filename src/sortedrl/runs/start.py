@@ -80,8 +80,8 @@ def train(
     settings name. On a cluster that lost its trainer, or all of its workers, the run goes on by
     itself.
     """
+    settings.cluster.refuse_unsupported()
     _refuse_early(settings)
-    settings.layout.refuse_several()
     task, held_out = training_tasks(settings, reward=reward)
     # Before anything heavy is loaded, which may take a while.
     tell(f"{settings.out}: {settings.model} on {len(task.rows):,} rows of {settings.task}")
@@ -102,7 +102,7 @@ def train(
         except (TrainerLost, EngineLost) as error:
             if not settings.cluster.is_used or not left:
                 raise
-            tell(f"{error}\nThe run goes on from its last checkpoint ({left} restarts left).")
+            tell(f"{error}\nResuming from the last checkpoint ({left} restarts left).")
             is_resumed = True
     raise AssertionError("the last try returns or raises")
 
@@ -154,7 +154,7 @@ def _cut_off(out: Path) -> str:
     return (
         f"sortedrl: the run in {out} was cut off: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends whoever has lost them. All that "
-        f"was saved is whole; go on with: sortedrl train {out} --resume"
+        f"was saved is whole; resume with: sortedrl train {out} --resume"
     )
 
 
