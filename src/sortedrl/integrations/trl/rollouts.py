@@ -291,7 +291,7 @@ class Rollouts:
         self._journal.mark()
         self._sync(scheduler.version)
         if self._journal.version != scheduler.version:
-            self._journal.handed_over(scheduler.version)
+            self._journal.synced(scheduler.version)
         scheduler.begin_round()
         while not scheduler.should_harvest:
             scheduler.slots = self._engine.slots
