@@ -24,7 +24,8 @@ from sortedrl.core.meter import measure
 from sortedrl.models.loading import load_model
 
 ROWS = 48
-PATIENCE_SECONDS = 200
+PATIENCE_SECONDS = 600
+"""A deadline for a busy machine; a test that passes never waits for it."""
 OWN_RAY = "dashboard = false\nobject_store_gib = 0.1\n"
 _CONFIG = """\
 model = "begun"
@@ -53,7 +54,7 @@ every = 2
 workers = 1
 
 [cluster]
-rollout_workers = 2
+rollout_workers = {workers}
 patience_seconds = 20
 {cluster}
 """
@@ -133,12 +134,14 @@ class Family:
 class Run(Family):
     """A training run in a process of its own."""
 
-    def __init__(self, folder, name, *, cluster=OWN_RAY, reward="letters", within=()):
+    def __init__(self, folder, name, *, workers=2, cluster=OWN_RAY, reward="letters", within=()):
         """`within`: words before the command, such as those that enter a namespace."""
         self.folder, self.out = folder, folder / name
         self._log = folder / f"{name}.err"
         self._within = within
-        text = _CONFIG.format(rows=ROWS, reward=reward, out=name, cluster=cluster)
+        text = _CONFIG.format(
+            rows=ROWS, reward=reward, out=name, workers=workers, cluster=cluster
+        )
         (folder / f"{name}.toml").write_text(text)
         self._begin(f"{name}.toml")
 
@@ -223,7 +226,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def until_gone(processes, *, seconds):
+def until_gone(processes, *, seconds=120):
     """Wait until all of them have ended; gives those that have not."""
     end = time.monotonic() + seconds
     while (left := [p for p in processes if p.lives]) and time.monotonic() < end:
