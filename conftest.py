@@ -40,6 +40,6 @@ collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) 
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
+def pytest_xdist_auto_num_workers() -> int:
     """The number of test processes."""
     return (3 * (os.cpu_count() or 1) + 1) // 2

@@ -52,8 +52,8 @@ TWO = Cluster(
     trainer_ranks=0,
     dashboard=False,
     object_store_gib=0.2,
-    patience_seconds=60,
-    start_seconds=60,
+    patience_seconds=300,
+    start_seconds=300,
 )
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +91,7 @@ def open_fleet(ray_here, tmp_path):
     before = threading.active_count()
 
     def make(recipe, cluster=TWO, **options):
-        placement = Placement(blueprint(cluster), seconds=60)
+        placement = Placement(blueprint(cluster), seconds=300)
         warnings, hand_overs = [], []
         opened.append((placement, []))
         fleet = Fleet(
@@ -150,7 +150,7 @@ def lawful(ray_here):
     one = Fleet(
         cluster,
         LawfulRecipe(slots=conformance.SLOTS),
-        placement=(placement := Placement(blueprint(cluster), seconds=60)),
+        placement=(placement := Placement(blueprint(cluster), seconds=300)),
         warn=pytest.fail,
         report=lambda _: None,
     )
@@ -403,14 +403,14 @@ def test_a_batch_is_checked_by_one_worker_for_all_of_the_same_recipe():
 
 
 def test_a_worker_that_does_not_answer_is_lost(open_fleet):
-    patient = Cluster(**fields(TWO) | {"patience_seconds": 1.0})
+    patient = Cluster(**fields(TWO) | {"patience_seconds": 4.0})
     fleet = open_fleet(simulated(pause_seconds=0.02), patient)
     os.kill(fleet.workers[0].facts.process, signal.SIGSTOP)
     work = fresh_all((1,) * 6)
     fleet.pool.submit(work, tolerance=None)
     assert finished_by(fleet.pool, 6).keys() == {t.key for t in work}
     (warning,) = fleet.warnings
-    assert "it has not answered for 1 s" in warning
+    assert "it has not answered for 4 s" in warning
 
 
 def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_place(ray_here):
@@ -419,7 +419,7 @@ def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_p
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         # Ray sees sooner that a node is gone.
         env=os.environ
@@ -558,5 +558,7 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
         "from sortedrl.config.cluster import Cluster\n"
         "with connected(Cluster(rollout_workers=1, address='127.0.0.1:9'), tell=print): pass\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr

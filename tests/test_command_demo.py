@@ -6,6 +6,7 @@ from io import StringIO
 
 import pytest
 
+from sortedrl.cli import demo as command
 from sortedrl.cli import main
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
@@ -13,6 +14,14 @@ from sortedrl.core.logs import read_metrics
 
 SMALL = ("--warm-steps", "4", "--answers", "8", "--held-out", "2")
 SMALLEST = ("--warm-steps", "1", "--answers", "1", "--held-out", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_puzzles():
+    """The warm start reads few puzzles: making all of them takes longer than everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_NUM_PUZZLES", 100)
+        yield
 
 
 @pytest.fixture(scope="module")

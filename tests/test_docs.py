@@ -67,7 +67,7 @@ DRAWINGS = [
     for page in PAGES
     for found in re.findall(r"`(sortedrl [^`]*) --plot docs/img/(\S+)`", page.read_text())
 ]
-"""Every command in the text that draws a picture of ours, without its last flag, and the picture."""
+"""Commands in the text that draw a picture of ours, without the flag for it, and the pictures."""
 
 
 @pytest.mark.parametrize("shown", list(sessions()))

@@ -41,7 +41,7 @@ TWO = Cluster(
     dashboard=False,
     object_store_gib=0.2,
     patience_seconds=15,
-    start_seconds=60,
+    start_seconds=300,
 )
 DTYPES = (
     torch.bfloat16,
@@ -86,11 +86,11 @@ class Members:
     """A sender and its receivers, as threads of one process."""
 
     def __init__(self, count):
-        self.place = MeetingPlace("127.0.0.1", seconds=10)
+        self.place = MeetingPlace("127.0.0.1", seconds=60)
         self.sender, self.receivers = Sender(), [Receiver() for _ in range(count)]
         self.failures = 0
 
-    def meeting(self, key, *, timeout=10.0):
+    def meeting(self, key, *, timeout=60.0):
         return Meeting(
             host="127.0.0.1",
             port=self.place.port,
@@ -200,19 +200,19 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_timeout(absent):
     start = time.monotonic()
     with pytest.raises(WayFailed, match="the members did not meet"):
         come()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     # Ranks that gather together would hang if one of them stopped.
     assert taken == ([0, 1, 2] if absent == "receiver" else [])
 
 
 def test_who_is_known_to_be_gone_is_not_waited_for_at_all():
     pair = Members(1)
-    meeting = pair.meeting("gone", timeout=30.0)
+    meeting = pair.meeting("gone")
     pair.place.miss(meeting.key, rank=0)
     start = time.monotonic()
     with pytest.raises(WayFailed, match="member 0 of 2 is gone"):
         pair.receivers[0].receive(meeting, 1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_a_source_that_breaks_in_the_middle_frees_the_receivers_at_once():
@@ -224,14 +224,12 @@ def test_a_source_that_breaks_in_the_middle_frees_the_receivers_at_once():
 
     start = time.monotonic()
     with ThreadPoolExecutor() as threads:
-        received = threads.submit(
-            pair.receivers[0].receive, pair.meeting("broken", timeout=30.0), 1
-        )
+        received = threads.submit(pair.receivers[0].receive, pair.meeting("broken"), 1)
         with pytest.raises(TrainingError, match="a rank broke"):
-            pair.sender.send(pair.meeting("broken", timeout=30.0), gathered())
+            pair.sender.send(pair.meeting("broken"), gathered())
         with pytest.raises(WayFailed, match="the broadcast failed"):
             received.result()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_what_is_no_tensor_is_refused():
@@ -347,7 +345,7 @@ def open_fleet(ray_here, tmp_path):
     before = threading.active_count()
 
     def make(cluster=TWO):
-        placement = Placement(blueprint(cluster), seconds=60)
+        placement = Placement(blueprint(cluster), seconds=300)
         warnings, told = [], []
         fleet = Fleet(
             cluster,
@@ -461,7 +459,7 @@ def test_a_way_that_fails_is_followed_by_the_next_with_a_warning(open_fleet, tmp
 
 
 def test_a_worker_killed_during_a_broadcast_holds_nobody_up(open_fleet, tmp_path):
-    fleet, sender = open_fleet(replace(TWO, rollout_workers=3)), Sender()
+    fleet, sender = open_fleet(replace(TWO, rollout_workers=3, patience_seconds=60)), Sender()
     tensors = {f"{number}": torch.randn(1 << 18) for number in range(8)}
 
     def kill_one(number):
@@ -471,7 +469,7 @@ def test_a_worker_killed_during_a_broadcast_holds_nobody_up(open_fleet, tmp_path
     start = time.monotonic()
     source = Source(tensors, sender=sender, before=kill_one)
     fleet.pool.load_weights(Weights(1, source))
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 45
     check_given(tmp_path, fleet, tensors, version=1)
     assert [worker.number for worker in fleet.lost] == [1]
     assert fleet.told[0].workers == 2

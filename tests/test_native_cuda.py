@@ -35,9 +35,7 @@ MAX_TOKENS = 60 if HAS_CUDA else 3
 TOLERANCES = (None, 0.0, math.inf) if HAS_CUDA else (None, 0.0)
 FAMILIES = ARCHITECTURES if HAS_CUDA else ("llama", "gemma3")
 SIZES = (
-    {}
-    if HAS_CUDA
-    else {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    {} if HAS_CUDA else {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 )
 cuda_only = pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
 ignores_interpreter = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
