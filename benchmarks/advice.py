@@ -122,18 +122,18 @@ def claims(logs: dict[Schedule, list[Event]], engine: EngineSettings) -> list[Cl
     found = []
     for seen, log in logs.items():
         observed, costs = observed_answers(log), fit(log).costs
-        told: dict[Schedule, float] = {}
+        speeds_predicted: dict[Schedule, float] = {}
         for asked in logs:
             world = fitted_run(log, observed, schedule=asked, engine=engine, costs=costs, seed=0)
             forecast = simulated(
                 world.simulation, trajectories=observed.num_trained, stop_after=None
             )
-            told[asked] = forecast.trained_per_second
+            speeds_predicted[asked] = forecast.trained_per_second
         found += [
             Claim(
                 seen=seen.name,
                 asked=asked.name,
-                predicted=told[asked] / told[seen],
+                predicted=speeds_predicted[asked] / speeds_predicted[seen],
                 measured=speeds[asked] / speeds[seen],
             )
             for asked in logs
@@ -162,10 +162,10 @@ def main() -> None:
         print(json.dumps([asdict(claim) for claim in found], indent=2))
         return
     for schedule, log in logs.items():
-        run, told = measure(log).run, diagnose(log, schedule=schedule)
+        run, advice = measure(log).run, diagnose(log, schedule=schedule)
         print(
             f"{schedule.name}: bubble {run.bubble:.1%}, {run.trained_per_second:,.0f} trained "
-            f"tokens/s, mean length {run.mean_length:.0f}\n  {told.summary}\n  {told.trust}"
+            f"tokens/s, mean length {run.mean_length:.0f}\n  {advice.summary}\n  {advice.trust}"
         )
     print(f"\n{'seen':<20}{'asked':<20}{'predicted':>10}{'measured':>10}")
     for claim in found:

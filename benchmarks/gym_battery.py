@@ -30,56 +30,26 @@ from sortedrl.rewards.gym_rules import RULES
 from sortedrl.tasks.gym import GymSettings, gym_rows
 from sortedrl.types import Prompt
 
+_NUMBERS_AND_SIGNS = "nan; inf; -inf; 0; 1; -1; 2; 3; 4; 5; 8; 10; 0.5; 1/2; 0x0; i"
+_WORDS_AND_FORMULAS = (
+    "True; False; None; yes; no; Yes; No; on; off; undetermined; Pass; Peng; Chi; "
+    "infeasible; Monday; red; father; A; B; C; x; E; a; []; {}; [[]]; [0]; [nan]; [[0]]; "
+    "[0, 0, 0]; 0 0; 0 0 0 0 0 0; _; *; ?; x/x; 24; x - x + 24; 6*4*1*1; 8*3*1/1; "
+    "1 + 1 + 11 + 11; 24/1/1/1; 10**100; C; x + C; Integral(x, x); nan + C; (P \u2228 ¬P); P; "
+    "(P \u2228 Q); (P → Q); (P ∧ Q); 00:00; 0 days; 0 days, 00:00; No.; 0,0; (0, 0); 0°; A1; "
+    "C3; A=1,B=2,C=3; U U'; R U R' U'; U4"
+)
+_MOVES = "A → A; A → B → C; B → B; C → C → C; A+1 A+1 A+1 A+1"
 CONSTANTS = (
-    *(
-        "nan",
-        "inf",
-        "-inf",
-        "0",
-        "1",
-        "-1",
-        "2",
-        "3",
-        "4",
-        "5",
-        "8",
-        "10",
-        "0.5",
-        "1/2",
-        "0x0",
-        "i",
-    ),
-    *("", '""', "True", "False", "None", "yes", "no", "Yes", "No", "on", "off", "undetermined"),
-    *("Pass", "Peng", "Chi", "infeasible", "Monday", "red", "father", "A", "B", "C", "x", "E", "a"),
-    *(
-        "[]",
-        "{}",
-        "[[]]",
-        "[0]",
-        "[nan]",
-        "[[0]]",
-        "[0, 0, 0]",
-        "0 0",
-        "0 0 0 0 0 0",
-        "_",
-        "*",
-        "?",
-    ),
-    *("x/x", "24", "x - x + 24", "6*4*1*1", "8*3*1/1", "1 + 1 + 11 + 11", "24/1/1/1", "10**100"),
-    *(
-        "C",
-        "x + C",
-        "Integral(x, x)",
-        "nan + C",
-        "(P \u2228 ¬P)",
-        "P",
-        "(P \u2228 Q)",
-        "(P → Q)",
-        "(P ∧ Q)",
-    ),
-    *("00:00", "0 days", "0 days, 00:00", "No.", "0,0", "(0, 0)", "0°", "A1", "C3", "A=1,B=2,C=3"),
-    *("U U'", "R U R' U'", "U4", "LRUD" * 50, "A → A", "A → B → C", "B → B", "C → C → C"),
-    *("A+1 A+1 A+1 A+1", "A+1 B+1 B-1 C+1 C-1 D+1 D-1 E+1 E-1 " * 50, '["fill A"]', "[{}]"),
+    *_NUMBERS_AND_SIGNS.split("; "),
+    "",
+    '""',
+    *_WORDS_AND_FORMULAS.split("; "),
+    "LRUD" * 50,
+    *_MOVES.split("; "),
+    "A+1 B+1 B-1 C+1 C-1 D+1 D-1 E+1 E-1 " * 50,
+    '["fill A"]',
+    "[{}]",
 )
 """Answers that do not look at the row."""
 _LARGEST = 4_000

@@ -217,12 +217,12 @@ def frames(slots: int, *, most_events: int) -> Frames:
                 view.advance(f"after {number} events", number / len(events))
                 drawn.append(cpu_seconds(view.refresh))
     with drawn_view(source) as view:
-        told = cpu_seconds(lambda: tell_all(view, events))
+        seconds = cpu_seconds(lambda: tell_all(view, events))
     return Frames(
         slots=slots,
         frame_milliseconds=median(drawn) * 1e3,
         frame_milliseconds_most=max(drawn) * 1e3,
-        event_microseconds=told / len(events) * 1e6,
+        event_microseconds=seconds / len(events) * 1e6,
     )
 
 

@@ -59,7 +59,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Check:
     """A response to a row, and whether it should be right."""
 
     kind: str
@@ -71,9 +71,9 @@ class Trial:
 
 @dataclass(slots=True)
 class Count:
-    """How one kind of trial came out for a set."""
+    """How one kind of check came out for a set."""
 
-    trials: int = 0
+    checks: int = 0
     agreed: int = 0
     seconds: float = 0.0
     timeouts: int = 0
@@ -111,62 +111,62 @@ def respelled(gold: str) -> str | None:
     return f"0 + 1 \\cdot ({tidy})"
 
 
-def trials(pairs: Sequence[tuple[str, Example]]) -> Iterator[Trial]:
+def checks(pairs: Sequence[tuple[str, Example]]) -> Iterator[Check]:
     """What is scored for the rows of a set."""
     for number, (place, example) in enumerate(pairs):
         prompt = Prompt(id=number, fields={"answer": example.answer, **example.fields})
         gold = written(example.answer)
-        yield Trial("library", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
-        yield Trial("itself", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
+        yield Check("library", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
+        yield Check("itself", place, prompt, rf"So it is \boxed{{{gold}}}.", True)
         other = respelled(gold) if isinstance(example.answer, str) else None
         if other is not None:
-            yield Trial("respelled", place, prompt, rf"So it is \boxed{{{other}}}.", True)
+            yield Check("respelled", place, prompt, rf"So it is \boxed{{{other}}}.", True)
         if example.solution is not None and boxed_answer(example.solution):
-            yield Trial("solution", place, prompt, example.solution, True)
+            yield Check("solution", place, prompt, example.solution, True)
         next_gold = written(pairs[(number + 1) % len(pairs)][1].answer)
         if next_gold != gold:
-            yield Trial("neighbour", place, prompt, rf"So it is \boxed{{{next_gold}}}.", False)
+            yield Check("neighbour", place, prompt, rf"So it is \boxed{{{next_gold}}}.", False)
 
 
 def examine(
     pairs: Sequence[tuple[str, Example]], pool: RewardPool, library: RewardPool
 ) -> dict[str, Count]:
-    """Every trial of a set, counted by kind."""
+    """Every check of a set, counted by kind."""
     counts = {kind: Count() for kind in _KINDS}
-    wanted = list(trials(pairs))
-    pools = [library if trial.kind == "library" else pool for trial in wanted]
+    wanted = list(checks(pairs))
+    pools = [library if check.kind == "library" else pool for check in wanted]
     tickets = [
-        to.submit(trial.prompt, trial.response) for to, trial in zip(pools, wanted, strict=True)
+        to.submit(check.prompt, check.response) for to, check in zip(pools, wanted, strict=True)
     ]
-    for trial, to, ticket in zip(wanted, pools, tickets, strict=True):
+    for check, to, ticket in zip(wanted, pools, tickets, strict=True):
         (outcome,) = to.wait([ticket])
-        count = counts[trial.kind]
-        count.trials += 1
+        count = counts[check.kind]
+        count.checks += 1
         count.seconds += outcome.seconds
         count.timeouts += outcome.failure is not None
         score_parts = {} if outcome.score is None else outcome.score.parts
         if score_parts.get("unread_gold", 0.0) > 0:
-            count.unread_golds.append(str(trial.prompt.fields["answer"]))
+            count.unread_golds.append(str(check.prompt.fields["answer"]))
         is_right = score_parts.get("correct", 0.0) > 0
-        if is_right == trial.should_be_right:
+        if is_right == check.should_be_right:
             count.agreed += 1
         else:
             count.exceptions.append(
-                f"{Path(trial.place).name}: gold {trial.prompt.fields['answer']!r}, answer "
-                f"{boxed_answer(trial.response)!r}"
+                f"{Path(check.place).name}: gold {check.prompt.fields['answer']!r}, answer "
+                f"{boxed_answer(check.response)!r}"
                 + (f" ({outcome.failure})" if outcome.failure else "")
             )
     return counts
 
 
 def show(name: str, counts: dict[str, Count]) -> None:
-    """One line for each kind of trial, and its exceptions."""
+    """One line for each kind of check, and its exceptions."""
     for kind, count in counts.items():
-        if count.trials:
+        if count.checks:
             print(
-                f"{name:20} {kind:10} {count.agreed:6} of {count.trials:6}  "
-                f"{count.agreed / count.trials:8.2%}  {count.seconds:7.1f} s  "
-                f"{1000 * count.seconds / count.trials:6.1f} ms each"
+                f"{name:20} {kind:10} {count.agreed:6} of {count.checks:6}  "
+                f"{count.agreed / count.checks:8.2%}  {count.seconds:7.1f} s  "
+                f"{1000 * count.seconds / count.checks:6.1f} ms each"
                 + (f"  {len(count.unread_golds)} golds unread" if count.unread_golds else "")
                 + (f"  {count.timeouts} time-outs" if count.timeouts else "")
             )

@@ -108,12 +108,12 @@ def main() -> None:
         print("opened in", ", ".join(f"{opened(page, path):.2f} s" for _ in range(5)))
         page.locator(".slots-lanes").scroll_into_view_if_needed()
         for zoom in range(5):
-            told = page.eval_on_selector("[data-drawn]", "box => ({...box.dataset})")
+            drawn = page.eval_on_selector("[data-drawn]", "box => ({...box.dataset})")
             gaps = sorted(panned(page))
             now = page.eval_on_selector("[data-drawn]", "box => box.dataset.from")
-            assert zoom == 0 or now != told["from"], "the timeline was not moved"
+            assert zoom == 0 or now != drawn["from"], "the timeline was not moved"
             print(
-                f"{told['drawn']:>6}, {int(told['bars']):>9,} in view: from frame to frame "
+                f"{drawn['drawn']:>6}, {int(drawn['bars']):>9,} in view: from frame to frame "
                 f"{median(gaps):.1f} ms, one in twenty more than {gaps[int(0.95 * len(gaps))]:.1f}"
             )
             for _ in range(2):

@@ -379,8 +379,8 @@ def picture(
         dots = [(panel.x(share(a, sizes)), panel.y(share(b, heights))) for a, b in line.points]
         canvas.path(dots, css=f"{series(place)} curve")
         for (x, y), (size, value) in zip(dots, line.points, strict=True):
-            told = f"{line.name}: {value:,.0f} at {size:,.0f}"
-            canvas.circle(x, y, radius=3.5, css=series(place), title=told)
+            label = f"{line.name}: {value:,.0f} at {size:,.0f}"
+            canvas.circle(x, y, radius=3.5, css=series(place), title=label)
         (x, y), (_, value) = dots[-1], line.points[-1]
         canvas.text(x + 9, y + 4, content=f"{value:,.0f}", css="head")
     return canvas.svg()

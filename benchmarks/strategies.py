@@ -4,7 +4,7 @@
     python benchmarks/strategies.py --engines native vllm --shape smollm2-135m --device cuda \
         --slots 128 --group 512 --batch 128 --groups 3 --median 600 --max-tokens 4096
 
-The loop, buffer, controller and weight hand-over are those of a training run; only the update
+The loop, buffer, controller and weight sync are those of a training run; only the update
 itself is left out, as it is the same for all. Answers have forced long-tailed lengths, the same
 for every schedule and engine (except where a schedule draws an answer anew). Weights are really
 handed over after every update. Schedules alternate between the engines, so that noise hits both.
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class Row:
     goodput: float
     throughput: float
     rollout_seconds: float
-    hand_over_seconds: float
+    weight_sync_seconds: float
     decoded: int
     trained: int
     discarded: int
@@ -224,12 +224,12 @@ def run(
 ) -> Row:
     """One schedule on one engine, from the first group to the last."""
     meter, clock = Meter(), WallClock()
-    hand_overs: list[float] = []
+    weight_syncs: list[float] = []
 
     def record(event: Any) -> None:  # noqa: ANN401
         meter(event)
         if event.kind == "hand_over":
-            hand_overs.append(event.took_seconds)
+            weight_syncs.append(event.took_seconds)
 
     shares = name == "native"
     tensors = None if shares else (lambda: dict(model.state_dict()))
@@ -247,10 +247,10 @@ def run(
     )
     for _ in loop.run():
         pass
-    return row(name, schedule, meter.metrics(), hand_over_seconds=sum(hand_overs))
+    return row(name, schedule, meter.metrics(), weight_sync_seconds=sum(weight_syncs))
 
 
-def row(name: str, schedule: Schedule, metrics: Metrics, *, hand_over_seconds: float) -> Row:
+def row(name: str, schedule: Schedule, metrics: Metrics, *, weight_sync_seconds: float) -> Row:
     """The numbers of a run."""
     figures, ledger = metrics.run, metrics.run.ledger
     assert ledger.decoded == ledger.trained + ledger.discarded, "the ledger does not balance"
@@ -263,7 +263,7 @@ def row(name: str, schedule: Schedule, metrics: Metrics, *, hand_over_seconds: f
         goodput=figures.goodput,
         throughput=figures.throughput,
         rollout_seconds=figures.rollout_seconds,
-        hand_over_seconds=hand_over_seconds,
+        weight_sync_seconds=weight_sync_seconds,
         decoded=ledger.decoded,
         trained=ledger.trained,
         discarded=ledger.discarded,
@@ -279,21 +279,11 @@ def show(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     table = Table(box=None)
-    for heading in (
-        "engine",
-        "schedule",
-        "bubble",
-        "steady",
-        "goodput",
-        "x sync",
-        "rollout s",
-        "hand-over s",
-        "decoded",
-        "discarded",
-        "stale",
-        "length",
-    ):
-        table.add_column(heading, justify="left" if heading in ("engine", "schedule") else "right")
+    for heading in ("engine", "schedule"):
+        table.add_column(heading)
+    columns = "bubble,steady,goodput,x sync,rollout s,sync s,decoded,discarded,stale,length"
+    for heading in columns.split(","):
+        table.add_column(heading, justify="right")
     base = {r.engine: r.goodput for r in reversed(rows) if r.schedule == "sync"}
     for r in rows:
         table.add_row(
@@ -304,7 +294,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{r.goodput:,.0f}",
             f"{r.goodput / base[r.engine]:.2f}" if r.engine in base else "-",
             f"{r.rollout_seconds:.1f}",
-            f"{r.hand_over_seconds:.2f}",
+            f"{r.weight_sync_seconds:.2f}",
             f"{r.decoded:,}",
             f"{r.discarded:,}",
             f"{r.staleness:.2f}",
@@ -340,19 +330,10 @@ def main() -> None:
     given = parsed()
     import torch
 
+    names = {f.name for f in fields(World)} - {"dtype"}
     world = World(
-        shape=given.shape,
-        device=given.device,
+        **{name: value for name, value in vars(given).items() if name in names},
         dtype="bfloat16" if given.device == "cuda" else "float32",
-        slots=given.slots,
-        group=given.group,
-        batch=given.batch,
-        groups=given.groups,
-        median=given.median,
-        sigma=given.sigma,
-        max_tokens=given.max_tokens,
-        prompt_tokens=given.prompt_tokens,
-        seed=given.seed,
     )
     model = load(world.shape, device=world.device, dtype=world.dtype, seed=world.seed)
     lengths = world.lengths()

@@ -14,7 +14,7 @@ from experiments.pieces import (
     ROOT,
     Deadline,
     Piece,
-    Trial,
+    Setup,
     run_at_once,
     run_in_turn,
     this_command,
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(table: str, given: Arguments) -> int:
-    trial = Trial(
+    setup = Setup(
         table=table,
         device=given.device,
         is_small=given.small,
@@ -97,8 +97,8 @@ def _measure(table: str, given: Arguments) -> int:
         changes=given.set,
         commit=commit(ROOT),
     )
-    pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(trial), given.only)
-    done = [piece.name for piece in pieces if trial.results.has(table, piece.name)]
+    pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(setup), given.only)
+    done = [piece.name for piece in pieces if setup.results.has(table, piece.name)]
     if given.list:
         for piece in pieces:
             note = "done" if piece.name in done else f"about {piece.seconds:,.0f} s"
@@ -106,30 +106,30 @@ def _measure(table: str, given: Arguments) -> int:
         return 0
     require(
         given.resume or not done,
-        f"{trial.results.folder / table} has results of {len(done)} pieces already; go on with "
+        f"{setup.results.folder / table} has results of {len(done)} pieces already; go on with "
         "--resume, or give another folder (--results)",
     )
     waiting = [piece for piece in pieces if piece.name not in done]
-    left = _run(waiting, trial, given)
+    left = _run(waiting, setup, given)
     if left:
         tell(f"no time for {len(left)} pieces ({', '.join(left)}); go on with --resume")
     return 3 if left else 0
 
 
-def _run(pieces: Sequence[Piece], trial: Trial, given: Arguments) -> list[str]:
+def _run(pieces: Sequence[Piece], setup: Setup, given: Arguments) -> list[str]:
     deadline = Deadline.after(given.budget)
-    most = trial.settings.get("at_once", 1)
+    most = setup.settings.get("at_once", 1)
     if most <= 1 or len(pieces) == 1:
-        return run_in_turn(pieces, trial, deadline=deadline, tell=tell)
+        return run_in_turn(pieces, setup, deadline=deadline, tell=tell)
     words = ["--device", given.device, "--resume", "--results", str(given.results)]
     words += ["--scratch", str(given.scratch), *(["--small"] if given.small else [])]
     words += [] if given.settings is None else ["--settings", str(given.settings)]
     words += ["--set", *given.set] if given.set else []
     return run_at_once(
         pieces,
-        trial,
+        setup,
         most=most,
-        command=lambda name: this_command(trial.table, *words, "--only", name),
+        command=lambda name: this_command(setup.table, *words, "--only", name),
         deadline=deadline,
         tell=tell,
     )

@@ -16,20 +16,20 @@ from experiments import learning
 from experiments.ablations_page import section
 from experiments.efficiency import simulation_of
 from experiments.learning import Arm
-from experiments.pieces import ROOT, Piece, Trial
+from experiments.pieces import ROOT, Piece, Setup
 from experiments.record import Record, Results
 from experiments.settings import merged
 from sortedrl.config.toml import read_toml
 from sortedrl.core.logs import Value, read_metrics
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
-from sortedrl.simulate.compare import Outcome, row, simulate
+from sortedrl.simulate.compare import SimulationResult, row, simulate
 from sortedrl.simulate.settings import Simulation
 
 __all__ = [
     "Run",
     "fitted",
-    "learning_trial",
+    "learning_setup",
     "pieces",
     "runs",
     "section",
@@ -94,28 +94,28 @@ class Run:
         return {section: {setting: self.value}}
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """The simulated pieces, then the warm starts, then the measured runs."""
-    return [*_simulated_pieces(trial), *_measured_pieces(trial)]
+    return [*_simulated_pieces(setup), *_measured_pieces(setup)]
 
 
-def _simulated_pieces(trial: Trial) -> Iterator[Piece]:
-    given = trial.settings["simulated"]
+def _simulated_pieces(setup: Setup) -> Iterator[Piece]:
+    given = setup.settings["simulated"]
     asked = [(base, change) for change in given["changes"] for base in change["bases"]]
     for place, (base, change) in enumerate(asked):
-        run = partial(_simulated, trial, base, change, place=place)
+        run = partial(_simulated, setup, base, change, place=place)
         name = f"simulated-{base}-{change['setting']}"
         yield Piece(name=name, seconds=given["seconds"], run=run)
 
 
-def _measured_pieces(trial: Trial) -> Iterator[Piece]:
-    measured = trial.settings["measured"]
+def _measured_pieces(setup: Setup) -> Iterator[Piece]:
+    measured = setup.settings["measured"]
     seconds = measured["seconds"]
     for seed in measured["seeds"]:
-        warm = partial(learning.warm_numbers, learning_trial(trial), seed)
+        warm = partial(learning.warm_numbers, learning_setup(setup), seed)
         yield Piece(name=f"measured-warm-{seed}", seconds=seconds["warm"], run=warm)
         for place, run in enumerate(runs(measured)):
-            measure = partial(_measured, trial, run, seed, place=place)
+            measure = partial(_measured, setup, run, seed, place=place)
             yield Piece(name=f"measured-{run.name}-{seed}", seconds=seconds["run"], run=measure)
 
 
@@ -123,10 +123,10 @@ def _measured_pieces(trial: Trial) -> Iterator[Piece]:
 
 
 def simulation(
-    trial: Trial, base: str, *, change: Mapping[str, Any], known: Mapping[str, Any], seed: int
+    setup: Setup, base: str, *, change: Mapping[str, Any], known: Mapping[str, Any], seed: int
 ) -> Simulation:
     """A base with a change, on the workload of the efficiency table and the fitted costs."""
-    given = trial.settings["simulated"]
+    given = setup.settings["simulated"]
     table = {**given["bases"][base], **change}
     table = {name: value for name, value in table.items() if value != NO_VALUE}
     workload = dict(read_toml(ROOT / "experiments" / "efficiency.toml")["workload"])
@@ -155,21 +155,21 @@ def synchronous(simulation: Simulation) -> Simulation:
     return replace(simulation, schedule=schedule)
 
 
-def fitted(trial: Trial) -> Record:
+def fitted(setup: Setup) -> Record:
     """The fitted costs of the table prediction: of this folder of results, or the kept ones."""
-    model = trial.settings["simulated"]["costs_of"]
-    for results in (trial.results, Results(ROOT / "experiments" / "results")):
+    model = setup.settings["simulated"]["costs_of"]
+    for results in (setup.results, Results(ROOT / "experiments" / "results")):
         for record in results.read("prediction"):
             if record.piece == model:
                 return record
-    path = trial.results.path("prediction", model)
+    path = setup.results.path("prediction", model)
     raise DataError(path, "holds the fitted costs: measure the table prediction first")
 
 
-def _simulated(trial: Trial, base: str, change: Mapping[str, Any], *, place: int) -> dict[str, Any]:
-    given, source = trial.settings["simulated"], fitted(trial)
+def _simulated(setup: Setup, base: str, change: Mapping[str, Any], *, place: int) -> dict[str, Any]:
+    given, source = setup.settings["simulated"], fitted(setup)
     known = {name: source.numbers[name] for name in ("costs", "mismatch_rate", "prompt_tokens")}
-    made = partial(simulation, trial, base, known=known)
+    made = partial(simulation, setup, base, known=known)
     rows = []
     for value in change["values"]:
         changed = {change["setting"]: value}
@@ -197,7 +197,7 @@ def _compared(simulation: Simulation) -> dict[str, object]:
 
 
 @cache
-def _sync_outcome(simulation: Simulation) -> Outcome:
+def _sync_outcome(simulation: Simulation) -> SimulationResult:
     return simulate(simulation)
 
 
@@ -214,22 +214,22 @@ def runs(measured: Mapping[str, Any]) -> Iterator[Run]:
                     yield Run(base=base, setting=change["setting"], value=value)
 
 
-def learning_trial(trial: Trial, run: Run | None = None) -> Trial:
-    """The trial of a measured run in the words of the learning tables."""
-    measured = trial.settings["measured"]
+def learning_setup(setup: Setup, run: Run | None = None) -> Setup:
+    """The setup of a measured run in the words of the learning tables."""
+    measured = setup.settings["measured"]
     if run is None:
-        return replace(trial, settings=measured)
+        return replace(setup, settings=measured)
     table = merged(measured["train"], measured["bases"][run.base])
     table = merged(table, run.change)
     every = measured["evaluated_answers"] // table["schedule"]["update_batch"]
     table = merged(table, {"evaluation": {"every": every}})
     words = {"train": table, "algorithms": {"ablated": {}}, "arms": {run.name: {}}}
-    return replace(trial, settings={**measured, **words})
+    return replace(setup, settings={**measured, **words})
 
 
-def _measured(trial: Trial, run: Run, seed: int, *, place: int) -> dict[str, Any]:
+def _measured(setup: Setup, run: Run, seed: int, *, place: int) -> dict[str, Any]:
     arm = Arm(algorithm="ablated", name=run.name, seed=seed)
-    own = learning_trial(trial, run)
+    own = learning_setup(setup, run)
     numbers = learning.arm_numbers(own, arm)
     settings = learning.train_settings(own, arm, model=learning.warmed(own, seed))
     return {

@@ -12,28 +12,20 @@ far, whose lowest digit stands first.
 (without the spaces and the new line). So each symbol is looked up in the prompt or follows from
 the three before it. The same settings give the same rows, and rows of `train` and `test` never
 share a sum, not even with its terms in another order.
-
-    python -m experiments.arithmetic --out rows.jsonl --count 4096 --haste 0.15 --slips 0.002
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
 from string import ascii_letters
-from typing import Literal, get_args
+from typing import get_args
 
 from sortedrl.config.checks import require
-from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix, uniform
 from sortedrl.errors import unknown_name
+from sortedrl.tasks.knights.puzzle import Split, split_of_key
 from sortedrl.types import Prompt
-
-Split = Literal["train", "test"]
 
 _SIDES = 6
 _TOTAL_DIGITS = 2
@@ -110,14 +102,6 @@ def sum_rows(settings: SumSettings) -> list[dict[str, object]]:
     return rows
 
 
-def write_rows(path: Path, settings: SumSettings) -> Path:
-    """Write the rows as a JSONL file, and give its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, separators=(",", ":")) for row in sum_rows(settings)]
-    write_whole(path, ("\n".join(lines) + "\n").encode())
-    return path
-
-
 def sum_reward(prompt: Prompt, response: str) -> float:
     """1 for the right sum in the place of the answer, else 0."""
     before, opened, rest = response.partition("<answer>")
@@ -167,8 +151,7 @@ def worked(terms: Sequence[int], *, settings: SumSettings, number: int = 0) -> s
 
 def split_of(terms: Sequence[int]) -> Split:
     """Where a sum belongs, decided by its terms alone, whatever their order."""
-    digest = blake2b(bytes(sorted(terms)), digest_size=8).digest()
-    return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
+    return split_of_key("".join(map(chr, sorted(terms))), _TEST_SHARE)
 
 
 def _letter(place: int, term: int) -> str:
@@ -177,33 +160,6 @@ def _letter(place: int, term: int) -> str:
 
 def _terms(settings: SumSettings, draw: int) -> list[int]:
     low, high = settings.terms
-    # Train and test are told apart by the terms, so they may be drawn from the same numbers.
+    # Train and test are separated by the terms, so they may be drawn from the same numbers.
     count = low + int(uniform(settings.seed, draw, _LENGTH) * (high - low + 1))
     return [1 + mix(settings.seed, draw, _LENGTH, place) % _SIDES for place in range(count)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
-    """Where the rows go, and which they are."""
-
-    out: Path = Path("sums.jsonl")
-    """The file that is written."""
-    settings: SumSettings = SumSettings()
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write rows to a file."""
-    # Reward workers import this module too, and have no use for a parser.
-    from sortedrl.cli.arguments import parse
-
-    given = parse(
-        _Arguments,
-        arguments,
-        prog="python -m experiments.arithmetic",
-        description="Write sums with worked answers as a JSONL file of rows.",
-    )
-    write_rows(given.out, given.settings)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from experiments.pieces import Piece, Trial
+from experiments.pieces import Piece, Setup
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.metrics import length_bias, numbers
 from sortedrl.simulate.compare import simulate
@@ -22,20 +22,20 @@ _MARGIN = 1.1
 _PROMPT_TOKENS = 192
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """One piece for each model and schedule; a model is opened with its first one."""
     found = []
-    for model in trial.settings["run"]:
-        about = trial.settings["models"][model]
-        world = opener(trial, about)
-        for arm in arms_of(trial.settings["arms"], about):
-            schedule = schedule_of(arm, trial.settings["workload"])
-            seconds = _MARGIN * expected_seconds(arm, trial.settings["workload"], about["costs"])
+    for model in setup.settings["run"]:
+        about = setup.settings["models"][model]
+        world = opener(setup, about)
+        for arm in arms_of(setup.settings["arms"], about):
+            schedule = schedule_of(arm, setup.settings["workload"])
+            seconds = _MARGIN * expected_seconds(arm, setup.settings["workload"], about["costs"])
             found.append(
                 Piece(
                     name=f"{model}--{piece_name(schedule)}",
                     seconds=seconds,
-                    run=partial(_with_bias, trial, world, model, schedule, arm["groups"]),
+                    run=partial(_with_bias, setup, world, model, schedule, arm["groups"]),
                 )
             )
     return found
@@ -106,22 +106,22 @@ def expected_seconds(
     return simulate(simulation).metrics.run.seconds
 
 
-def opener(trial: Trial, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
+def opener(setup: Setup, about: Mapping[str, Any]) -> Callable[[], BenchWorld]:
     """Opens the world of a model when it is first needed, and once."""
 
     @cache
     def opened() -> BenchWorld:
         from experiments.bench_world import BenchWorld, Workload
 
-        known = trial.settings["workload"]
+        known = setup.settings["workload"]
         workload = Workload(**{name: known[name] for name in known if name != "tolerance"})
-        return BenchWorld.opened(about, workload, device=trial.device)
+        return BenchWorld.opened(about, workload, device=setup.device)
 
     return opened
 
 
 def measured_arm(
-    trial: Trial,
+    setup: Setup,
     world: BenchWorld,
     model: str,
     *,
@@ -129,7 +129,7 @@ def measured_arm(
     groups: int,
 ) -> tuple[Measured, dict[str, Any]]:
     """One schedule run on a model, and its numbers; the events stay in the scratch folder."""
-    folder = trial.scratch / f"{model}--{piece_name(schedule)}"
+    folder = setup.scratch / f"{model}--{piece_name(schedule)}"
     folder.mkdir(parents=True, exist_ok=True)
     measured = world.run(schedule, groups=groups, events=folder / "events.jsonl")
     given = {name: value for name, value in asdict(schedule).items() if value is not None}
@@ -137,20 +137,20 @@ def measured_arm(
         "model": model,
         "schedule": schedule.name,
         "arm": {"groups": groups, **given},
-        "workload": dict(trial.settings["workload"]),
+        "workload": dict(setup.settings["workload"]),
         **outcome(measured),
     }
 
 
 def _with_bias(
-    trial: Trial,
+    setup: Setup,
     world: Callable[[], BenchWorld],
     model: str,
     schedule: Schedule,
     groups: int,
 ) -> dict[str, Any]:
     opened = world()
-    measured, found = measured_arm(trial, opened, model, schedule=schedule, groups=groups)
+    measured, found = measured_arm(setup, opened, model, schedule=schedule, groups=groups)
     bias = length_bias(list(measured.lengths.values()), opened.reference(list(measured.lengths)))
     return found | {
         "length_bias": bias.ratio,

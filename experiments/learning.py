@@ -14,18 +14,19 @@ and [questions.NAME] describe, {model} for `model`, and {root} for the folder of
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.arithmetic import SumSettings, write_rows
+from experiments.arithmetic import SumSettings, sum_rows
 from experiments.curves import run_numbers
-from experiments.pieces import ROOT, Piece, Trial
-from experiments.questions import QuestionSettings, write_questions
+from experiments.pieces import ROOT, Piece, Setup
+from experiments.questions import QuestionSettings, question_rows
 from experiments.settings import merged
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_over
@@ -52,19 +53,19 @@ class Arm:
         return f"{self.algorithm}-{self.name}-{self.seed}"
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """The warm starts first, then the runs, those of a seed together.
 
     So runs that are compared have the same neighbours on the device.
     """
-    seconds = trial.settings["seconds"]
+    seconds = setup.settings["seconds"]
     made = [
-        Piece(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, trial, seed))
-        for seed in trial.settings["seeds"]
-        if "warm" in trial.settings
+        Piece(name=f"warm-{seed}", seconds=seconds["warm"], run=partial(warm_numbers, setup, seed))
+        for seed in setup.settings["seeds"]
+        if "warm" in setup.settings
     ]
-    for arm in arms(trial.settings):
-        run = partial(arm_numbers, trial, arm)
+    for arm in arms(setup.settings):
+        run = partial(arm_numbers, setup, arm)
         made.append(Piece(name=arm.piece, seconds=seconds["run"], run=run))
     return made
 
@@ -79,9 +80,9 @@ def arms(settings: Mapping[str, Any]) -> list[Arm]:
     ]
 
 
-def warm_numbers(trial: Trial, seed: int) -> dict[str, Any]:
+def warm_numbers(setup: Setup, seed: int) -> dict[str, Any]:
     """The warm start of a seed in numbers."""
-    folder = warmed(trial, seed).parent
+    folder = warmed(setup, seed).parent
     rows = read_metrics(folder / "metrics.jsonl")
     tenth = rows[-max(1, len(rows) // 10) :]
     return {
@@ -94,14 +95,14 @@ def warm_numbers(trial: Trial, seed: int) -> dict[str, Any]:
     }
 
 
-def arm_numbers(trial: Trial, arm: Arm) -> dict[str, Any]:
+def arm_numbers(setup: Setup, arm: Arm) -> dict[str, Any]:
     """A run in numbers: made, gone on with where it was cut, or only read where it is complete."""
-    model = warmed(trial, arm.seed)
-    settings = train_settings(trial, arm, model=model)
+    model = warmed(setup, arm.seed)
+    settings = train_settings(setup, arm, model=model)
     folder = RunFolder(settings.out)
     # A run that came to its end has exported its model.
     if not folder.model.exists():
-        _leave_uncompiled(trial)
+        _leave_uncompiled(setup)
         ending = train(settings, is_resumed=folder.holds_run)
         if ending.reason == "asked":
             raise KeyboardInterrupt
@@ -111,46 +112,46 @@ def arm_numbers(trial: Trial, arm: Arm) -> dict[str, Any]:
         "arm": arm.name,
         "schedule": settings.schedule.name,
         "seed": arm.seed,
-        "runs_at_once": trial.settings.get("at_once", 1),
-        **run_numbers(settings.out, targets=trial.settings["targets"]),
+        "runs_at_once": setup.settings.get("at_once", 1),
+        **run_numbers(settings.out, targets=setup.settings["targets"]),
     }
 
 
-def train_settings(trial: Trial, arm: Arm, *, model: Path) -> TrainSettings:
+def train_settings(setup: Setup, arm: Arm, *, model: Path) -> TrainSettings:
     """The settings of a run that begins with this model."""
-    given = trial.settings
+    given = setup.settings
     table = merged(given["train"], given["algorithms"][arm.algorithm])
     table = merged(table, {"schedule": given["arms"][arm.name]})
     fixed = {
         "model": str(model),
-        "out": str(trial.scratch / arm.piece),
+        "out": str(setup.scratch / arm.piece),
         "seed": arm.seed,
-        "device": trial.device,
+        "device": setup.device,
     }
-    table = filled(table, _places(trial, arm.seed)) | fixed
-    return settings_over(TrainSettings(), table, path=_toml(trial))
+    table = filled(table, _places(setup, arm.seed)) | fixed
+    return settings_over(TrainSettings(), table, path=_toml(setup))
 
 
-def warm_settings(trial: Trial, seed: int) -> SupervisedSettings:
+def warm_settings(setup: Setup, seed: int) -> SupervisedSettings:
     """The settings of the warm start of a seed."""
-    fixed = {"out": str(trial.scratch / f"warm-{seed}"), "seed": seed, "device": trial.device}
-    table = filled(trial.settings["warm"], _places(trial, seed)) | fixed
-    return settings_over(SupervisedSettings(), table, path=_toml(trial))
+    fixed = {"out": str(setup.scratch / f"warm-{seed}"), "seed": seed, "device": setup.device}
+    table = filled(setup.settings["warm"], _places(setup, seed)) | fixed
+    return settings_over(SupervisedSettings(), table, path=_toml(setup))
 
 
-def warmed(trial: Trial, seed: int) -> Path:
+def warmed(setup: Setup, seed: int) -> Path:
     """The model that the runs of a seed start from; it and the rows are made where missing."""
-    with _alone(trial.scratch / f"warm-{seed}.lock"):
-        _write_rows(trial, seed)
-        if "warm" not in trial.settings:
-            return Path(trial.settings["model"])
-        settings = warm_settings(trial, seed)
+    with _alone(setup.scratch / f"warm-{seed}.lock"):
+        _write_rows(setup, seed)
+        if "warm" not in setup.settings:
+            return Path(setup.settings["model"])
+        settings = warm_settings(setup, seed)
         folder = RunFolder(settings.out)
         is_done = settings.out / "is_done"
         if not is_done.exists():
             # One that was cut begins anew, and must not be taken for a second one.
             folder.config.unlink(missing_ok=True)
-            _leave_uncompiled(trial)
+            _leave_uncompiled(setup)
             if not warm_start(settings).is_complete:
                 raise KeyboardInterrupt
             write_whole(is_done, b"")
@@ -174,33 +175,34 @@ def _filled(value: object, places: Mapping[str, str]) -> object:
     return [_filled(part, places) for part in value] if isinstance(value, list) else value
 
 
-def _places(trial: Trial, seed: int) -> dict[str, str]:
+def _places(setup: Setup, seed: int) -> dict[str, str]:
     """What texts of the TOML can name."""
     return {
         "seed": str(seed),
-        "rows": str(_rows_folder(trial, seed)),
-        "model": trial.settings.get("model", ""),
+        "rows": str(_rows_folder(setup, seed)),
+        "model": setup.settings.get("model", ""),
         "root": str(ROOT),
     }
 
 
-def _rows_folder(trial: Trial, seed: int) -> Path:
-    return trial.scratch / f"rows-{seed}"
+def _rows_folder(setup: Setup, seed: int) -> Path:
+    return setup.scratch / f"rows-{seed}"
 
 
-def _write_rows(trial: Trial, seed: int) -> None:
+def _write_rows(setup: Setup, seed: int) -> None:
     """Generate the rows of a seed, where the table has any; `seed` in the TOML is added to it."""
-    folder = _rows_folder(trial, seed)
-    for name, given in trial.settings.get("sums", {}).items():
-        if not (path := folder / f"{name}.jsonl").exists():
-            write_rows(path, SumSettings(**_seeded(given, seed)))
-    for name, given in trial.settings.get("questions", {}).items():
-        if not (path := folder / f"{name}.jsonl").exists():
-            write_questions(path, QuestionSettings(**_seeded(given, seed)))
-
-
-def _seeded(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    return {**given, "seed": 1000 * seed + given.get("seed", 0)}
+    makers: dict[str, Callable[[dict[str, Any]], list[dict[str, object]]]] = {
+        "sums": lambda given: sum_rows(SumSettings(**given)),
+        "questions": lambda given: question_rows(QuestionSettings(**given)),
+    }
+    for kind, rows_of in makers.items():
+        for name, given in setup.settings.get(kind, {}).items():
+            path = _rows_folder(setup, seed) / f"{name}.jsonl"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                rows = rows_of({**given, "seed": 1000 * seed + given.get("seed", 0)})
+                lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+                write_whole(path, "".join(lines).encode())
 
 
 @contextmanager
@@ -212,14 +214,14 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _leave_uncompiled(trial: Trial) -> None:
+def _leave_uncompiled(setup: Setup) -> None:
     """Leave torch.compile out, unless the table wants it: each of many short runs would compile."""
-    if not trial.settings.get("compiled", False):
+    if not setup.settings.get("compiled", False):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-def _toml(trial: Trial) -> Path:
-    return ROOT / "experiments" / f"{trial.table}.toml"
+def _toml(setup: Setup) -> Path:
+    return ROOT / "experiments" / f"{setup.table}.toml"
 
 
 def _number(value: object) -> float:

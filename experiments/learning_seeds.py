@@ -1,4 +1,4 @@
-"""Table 3b: order and freshness told apart, with as many seeds as it takes.
+"""Table 3b: order and freshness separated, with as many seeds as it takes.
 
 Runs of one seed share their warm start, prompts and noise, so arms are compared seed by seed: a
 difference is a mean over seeds with its 95 % interval (Student's t).

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.efficiency import measured_arm, opener, piece_name, schedule_of
 from experiments.markdown import caption, percent, table
-from experiments.pieces import Piece, Trial
+from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.metrics import length_bias
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """One piece for each model and schedule."""
     found = []
-    for model in trial.settings["run"]:
-        about = trial.settings["models"][model]
-        world = opener(trial, about)
-        for arm in trial.settings["arms"]:
-            schedule = schedule_of(arm, trial.settings["workload"])
-            run = partial(_with_lengths, trial, world, model, schedule, arm["groups"])
+    for model in setup.settings["run"]:
+        about = setup.settings["models"][model]
+        world = opener(setup, about)
+        for arm in setup.settings["arms"]:
+            schedule = schedule_of(arm, setup.settings["workload"])
+            run = partial(_with_lengths, setup, world, model, schedule, arm["groups"])
             name = f"{model}--{piece_name(schedule)}"
             found.append(Piece(name=name, seconds=about["seconds"], run=run))
     return found
 
 
 def _with_lengths(
-    trial: Trial,
+    setup: Setup,
     world: Callable[[], BenchWorld],
     model: str,
     schedule: Schedule,
     groups: int,
 ) -> dict[str, Any]:
-    measured, found = measured_arm(trial, world(), model, schedule=schedule, groups=groups)
+    measured, found = measured_arm(setup, world(), model, schedule=schedule, groups=groups)
     lengths = [[*key, tokens] for key, tokens in sorted(measured.lengths.items())]
     return found | {"lengths": lengths}
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.pieces import ROOT, Piece, Trial
+from experiments.pieces import ROOT, Piece, Setup
 from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.report.terminal import tell
@@ -24,11 +24,11 @@ _SECONDS = 5.0
 _GIB = 1 << 30
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """One piece for each config."""
     return [
-        Piece(name=name, seconds=_SECONDS, run=partial(_row, name, trial.settings))
-        for name in trial.settings["setups"]
+        Piece(name=name, seconds=_SECONDS, run=partial(_row, name, setup.settings))
+        for name in setup.settings["setups"]
     ]
 
 

@@ -33,7 +33,7 @@ from experiments.peer_numbers import curve_numbers, speeds
 from experiments.peer_process import TrlProcess
 from experiments.peer_scores import with_scores
 from experiments.peer_section import section
-from experiments.pieces import Piece, Trial
+from experiments.pieces import Piece, Setup
 from sortedrl.config.checks import require
 from sortedrl.core.logs import read_metrics
 
@@ -58,17 +58,17 @@ class TrlArm:
         return f"trl-{self.name}-{self.seed}"
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """For each seed its warm start, our own runs, then those of TRL."""
     python = os.environ.get("SORTEDRL_TRL_PYTHON", sys.executable)
-    process = TrlProcess(trial.scratch / "trl.log", python=python)
+    process = TrlProcess(setup.scratch / "trl.log", python=python)
     made = []
-    for piece in learning.pieces(trial):
+    for piece in learning.pieces(setup):
         is_run = piece.name.startswith(f"{_ALGORITHM}-")
-        made.append(replace(piece, run=partial(_own_numbers, trial, piece)) if is_run else piece)
-    for arm in trl_arms(trial.settings):
-        run = partial(trl_numbers, trial, arm, process=process)
-        made.append(Piece(name=arm.piece, seconds=trial.settings["seconds"][arm.name], run=run))
+        made.append(replace(piece, run=partial(_own_numbers, setup, piece)) if is_run else piece)
+    for arm in trl_arms(setup.settings):
+        run = partial(trl_numbers, setup, arm, process=process)
+        made.append(Piece(name=arm.piece, seconds=setup.settings["seconds"][arm.name], run=run))
     # A table that is cut has all arms of its first seeds.
     return sorted(made, key=lambda piece: int(piece.name.rpartition("-")[2]))
 
@@ -78,20 +78,20 @@ def trl_arms(settings: Mapping[str, Any]) -> list[TrlArm]:
     return [TrlArm(name=name, seed=seed) for seed in settings["seeds"] for name in settings["trl"]]
 
 
-def trl_numbers(trial: Trial, arm: TrlArm, *, process: TrlProcess) -> dict[str, Any]:
+def trl_numbers(setup: Setup, arm: TrlArm, *, process: TrlProcess) -> dict[str, Any]:
     """A training with TRL in numbers; one that was cut begins anew."""
     from sortedrl.runs.tasks import training_tasks
 
-    settings = _settings(trial, arm)
+    settings = _settings(setup, arm)
     task, _ = training_tasks(settings)
     rows = asked_rows(settings)
     job = trl_job(
         settings,
         rows=rows,
-        device=trial.device,
+        device=setup.device,
         reward=task.reward.function,
         reward_options=task.reward.options,
-        options=trial.settings["trl"][arm.name],
+        options=setup.settings["trl"][arm.name],
     )
     write_rows(rows, Path(job.rows))
     versions = process.train(job)
@@ -108,8 +108,8 @@ def trl_numbers(trial: Trial, arm: TrlArm, *, process: TrlProcess) -> dict[str, 
         "runs_at_once": 1,
         "versions": versions,
         "load": load,
-        **curve_numbers(settings.out, targets=trial.settings["targets"]),
-        **speeds(read_metrics(job.metrics), first=trial.settings["first_updates"]),
+        **curve_numbers(settings.out, targets=setup.settings["targets"]),
+        **speeds(read_metrics(job.metrics), first=setup.settings["first_updates"]),
     }
 
 
@@ -178,18 +178,18 @@ def asked_rows(settings: TrainSettings) -> list[AskedRow]:
     ]
 
 
-def _own_numbers(trial: Trial, piece: Piece) -> dict[str, Any]:
+def _own_numbers(setup: Setup, piece: Piece) -> dict[str, Any]:
     """A run of ours in numbers, with its speeds counted as those of TRL."""
-    rows_of = trial.scratch / piece.name / "metrics.jsonl"
+    rows_of = setup.scratch / piece.name / "metrics.jsonl"
     numbers = dict(piece.run())
     load = os.getloadavg()[0]
-    found = speeds(read_metrics(rows_of), first=trial.settings["first_updates"])
+    found = speeds(read_metrics(rows_of), first=setup.settings["first_updates"])
     return {**numbers, **found, "load": load}
 
 
-def _settings(trial: Trial, arm: TrlArm) -> TrainSettings:
+def _settings(setup: Setup, arm: TrlArm) -> TrainSettings:
     """The settings of our own synchronous run, in TRL's folder."""
-    name = next(iter(trial.settings["arms"]))
+    name = next(iter(setup.settings["arms"]))
     own = learning.Arm(algorithm=_ALGORITHM, name=name, seed=arm.seed)
-    model = learning.warmed(trial, arm.seed)
-    return replace(learning.train_settings(trial, own, model=model), out=trial.scratch / arm.piece)
+    model = learning.warmed(setup, arm.seed)
+    return replace(learning.train_settings(setup, own, model=model), out=setup.scratch / arm.piece)

@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class Setup:
     """Where and how a table is measured."""
 
     table: str
@@ -69,7 +69,7 @@ class Deadline:
 
 
 def run_in_turn(
-    pieces: Sequence[Piece], trial: Trial, *, deadline: Deadline, tell: Callable[[str], None]
+    pieces: Sequence[Piece], setup: Setup, *, deadline: Deadline, tell: Callable[[str], None]
 ) -> list[str]:
     """Measure one piece after another; gives the names of those there was no time for."""
     left = []
@@ -77,18 +77,18 @@ def run_in_turn(
         if not deadline.has_room_for(piece.seconds):
             left.append(piece.name)
             continue
-        tell(f"{trial.table}: {piece.name}, about {piece.seconds:,.0f} s")
+        tell(f"{setup.table}: {piece.name}, about {piece.seconds:,.0f} s")
         began = time.monotonic()
         numbers = piece.run()
         seconds = time.monotonic() - began
-        trial.results.write(_record(trial, piece.name, numbers=numbers, seconds=seconds))
-        tell(f"{trial.table}: {piece.name} took {seconds:,.1f} s")
+        setup.results.write(_record(setup, piece.name, numbers=numbers, seconds=seconds))
+        tell(f"{setup.table}: {piece.name} took {seconds:,.1f} s")
     return left
 
 
 def run_at_once(
     pieces: Sequence[Piece],
-    trial: Trial,
+    setup: Setup,
     *,
     most: int,
     command: Callable[[str], Sequence[str]],
@@ -102,17 +102,17 @@ def run_at_once(
     """
     left, failed = [], []
     waiting, running = list(pieces), dict[str, subprocess.Popen[bytes]]()
-    trial.scratch.mkdir(parents=True, exist_ok=True)
+    setup.scratch.mkdir(parents=True, exist_ok=True)
     try:
         while waiting or running:
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 code = running.pop(name).returncode
-                tell(f"{trial.table}: {name} {'is done' if code == 0 else f'failed ({code})'}")
+                tell(f"{setup.table}: {name} {'is done' if code == 0 else f'failed ({code})'}")
                 failed += [name] if code else []
             while waiting and len(running) < most:
                 piece = waiting.pop(0)
                 if deadline.has_room_for(piece.seconds):
-                    running[piece.name] = _started(command(piece.name), trial, piece.name)
+                    running[piece.name] = _started(command(piece.name), setup, piece.name)
                 else:
                     left.append(piece.name)
             time.sleep(_POLL_SECONDS)
@@ -121,34 +121,34 @@ def run_at_once(
             process.terminate()
     if failed:
         names = ", ".join(failed)
-        raise RuntimeError(f"{names} failed: see {trial.scratch}/{failed[0]}.log")
+        raise RuntimeError(f"{names} failed: see {setup.scratch}/{failed[0]}.log")
     return left
 
 
-def _started(command: Sequence[str], trial: Trial, name: str) -> subprocess.Popen[bytes]:
-    with (trial.scratch / f"{name}.log").open("ab") as log:
+def _started(command: Sequence[str], setup: Setup, name: str) -> subprocess.Popen[bytes]:
+    with (setup.scratch / f"{name}.log").open("ab") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
-def _record(trial: Trial, piece: str, *, numbers: Mapping[str, Any], seconds: float) -> Record:
+def _record(setup: Setup, piece: str, *, numbers: Mapping[str, Any], seconds: float) -> Record:
     return Record(
-        table=trial.table,
+        table=setup.table,
         piece=piece,
-        command=_command(trial),
-        commit=trial.commit,
+        command=_command(setup),
+        commit=setup.commit,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine=machine(trial.device),
+        machine=machine(setup.device),
         seconds=round(seconds, 2),
         numbers=numbers,
     )
 
 
-def _command(trial: Trial) -> str:
+def _command(setup: Setup) -> str:
     """What a reader types to measure the same."""
-    words = ["python", "-m", "experiments", trial.table, "--device", trial.device]
-    words += ["--small"] if trial.is_small else []
+    words = ["python", "-m", "experiments", setup.table, "--device", setup.device]
+    words += ["--small"] if setup.is_small else []
     # Where a file lies says nothing to a reader.
-    changes = [change for change in trial.changes if "/" not in change]
+    changes = [change for change in setup.changes if "/" not in change]
     return shlex.join([*words, *(["--set", *changes] if changes else [])])
 
 

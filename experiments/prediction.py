@@ -1,7 +1,7 @@
 """The simulator's predictions beside the measured runs of the efficiency table.
 
 Costs and the loss of cached tokens are fitted to the events of one run of a model. The simulator
-is then told the schedules of the other runs and the distribution of the lengths, as a user would,
+then gets the schedules of the other runs and the distribution of the lengths, as from a user,
 and nothing else of them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.efficiency import simulation_of
 from experiments.markdown import caption, percent, table
-from experiments.pieces import Piece, Trial
+from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.core.events import read_events
 from sortedrl.core.metrics import numbers
@@ -28,20 +28,20 @@ _POINTS = 2.0
 _APART = 10.0
 
 
-def pieces(trial: Trial) -> list[Piece]:
+def pieces(setup: Setup) -> list[Piece]:
     """One piece for each model that the efficiency table was measured with."""
-    records = trial.results.read("efficiency")
+    records = setup.results.read("efficiency")
     models = dict.fromkeys(record.numbers["model"] for record in records)
     return [
-        Piece(name=model, seconds=_SECONDS, run=partial(_predicted, trial, model))
+        Piece(name=model, seconds=_SECONDS, run=partial(_predicted, setup, model))
         for model in models
     ]
 
 
-def _predicted(trial: Trial, model: str) -> dict[str, Any]:
-    records = [r for r in trial.results.read("efficiency") if r.numbers["model"] == model]
-    fitted_to = trial.settings["fitted_to"]
-    path = trial.scratch.parent / "efficiency" / f"{model}--{fitted_to}" / "events.jsonl"
+def _predicted(setup: Setup, model: str) -> dict[str, Any]:
+    records = [r for r in setup.results.read("efficiency") if r.numbers["model"] == model]
+    fitted_to = setup.settings["fitted_to"]
+    path = setup.scratch.parent / "efficiency" / f"{model}--{fitted_to}" / "events.jsonl"
     if not path.exists():
         raise DataError(path, "are the events to fit to: measure efficiency first")
     events = list(read_events(path))

@@ -7,28 +7,20 @@ something to learn, and lengths are its own. The reward reads the last number of
     Mia has 6 boxes with 4 pens in each. She gives away 5 pens. How many pens are left?
 
 The numbers of a question decide whether it belongs to `train` or to `test`, so the two share none.
-
-    python -m experiments.questions --out questions.jsonl --settings.count 8192
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from sortedrl.config.checks import require
-from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix
 from sortedrl.errors import unknown_name
+from sortedrl.tasks.knights.puzzle import Split, split_of_key
 from sortedrl.types import Prompt
-
-Split = Literal["train", "test"]
 
 _TEST_SHARE = 0.15
 _NAMES = ("Mia", "Tom", "Lena", "Omar", "Ruth", "Ivan", "Nora", "Paul")
@@ -75,8 +67,7 @@ def split_of(kind: str, numbers: Sequence[int]) -> Split:
     >>> split_of("sum", [3, 4]) == split_of("sum", [4, 3])
     True
     """
-    digest = blake2b(kind.encode() + bytes(sorted(numbers)), digest_size=8).digest()
-    return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
+    return split_of_key(kind + "".join(map(chr, sorted(numbers))), _TEST_SHARE)
 
 
 _KINDS = ("sum", "product", "chain", "story")
@@ -117,38 +108,3 @@ def last_number_reward(prompt: Prompt, response: str) -> float:
     if not found:
         return 0.0
     return float(float(found[-1].replace(",", "")) == float(str(prompt.fields["answer"])))
-
-
-def write_questions(path: Path, settings: QuestionSettings) -> Path:
-    """Write the rows as a JSONL file, and give its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, separators=(",", ":")) for row in question_rows(settings)]
-    write_whole(path, ("\n".join(lines) + "\n").encode())
-    return path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arguments:
-    """Where the rows go, and which they are."""
-
-    out: Path = Path("questions.jsonl")
-    """The file that is written."""
-    settings: QuestionSettings = QuestionSettings()
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write rows to a file."""
-    # Reward workers import this module too, and have no use for a parser.
-    from sortedrl.cli.arguments import parse
-
-    given = parse(
-        _Arguments,
-        arguments,
-        prog="python -m experiments.questions",
-        description="Write questions of small arithmetic as a JSONL file of rows.",
-    )
-    write_questions(given.out, given.settings)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The puzzle behind a text: the inverse of the wording, for ours and for that of published sets.
+"""The puzzle behind a text, in words (ours or that of published sets) or in compact symbols.
 
 A report is a sentence with one name outside the statement, the speaker's:
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sortedrl.rewards.tags import TAGS
+from sortedrl.tasks.knights.compact import PEOPLE
 from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
 from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, Roles
 
@@ -199,3 +201,46 @@ class _Reader:
     def _error(self, wanted: str) -> ValueError:
         there = " ".join(self._words[self._place : self._place + 4]) or "the end"
         return ValueError(f"{wanted} must come next in {self._text!r:.200}, got {there!r}")
+
+
+ALPHABET = (*TAGS, *PEOPLE, *PEOPLE.lower(), *":;?!&|>=()#/01+-")
+_JOINS: dict[str, Connective] = {"&": "and", "|": "or", ">": "->", "=": "<=>"}
+
+
+def split_symbols(text: str) -> list[str]:
+    """A compact text as symbols; a tag is one symbol."""
+    symbols = re.findall(r"</?(?:think|answer)>|.", text, re.DOTALL)
+    assert set(symbols) <= set(ALPHABET)
+    return symbols
+
+
+def read_compact(prompt: str) -> Puzzle:
+    """The puzzle that a compact prompt writes."""
+    said = [part.split(":") for part in prompt.removesuffix("?").split(";")]
+    assert [name for name, _ in said] == list(PEOPLE[: len(said)])
+    statements = []
+    for _, symbols in said:
+        rest = list(reversed(symbols))
+        statements.append(_compact_joined(rest))
+        assert not rest
+    return Puzzle(tuple(statements))
+
+
+def _compact_joined(rest: list[str]) -> Statement:
+    parts = [_compact_part(rest)]
+    symbol = rest[-1] if rest else ""
+    while symbol in _JOINS and rest and rest[-1] == symbol:
+        rest.pop()
+        parts.append(_compact_part(rest))
+    return parts[0] if len(parts) == 1 else Compound(_JOINS[symbol], tuple(parts))
+
+
+def _compact_part(rest: list[str]) -> Statement:
+    symbol = rest.pop()
+    if symbol == "!":
+        return Compound("not", (_compact_part(rest),))
+    if symbol == "(":
+        inner = _compact_joined(rest)
+        assert rest.pop() == ")"
+        return inner
+    return Claim(PEOPLE.index(symbol.upper()), symbol.isupper())

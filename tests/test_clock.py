@@ -18,7 +18,7 @@ def test_virtual_time_passes_only_where_someone_says_so():
     clock.advance(1.5)
     clock.advance(0)
     assert clock.seconds() == 1.5
-    with pytest.raises(ValueError, match="only goes forward, got -1"):
+    with pytest.raises(ValueError, match="must not go backwards, got -1"):
         clock.advance(-1)
 
 

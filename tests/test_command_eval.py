@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from knights_reading import ALPHABET
 from native_worlds import tiny_model
 from sortedrl.cli import main
 from sortedrl.evaluation import statistics
 from sortedrl.evaluation.results import read_results
-from sortedrl.tasks.knights.compact import ALPHABET
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 PUZZLES = "knights_knaves:people=2-3,count=6,style=compact,split=test"
@@ -248,7 +248,7 @@ def test_files_of_others_are_refused_before_a_model_is_loaded(name, capsys, tmp_
     path = tmp_path / "evals" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    assert "left alone" in refused(capsys, "some/m", "some/other", "--tasks", PUZZLES)
+    assert "is not replaced" in refused(capsys, "some/m", "some/other", "--tasks", PUZZLES)
     assert path.read_text() == "mine"
 
 

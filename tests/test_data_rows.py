@@ -94,7 +94,7 @@ def test_a_malformed_row_is_refused_with_its_place(values, settings, words):
 
 
 def test_a_row_keeps_its_own_system_message():
-    with pytest.raises(DataError, match=r"rows.jsonl:7: the row has a system message of its own"):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the row has its own system message"):
         with_system(row(({"role": "system", "content": "x"},)), "y")
 
 
@@ -134,7 +134,7 @@ def test_a_missing_template_is_refused_where_one_is_asked_for():
 
 @pytest.mark.parametrize("tag", ["<|im_start|>", "[INST]", "<start_of_turn>"])
 def test_a_row_with_chat_tags_of_its_own_is_refused(tag):
-    with pytest.raises(DataError, match=r"rows.jsonl:7: the prompt already holds the chat tag"):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the prompt already has the chat tag"):
         tokens_of(f"{tag}user how many")
     assert tokens_of(f"{tag} how", chat="off") == ["<s>", "<unk>", "how"]
 

@@ -261,7 +261,7 @@ def test_a_damaged_summary_is_refused(tmp_path, content):
 @pytest.mark.parametrize("content", ['{"mine": 1}', "x", '{\n  "labels": 3\n}\n'])
 def test_files_of_others_by_our_names_are_left_alone(tmp_path, name, content, resume):
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=rf"{name}: is a file that .* left alone"):
+    with pytest.raises(DataError, match=rf"{name}: is a file that .* not replaced"):
         opened(tmp_path, resume=resume)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
 

@@ -146,7 +146,7 @@ def test_a_log_with_a_line_missing_is_read_or_refused_and_measured_without_a_fau
         (
             '{"event":"update","seconds":6,"round":3,"version":1,"took_seconds":1,"trained":[],'
             '"closed":[null]}',
-            "field 'closed' must hold numbers of groups",
+            "field 'closed' must hold group numbers",
         ),
         (
             '{"event":"finish","seconds":6,"prompt":0,"sample":0,"tokens":1,"decoded":1,'
@@ -187,7 +187,7 @@ def test_a_file_that_is_kept_is_cut_to_the_checkpoint_and_goes_on_there(tmp_path
 
 def test_a_file_that_is_missing_or_too_short_or_of_another_run_is_refused_unharmed(tmp_path):
     path = tmp_path / "events.jsonl"
-    with pytest.raises(DataError, match="is missing; put it back beside the checkpoint"):
+    with pytest.raises(DataError, match="is missing; restore it next to the checkpoint"):
         EventFile(path, keep_bytes=10)
     assert not path.exists()
     length = write(path, [BEGIN])
@@ -288,8 +288,8 @@ def test_a_story_counts_skipped_updates_too_and_tells_where_the_run_was_taken_up
         resumed.append(replace(event, version=0) if is_update else event)
         if is_update and event.version == 0:
             resumed.append(Resume(seconds=event.seconds, round=event.round, version=0))
-    told = "\n".join(story(resumed, lanes(resumed)))
-    assert told.count("go on from the checkpoint after update 1") == 1
-    assert "update 1 trains" in told
-    assert "update 2 trains" in told
+    text = "\n".join(story(resumed, lanes(resumed)))
+    assert text.count("go on from the checkpoint after update 1") == 1
+    assert "update 1 trains" in text
+    assert "update 2 trains" in text
     assert lanes(resumed) == lanes(events)

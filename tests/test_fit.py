@@ -1,9 +1,11 @@
+import re
 from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.cli import main
 from sortedrl.errors import DataError
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
@@ -52,3 +54,11 @@ def test_a_fitted_simulator_predicts_another_strategy():
 def test_too_short_a_run_is_refused():
     with pytest.raises(DataError, match="too few to fit"):
         fit(events_of(PRESETS["six"]()))
+
+
+def test_the_old_name_of_the_weight_sync_cost_is_refused_with_the_new_one(tmp_path, capsys):
+    file = tmp_path / "old.toml"
+    file.write_text("[costs]\nhand_over_seconds = 1.0\n")
+    for arguments in ([str(file)], ["six", "--hand-over-seconds", "1"]):
+        assert main(["simulate", *arguments]) == 2
+        assert re.search("is now .*weight.sync.seconds; change it", capsys.readouterr().err)

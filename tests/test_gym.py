@@ -298,7 +298,7 @@ def test_partial_credit_is_the_score_of_the_library():
 @pytest.mark.parametrize("right_from", [0.0, -1.0, 1.5, float("nan")])
 def test_a_bound_that_no_score_can_mean_is_refused(right_from):
     (row,) = rows_of("gcd", count=1)
-    with pytest.raises(ConfigError, match="right_from must lie above 0 and up to 1"):
+    with pytest.raises(ConfigError, match="right_from must be above 0 and at most 1"):
         score(row, "1", right_from=right_from)
 
 

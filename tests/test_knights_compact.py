@@ -5,18 +5,10 @@ from itertools import product
 import pytest
 from hypothesis import assume, given
 
-from sortedrl.tasks.knights.compact import (
-    ALPHABET,
-    PEOPLE,
-    compact_answer,
-    compact_prompt,
-    compact_trace,
-    read_answer,
-    read_prompt,
-    split_symbols,
-)
+from knights_reading import read_compact, split_symbols
+from sortedrl.tasks.knights.compact import PEOPLE, compact_answer, compact_prompt, compact_trace
 from sortedrl.tasks.knights.generator import Shape, generate
-from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Puzzle, parse_puzzle
+from sortedrl.tasks.knights.puzzle import Claim, Puzzle, parse_puzzle
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
 
@@ -27,7 +19,7 @@ CHECK = re.compile(r"([A-Ha-h]):([^/]+)/([01])([+-])")
 @given(puzzles(most=8))
 def test_a_prompt_gives_the_puzzle_back(puzzle):
     prompt = compact_prompt(puzzle)
-    assert read_prompt(prompt) == puzzle
+    assert read_compact(prompt) == puzzle
     assert "".join(split_symbols(prompt)) == prompt
 
 
@@ -105,7 +97,7 @@ def test_every_symbol_of_a_trace_follows_and_it_ends_in_a_solution(puzzle):
     assume(solutions)
     response = compact_trace(puzzle)
     assert check(compact_prompt(puzzle), response) in solutions
-    assert set(split_symbols(response)) <= set(ALPHABET)
+    assert "".join(split_symbols(response)) == response
 
 
 @pytest.mark.parametrize("people", range(2, 8))
@@ -119,13 +111,15 @@ def test_generated_puzzles_are_explained_symbol_by_symbol(people):
 def test_an_answer_gives_the_roles_back(puzzle):
     said = ast.literal_eval(puzzle.text)
     roles = tuple(is_true(statement, (True,) * puzzle.people) for statement in said)
-    assert read_answer(compact_answer(roles)) == roles
+    answer = compact_answer(roles)
+    assert answer.upper() == PEOPLE[: puzzle.people]
+    assert tuple(map(str.isupper, answer)) == roles
 
 
 def test_the_example_of_the_page_is_what_is_written():
     prompt = "A:B&c;B:a|C;C:A>B?"
     wanted = "<think>#ABCA:B1&c0/0-#aBCa:B1&c0/0+B:a1|C1/1+C:A0>B1/1+</think><answer>aBC</answer>"
-    assert compact_trace(read_prompt(prompt)) == wanted
+    assert compact_trace(read_compact(prompt)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -156,50 +150,12 @@ def test_a_deep_statement_is_evaluated_from_the_inside():
     )
 
 
-def test_the_alphabet_has_no_symbol_twice_and_tags_are_one_symbol():
-    assert len(set(ALPHABET)) == len(ALPHABET) == 36
-    assert split_symbols("<think>#A</think>") == ["<think>", "#", "A", "</think>"]
-    with pytest.raises(ValueError, match="'x' at place 1 is no symbol"):
-        split_symbols("Ax")
-
-
 def test_lengths_have_a_long_tail():
     puzzles = [puzzle for people in (3, 4, 5) for puzzle in generate(people, 150)]
     lengths = sorted(len(split_symbols(compact_trace(puzzle))) for puzzle in puzzles)
     median = lengths[len(lengths) // 2]
     assert lengths[-1] > 4 * median
     assert sum(lengths) / len(lengths) > 1.2 * median
-
-
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
-        ("A:A", "must end with"),
-        ("?", "statement 1 must start with 'A:'"),
-        ("B:A?", "statement 1 must start with 'A:'"),
-        ("A:A;A:A?", "statement 2 must start with 'B:'"),
-        (";".join(f"{letter}:A" for letter in "ABCDEFGHI") + "?", "statement 9 must start"),
-        ("A:?", "a person, '!' or"),
-        ("A:A&?", "a person, '!' or"),
-        ("A:A&a|A?", "the end"),
-        ("A:A>a>A?", "'->' joins 2"),
-        ("A:(A&a?", "must come next"),
-        ("A:A)?", "the end"),
-        ("A:B?", "speaks of person 1"),
-        ("A:x?", "a person, '!' or"),
-        ("A:" + "!" * (MAX_DEPTH + 1) + "A?", "nested deeper"),
-        ("A:" + "(" * 5000 + "A?", "nested deeper"),
-    ],
-)
-def test_prompts_that_are_no_puzzle_are_refused(prompt, reason):
-    with pytest.raises(ValueError, match=reason):
-        read_prompt(prompt)
-
-
-@pytest.mark.parametrize("answer", ["", "BA", "AC", "A B", "ABCDEFGHI", "1"])
-def test_answers_that_do_not_name_everyone_in_order_are_refused(answer):
-    with pytest.raises(ValueError, match="must write everyone in order"):
-        read_answer(answer)
 
 
 def test_what_has_no_letters_or_no_solution_is_refused():

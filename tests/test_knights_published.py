@@ -96,15 +96,18 @@ def test_a_folder_gives_the_rows_of_all_its_files_in_order(tmp_path):
     ("changes", "reason"),
     [
         ({"statements": "(('lying', 1), ('liar', 0))"}, "must start with one of"),
-        ({"statements": "(('lying', 0),)"}, "as many as there are people, got 2, 2 and 1"),
+        ({"statements": "(('lying', 0),)"}, "one entry per person, got 2, 2 and 1"),
         ({"statements": None}, "statements must be of type str"),
-        ({"names": ["Jack"]}, "as many as there are people, got 1, 2 and 2"),
+        ({"names": ["Jack"]}, "one entry per person, got 1, 2 and 2"),
         ({"names": ["Jack", "Jack"]}, "names must differ"),
         ({"names": ["Jack", None]}, "names must hold str values"),
         ({"solution": [False, True]}, r"must be the only one of the statements, got \[False"),
         ({"quiz": None}, "quiz must be of type str"),
         ({"knight_knave": {"knight": None, "knave": "knave"}}, "knight must be of type str"),
-        ({"knight_knave": {"knight": "liar", "knave": "liar"}}, "none is a part of the other"),
+        (
+            {"knight_knave": {"knight": "liar", "knave": "liar"}},
+            "neither of them part of the other",
+        ),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_row_and_reason(tmp_path, changes, reason):

@@ -300,7 +300,7 @@ class Scheduling(RuleBasedStateMachine):
 Scheduling.TestCase.settings = settings(stateful_step_count=60)
 TestScheduling = Scheduling.TestCase
 
-PLAIN = {"tolerance": None, "max_staleness": None, "lookahead": 0}
+PLAIN = {"tolerance": None, "max_staleness": None, "lookahead": 0, "exact": False}
 
 
 def trained_keys(batches):

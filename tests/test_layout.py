@@ -155,7 +155,7 @@ def test_eight_cards_cost_what_the_simulator_has_for_them():
     known = h100x8_qwen_2_5_32b()
     for name in ("cached_token_seconds", "prefill_token_seconds", "update_token_seconds"):
         assert getattr(ours, name) == pytest.approx(getattr(known, name), rel=0.01), name
-    assert ours.hand_over_seconds == pytest.approx(known.hand_over_seconds, rel=0.01)
+    assert ours.weight_sync_seconds == pytest.approx(known.weight_sync_seconds, rel=0.01)
     assert ours.step_seconds == pytest.approx(known.step_seconds, rel=0.2)
 
 
@@ -164,7 +164,7 @@ def test_one_card_costs_the_same_with_and_without_a_layout(name):
     card = card_named(name)
     costs = card.costs(LLAMA, number_bytes=2)
     assert costs == card.costs(LLAMA, number_bytes=2, layout=Layout())
-    assert costs.hand_over_seconds == 0
+    assert costs.weight_sync_seconds == 0
     assert card.pass_seconds(LLAMA, number_bytes=2, layout=Layout()) == 0
 
 

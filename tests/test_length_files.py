@@ -84,11 +84,11 @@ def test_a_malformed_line_is_refused_with_file_line_and_reason(name, content, li
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.csv", b"", "holds no length"),
-        ("a.csv", b"\xef\xbb\xbf", "holds no length"),
-        ("a.csv", b"length\n", "holds no length"),
-        ("a.csv", b"\n\n\n", "holds no length"),
-        ("a.jsonl", b"", "holds no length"),
+        ("a.csv", b"", "has no lengths"),
+        ("a.csv", b"\xef\xbb\xbf", "has no lengths"),
+        ("a.csv", b"length\n", "has no lengths"),
+        ("a.csv", b"\n\n\n", "has no lengths"),
+        ("a.jsonl", b"", "has no lengths"),
         ("a.csv", b"3" * 200_000, "not CSV"),
         ("a.csv", "3\n".encode("utf-16"), "not UTF-8"),
         ("a.csv", b"\xff\xfe3", "not UTF-8"),

@@ -224,7 +224,7 @@ def test_weights_that_an_evaluation_took_over_are_handed_over_in_the_log(
     simulation, skips, evaluates
 ):
     """A guest of the engine may load the new weights between two rounds: the log is the same."""
-    simulation = replace(simulation, costs=replace(simulation.costs, hand_over_seconds=0.0))
+    simulation = replace(simulation, costs=replace(simulation.costs, weight_sync_seconds=0.0))
     plain: list = []
     list(skipping_loop(simulation, skips, record=plain.append).run())
     events: list = []
@@ -259,7 +259,7 @@ def test_a_run_cut_after_any_update_and_resumed_is_the_undisturbed_run(simulatio
 def test_an_engine_that_comes_back_with_other_weights_changes_only_the_hand_overs(
     simulation, skips, cut, has_new_weights
 ):
-    simulation = replace(simulation, costs=replace(simulation.costs, hand_over_seconds=0.0))
+    simulation = replace(simulation, costs=replace(simulation.costs, weight_sync_seconds=0.0))
     whole: list = []
     total = len(list(skipping_loop(simulation, skips, record=whole.append).run()))
     state, events, _ = cut_after(simulation, skips, updates=1 + cut % total)
@@ -316,7 +316,7 @@ def test_a_run_resumed_after_its_last_update_only_ends():
 
 def test_a_journal_refuses_a_clock_that_begins_anew():
     state = JournalState(has_begun=True, seconds=3.0)
-    with pytest.raises(ValueError, match=r"goes on from 3\.0 seconds, got 0\.0"):
+    with pytest.raises(ValueError, match=r"must start at 3\.0 seconds or later, got 0\.0"):
         Journal(lambda _: None, clock=VirtualClock(), state=state)
 
 

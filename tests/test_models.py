@@ -18,6 +18,7 @@ from transformers import (
     T5Config,
 )
 
+from knights_reading import ALPHABET, split_symbols
 from sortedrl.data.chat import rendered
 from sortedrl.data.rows import Row
 from sortedrl.engines.native import NativeEngine
@@ -27,7 +28,6 @@ from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 from sortedrl.rewards.tags import TAGS
 from sortedrl.tasks.catalogue import open_task
-from sortedrl.tasks.knights.compact import ALPHABET, split_symbols
 
 # Products this small are slower on two threads, many times so if others want the cores too.
 torch.set_num_threads(1)

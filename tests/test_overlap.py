@@ -337,7 +337,7 @@ def test_six_prompts_go_tick_by_tick_with_an_update_of_four_ticks_beside_them():
 @given(simulations(schedule=PARTIAL, is_frozen=True), st.sampled_from((0.5, 3.0, 40.0)))
 def test_only_what_was_waited_for_adds_to_the_rollout(simulation, update_seconds):
     simulation = rescheduled(simulation, max_staleness=None)
-    costs = replace(simulation.costs, hand_over_seconds=0.0, update_token_seconds=0.0)
+    costs = replace(simulation.costs, weight_sync_seconds=0.0, update_token_seconds=0.0)
     free = replace(simulation, costs=replace(costs, update_seconds=0.0))
     simulation = replace(simulation, costs=replace(costs, update_seconds=update_seconds))
     events = on_virtual_time(simulation)

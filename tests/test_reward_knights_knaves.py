@@ -864,9 +864,9 @@ def test_no_response_makes_the_compact_reward_raise(text):
             "Knights: none. Everyone is a knight",
             "a role that 0 people are said to have is given to 3",
         ),
-        ("Zoey lies. Everyone is a knight", "somebody is said to lie as a knight, or to be an"),
-        ("Bob is a knight", "cannot tell what is meant by 'bob is a knight'"),
-        ("Zoey\u200b", "the character '\\u200b' has no place in an answer"),
+        ("Zoey lies. Everyone is a knight", "a knight is said to lie, or a knave to tell"),
+        ("Bob is a knight", "cannot parse 'bob is a knight'"),
+        ("Zoey\u200b", "the character '\\u200b' is not allowed in an answer"),
     ],
 )
 def test_an_unclear_answer_is_told_why(answer, reason):

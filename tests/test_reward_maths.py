@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sortedrl.rewards.maths import math_reward
-from sortedrl.rewards.maths.numbers import numeral
+from sortedrl.rewards.maths.numbers import last_number, numeral
 from sortedrl.rewards.maths.reading import (
     boxed_answer,
     bracketed,
@@ -714,7 +714,8 @@ def seconds_of(function, text):
 
 
 @pytest.mark.parametrize(
-    "function", [tidied, folded, spelled, parts, sides, numeral, bracketed, read_answer]
+    "function",
+    [tidied, folded, spelled, parts, sides, numeral, bracketed, read_answer, last_number],
 )
 def test_reading_takes_time_in_proportion_to_the_text(function):
     for seed in SEEDS:
@@ -912,3 +913,90 @@ def test_the_reward_needs_no_main_thread_and_says_nothing(capfd, caplog):
 
 def test_the_parts_are_plain_numbers():
     assert json.loads(json.dumps(score("5", r"\boxed{5}")))["reward"] == 1.0
+
+
+# The last number, where there is no box.
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She makes 9 * 2 = 18 dollars every day.", "18"),
+        ("so she makes $18.", "18"),
+        ("**$1,080.00**", "1,080.00"),
+        ("It is \\textbf{18}!", "18"),
+        ("\\(x = 18\\)", "18"),
+        ("the answer is \u22125", "-5"),
+        ("it is (-5).", "-5"),
+        ("10 - 3", "3"),
+        ("10 -3", "3"),
+        ("15 \\%", "15 %"),
+        ("\uff11\uff18 apples", "18"),
+        ("half of it, \\frac{3}{4}, is left", "\\frac{3}{4}"),
+        ("3/4 of it", "3/4"),
+        ("1.5 \\times 10^{3}", "1.5 \\times 10^{3}"),
+        ("20cm long", "20cm"),
+        ("We need 3\n200", "200"),
+        ("#### 18\nThat took 3 steps.", "18"),
+        ("#### 18\n#### 19", "19"),
+        ("#### Step 2\nThe total is 40.", "40"),
+        ("#### 2. Add up\nThe total is 40.", "40"),
+        ("The total is 40 at 3:30.", "40"),
+        ("The total is 40 since 2024-05-06.", "40"),
+        ("40 units of B12, H2O and COVID-19", "40"),
+        ("40, where x_2 and x_{3} and x^4 and x^{5} and x^{-6}", "40"),
+        ("40, not \\sqrt{25} or 2\\pi or 7x or 3\\sqrt{2}", "40"),
+        ("40, or 1,5 or 1.2.3 or 1,0800", "40"),
+        ("40 or 1e999", "40"),
+        ("40 or " + "9" * 5000, "40"),
+        ("five", None),
+        ("", None),
+        ("....", None),
+        ("\\frac" * 50, None),
+    ],
+)
+def test_the_last_number_is_found_as_it_is_written(text, number):
+    assert last_number(text) == number
+
+
+def test_without_a_box_the_last_number_counts_only_if_asked_for():
+    response = "9 * 2 = 18, so she makes 18 dollars."
+    assert score("18", response) == {"reward": 0.0, "correct": 0.0, "answered": 0.0}
+    assert score("18", response, last_number=True)["correct"] == 1.0
+    assert score("9", response, last_number=True) == {
+        "reward": 0.0,
+        "correct": 0.0,
+        "answered": 1.0,
+    }
+    assert score("18", "I do not know.", last_number=True)["answered"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{17}. Not 18",
+        r"It is \boxed{18",
+        r"It is 18, \boxed{",
+        r"It is 18. \boxed{}",
+        "<think>It is 18",
+        "<think>It is 18</think>",
+        "<think>It is 18</think> <think>18",
+    ],
+)
+def test_a_box_goes_before_the_last_number_and_thoughts_hold_none(response):
+    assert score("18", response, last_number=True)["correct"] == 0.0
+
+
+def test_a_list_of_golds_is_not_met_by_its_last_number():
+    assert score(["17", "18"], "17 and 18", last_number=True)["correct"] == 0.0
+
+
+@given(INTEGERS, st.sampled_from(["{}", "{:,}", "${}.", "**{}**", "= {}\n", "({:,} apples)"]))
+def test_any_integer_at_the_end_is_the_last_number(number, form):
+    assert score(str(number), f"7 of 9 are {form.format(number)}", last_number=True)["correct"] == 1
+
+
+@given(st.text(alphabet="0123456789.,:/-^_{}\\frac x%$#\n", max_size=60))
+def test_the_last_number_of_any_text_is_a_number_that_stands_there(text):
+    found = last_number(text)
+    assert found is None or numeral(tidied(found)) is not None

@@ -362,7 +362,9 @@ def test_a_failure_that_pays_is_warned_of(caplog):
     with pool_of("scored_below_zero", workers=1, time_limit_seconds=0.5) as pool:
         assert rewards_of(pool, ["x"]) == [-1.0]
         assert rewards_of(pool, ["hang"]) == [0.0]
-    assert "more than the -1 that the function gave another: set failure_reward" in caplog.text
+    assert (
+        "more than the -1 that the function gave another answer: set failure_reward" in caplog.text
+    )
 
 
 def test_a_batched_function_that_raises_saves_the_whole_batch(tmp_path):

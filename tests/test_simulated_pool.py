@@ -334,7 +334,7 @@ def test_a_hand_over_takes_its_transfers_and_the_time_of_an_engine(broadcast, se
     pool = pool_of(
         5,
         slots=6,
-        costs=Costs(step_seconds=1, hand_over_seconds=0.25),
+        costs=Costs(step_seconds=1, weight_sync_seconds=0.25),
         clock=clock,
         engines=6,
         broadcast=broadcast,

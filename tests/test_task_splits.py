@@ -67,7 +67,7 @@ def test_a_folder_without_the_split_is_named(folder):
 
 
 def test_a_set_that_has_only_training_rows_is_not_evaluated_on():
-    with pytest.raises(ConfigError, match=r"evaluation takes the split 'test', and math has none"):
+    with pytest.raises(ConfigError, match=r"evaluation uses the split 'test', and math has none"):
         open_task("math", split="test")
 
 
@@ -90,7 +90,9 @@ def test_published_puzzles_are_told_apart_by_the_names_of_their_files(tmp_path):
         with pytest.raises(DataError, match=f"{first}.parquet: not Parquet"):
             open_task(f"logic_rl:path={tmp_path}", split=split)
     (tmp_path / "test-0.parquet").unlink()
-    with pytest.raises(DataError, match=r"split 'test', found only train.parquet .* split=train"):
+    with pytest.raises(
+        DataError, match=r"split 'test', found only others such as train.parquet; .* split=train"
+    ):
         open_task(f"logic_rl:path={tmp_path}", split="test")
 
 

@@ -84,7 +84,7 @@ def test_rows_are_written_over_nothing(tmp_path, capsys):
     assert main(words) == 0
     rows = path.read_bytes()
     assert main(words) == 2
-    assert "rows.jsonl: is a file, which is left alone" in capsys.readouterr().err
+    assert "rows.jsonl: is a file and is not replaced" in capsys.readouterr().err
     assert path.read_bytes() == rows
 
 

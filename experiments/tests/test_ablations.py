@@ -10,9 +10,9 @@ import pytest
 
 from experiments import ablations
 from experiments.__main__ import merged
-from experiments.ablations import Run, fitted, learning_trial, pieces, runs, simulation, synchronous
+from experiments.ablations import Run, fitted, learning_setup, pieces, runs, simulation, synchronous
 from experiments.learning import Arm, train_settings, warm_settings
-from experiments.pieces import ROOT, Deadline, Trial, run_in_turn
+from experiments.pieces import ROOT, Deadline, Setup, run_in_turn
 from experiments.record import Record, Results
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import DataError
@@ -36,7 +36,7 @@ KEPT = Results(ROOT / "experiments" / "results").read("ablations")
 
 
 def trial_of(folder, *, settings=SETTINGS):
-    return Trial(
+    return Setup(
         table="ablations",
         device="cpu",
         is_small=False,
@@ -65,9 +65,9 @@ def made_simulation(base, change, *, seed=0):
 
 @cache
 def trained(run):
-    trial = learning_trial(trial_of(NOWHERE), run)
+    setup = learning_setup(trial_of(NOWHERE), run)
     arm = Arm(algorithm="ablated", name=run.name, seed=0)
-    return train_settings(trial, arm, model=NOWHERE / "model")
+    return train_settings(setup, arm, model=NOWHERE / "model")
 
 
 def kept_prediction(folder, *, piece="smollm2-135m"):
@@ -108,8 +108,8 @@ def test_a_measured_run_differs_from_its_base_in_one_setting(run):
 
 def test_measured_runs_share_all_that_makes_them_comparable(tmp_path):
     every = [trained(run) for run in MEASURED]
-    trial = learning_trial(trial_of(tmp_path))
-    assert warm_settings(trial, 0).out == tmp_path / "scratch" / "warm-0"
+    setup = learning_setup(trial_of(tmp_path))
+    assert warm_settings(setup, 0).out == tmp_path / "scratch" / "warm-0"
     for settings in every:
         schedule, evaluation = settings.schedule, settings.evaluation
         assert evaluation.every * schedule.update_batch == 384
@@ -166,10 +166,10 @@ def test_a_simulated_piece_says_with_what_and_marks_its_base(tmp_path):
     kept_prediction(tmp_path)
     change = {"bases": ["coupled"], "setting": "lookahead", "values": [0, 1]}
     settings = merged(SETTINGS, {"simulated": {"groups": 1, "seeds": [4, 5], "changes": [change]}})
-    trial = trial_of(tmp_path, settings=settings)
-    piece = pieces(trial)[0]
-    run_in_turn([piece], trial, deadline=Deadline(None), tell=lambda _: None)
-    (record,) = trial.results.read("ablations")
+    setup = trial_of(tmp_path, settings=settings)
+    piece = pieces(setup)[0]
+    run_in_turn([piece], setup, deadline=Deadline(None), tell=lambda _: None)
+    (record,) = setup.results.read("ablations")
     numbers = record.numbers
     assert (numbers["kind"], numbers["fitted_to"]) == ("simulated", "sorted-coupled")
     assert [(row["value"], row["is_base"]) for row in numbers["rows"]] == [(0, True), (1, False)]

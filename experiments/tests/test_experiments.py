@@ -10,7 +10,7 @@ import pytest
 from experiments.__main__ import chosen, main
 from experiments.efficiency import pieces as efficiency_pieces
 from experiments.machine import commit
-from experiments.pieces import Deadline, Piece, Trial, run_at_once, run_in_turn
+from experiments.pieces import Deadline, Piece, Setup, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
 from sortedrl.config.toml import read_toml
@@ -26,8 +26,8 @@ SMALLEST = (
 )
 
 
-def trial(folder, **given):
-    return Trial(
+def setup(folder, **given):
+    return Setup(
         table="table",
         device="cpu",
         is_small=True,
@@ -51,7 +51,7 @@ def silent(line):
 
 
 def test_a_piece_that_breaks_leaves_no_result_and_those_before_it_stay(tmp_path):
-    where = trial(tmp_path)
+    where = setup(tmp_path)
     with pytest.raises(ZeroDivisionError):
         run_in_turn(
             [piece("first"), piece("second", run=broken), piece("third")],
@@ -63,7 +63,7 @@ def test_a_piece_that_breaks_leaves_no_result_and_those_before_it_stay(tmp_path)
 
 
 def test_a_piece_that_would_not_end_in_time_is_left_out_and_a_shorter_one_is_measured(tmp_path):
-    where = trial(tmp_path)
+    where = setup(tmp_path)
     left = run_in_turn(
         [piece("long", seconds=1e6), piece("short")],
         where,
@@ -76,7 +76,7 @@ def test_a_piece_that_would_not_end_in_time_is_left_out_and_a_shorter_one_is_mea
 
 def test_a_result_tells_how_to_measure_it_again(tmp_path):
     changes = ("workload.seed=1", "models.m.source=/some/where")
-    where = trial(tmp_path, changes=changes, commit="abc1234")
+    where = setup(tmp_path, changes=changes, commit="abc1234")
     run_in_turn([piece("one")], where, deadline=Deadline.after(None), tell=silent)
     (record,) = where.results.read("table")
     assert (
@@ -95,7 +95,7 @@ def test_a_copy_with_another_history_is_told_its_commit(monkeypatch, tmp_path):
 
 
 def test_pieces_at_once_each_have_a_process_and_a_failed_one_is_named_at_the_end(tmp_path):
-    where = trial(tmp_path)
+    where = setup(tmp_path)
     code = {"good": "0", "bad": "7"}
 
     def command(name):
@@ -199,7 +199,7 @@ def test_the_simulator_is_fitted_to_a_run_and_predicts_the_others(measured, tmp_
 
 def test_the_budget_of_an_arm_grows_with_its_groups():
     settings = read_toml(ROOT / "experiments" / "efficiency.toml")
-    where = Trial(
+    where = Setup(
         table="efficiency",
         device="cuda",
         is_small=False,

@@ -38,7 +38,7 @@ from experiments.learning_rows import (
     target_key,
     target_table,
 )
-from experiments.pieces import ROOT, Trial
+from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
 from sortedrl.config.toml import read_toml, toml_text
 from sortedrl.errors import ConfigError, DataError
@@ -360,7 +360,7 @@ def trial_of(table, tmp_path, *, is_small=False, settings=None):
         settings = read_toml(ROOT / "experiments" / f"{table}.toml")
         small = settings.pop("small")
         settings = merged(settings, small) if is_small else settings
-    return Trial(
+    return Setup(
         table=table,
         device="cpu",
         is_small=is_small,
@@ -375,25 +375,25 @@ def trial_of(table, tmp_path, *, is_small=False, settings=None):
 def test_all_arms_of_a_seed_have_the_same_prompts_and_differ_in_the_schedule_alone(
     table, is_small, tmp_path
 ):
-    trial = trial_of(table, tmp_path, is_small=is_small)
+    setup = trial_of(table, tmp_path, is_small=is_small)
     first = {}
-    for arm in arms(trial.settings):
-        settings = train_settings(trial, arm, model=Path("warm"))
+    for arm in arms(setup.settings):
+        settings = train_settings(setup, arm, model=Path("warm"))
         assert settings.seed == arm.seed
         plain = replace(settings.schedule, strategy="sync", mode="on_policy", lookahead=0)
         same = replace(settings, out=Path(), schedule=plain)
         assert first.setdefault((arm.algorithm, arm.seed), same) == same
-        assert warm_settings(trial, arm.seed).precision == settings.precision == "float32"
+        assert warm_settings(setup, arm.seed).precision == settings.precision == "float32"
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_piece_is_named_like_no_part_of_another(table, tmp_path):
-    trial = trial_of(table, tmp_path)
-    names = [piece.name for piece in pieces(trial)]
+    setup = trial_of(table, tmp_path)
+    names = [piece.name for piece in pieces(setup)]
     assert not [(one, other) for one in names for other in names if one != other and one in other]
     assert [name for name in names if name.startswith("warm")] == names[
-        : len(trial.settings["seeds"])
+        : len(setup.settings["seeds"])
     ]
 
 
@@ -454,8 +454,8 @@ def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
     words += ["--settings", str(settings), "--results", str(tmp_path / "results"), "--resume"]
     words += ["--scratch", str(tmp_path / "work"), "--only", PIECE.piece]
     process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    trial = trial_of("learning_maths", tmp_path, settings=MINIATURE)
-    folder = trial.scratch / PIECE.piece
+    setup = trial_of("learning_maths", tmp_path, settings=MINIATURE)
+    folder = setup.scratch / PIECE.piece
     metrics = folder / "metrics.jsonl"
     try:
         # The second update is told after the first was saved.
@@ -467,10 +467,10 @@ def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (folder / "model").exists(), "it was cut too late"
-    resumed = arm_numbers(trial, PIECE)
+    resumed = arm_numbers(setup, PIECE)
     assert '"event":"resume"' in (folder / "events.jsonl").read_text()
     folder.rename(tmp_path / "resumed")
-    whole = arm_numbers(trial, PIECE)
+    whole = arm_numbers(setup, PIECE)
     assert '"event":"resume"' not in (folder / "events.jsonl").read_text()
     assert without_time(resumed) == without_time(whole)
     assert [point["samples"] for point in whole["curve"]] == sorted(
@@ -478,4 +478,4 @@ def test_a_run_that_is_killed_goes_on_and_ends_like_one_that_was_not(tmp_path):
     )
     assert all(a["update"] < b["update"] for a, b in pairwise(whole["curve"]))
     assert whole["curve"][-1]["samples"] == whole["trajectories"] == 16
-    assert warm_numbers(trial, 3)["steps"] == 3
+    assert warm_numbers(setup, 3)["steps"] == 3

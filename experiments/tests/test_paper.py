@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from experiments import paper
-from experiments.pieces import Trial
+from experiments.pieces import Setup
 from experiments.record import Results
 from run_worlds import said
 from sortedrl.config.schedule import EngineSettings
@@ -107,7 +107,7 @@ def test_the_set_ups_are_those_of_the_paper():
 
 
 def test_a_row_of_the_table_says_what_its_command_prints(capsys, tmp_path):
-    trial = Trial(
+    setup = Setup(
         table="paper",
         device="cpu",
         is_small=False,
@@ -115,7 +115,7 @@ def test_a_row_of_the_table_says_what_its_command_prints(capsys, tmp_path):
         results=Results(tmp_path),
         scratch=tmp_path,
     )
-    pieces = {piece.name: piece for piece in paper.pieces(trial)}
+    pieces = {piece.name: piece for piece in paper.pieces(setup)}
     row = pieces["maths-vllm"].run()
     assert row["is_prediction"]
     words = row["command"].split()

@@ -20,7 +20,7 @@ from experiments.peer_process import TrlProcess
 from experiments.peer_scores import scored, with_scores
 from experiments.peer_section import DIFFERENCES
 from experiments.peer_trl import Watch, arguments, save_weights
-from experiments.pieces import ROOT, Trial
+from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.config.toml import read_toml
@@ -50,10 +50,10 @@ REWARD = RewardSource(
 )
 
 
-def trial(folder, *, is_small=True):
+def setup(folder, *, is_small=True):
     settings = read_toml(ROOT / "experiments" / "peer.toml")
     small = settings.pop("small")
-    return Trial(
+    return Setup(
         table="peer",
         device="cpu",
         is_small=is_small,
@@ -66,7 +66,7 @@ def trial(folder, *, is_small=True):
 def own_settings(folder, *, is_small=True):
     """Those of our synchronous run, with few and short prompts for a very small model."""
     arm = learning.Arm(algorithm="grpo", name="sync", seed=3)
-    settings = learning.train_settings(trial(folder, is_small=is_small), arm, model=Path(TINY))
+    settings = learning.train_settings(setup(folder, is_small=is_small), arm, model=Path(TINY))
     return replace(
         settings,
         task=f"{PUZZLES},count=32",
@@ -301,7 +301,7 @@ def test_a_failing_trl_says_where_to_look(tmp_path):
 
 
 def test_the_pieces_of_a_seed_stand_together(tmp_path):
-    names = [piece.name for piece in pieces(trial(tmp_path, is_small=False))]
+    names = [piece.name for piece in pieces(setup(tmp_path, is_small=False))]
     assert names[: len(names) // 2] == [
         "warm-0",
         "grpo-sync-0",
@@ -315,7 +315,7 @@ def test_the_pieces_of_a_seed_stand_together(tmp_path):
 
 @pytest.mark.parametrize("is_small", [False, True])
 def test_every_arm_of_the_table_has_whole_updates(tmp_path, is_small):
-    made = trial(tmp_path, is_small=is_small)
+    made = setup(tmp_path, is_small=is_small)
     for name in made.settings["arms"]:
         arm = learning.Arm(algorithm="grpo", name=name, seed=0)
         settings = learning.train_settings(made, arm, model=Path(TINY))

@@ -58,11 +58,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A run of tokens sampled under one policy version, with their log-probabilities."""
+    """A run of tokens sampled under one policy version, with their log-probabilities.
+
+    `given` is what an environment said right before them: no log-probability, no version, no loss.
+    """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     version: int
+    given: Sequence[int] = ()
 
     def __eq__(self, other: object) -> bool:
         """Equal content is equal, whatever sequence types hold it."""
@@ -71,6 +75,7 @@ class Segment:
             and self.version == other.version
             and list(self.tokens) == list(other.tokens)
             and list(self.logprobs) == list(other.logprobs)
+            and list(self.given) == list(other.given)
         )
 
     def __hash__(self) -> int:
@@ -89,7 +94,10 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One answer to one prompt, complete or not.
+    """One answer to one prompt, complete or not; in an environment, one conversation.
+
+    `segments` hold what the policy wrote and, before it, what an environment said. A reply that the
+    policy has not answered yet is in `given`. Lengths and token counts are those of written tokens.
 
     `attempt` numbers the noise stream: it counts up only where the answer is redrawn.
     `decoded_tokens` counts every token ever decoded for it, also those thrown away since.
@@ -103,6 +111,7 @@ class Trajectory:
     attempt: int = 0
     interruptions: int = 0
     segments: tuple[Segment, ...] = ()
+    given: Sequence[int] = ()
     decoded_tokens: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
@@ -117,13 +126,36 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """Tokens that the policy wrote so far."""
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
     def tokens(self) -> list[int]:
-        """The answer so far."""
+        """What the policy wrote so far."""
         return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def response(self) -> list[int]:
+        """Everything after the prompt: written and given tokens in their order."""
+        spoken = [t for segment in self.segments for t in (*segment.given, *segment.tokens)]
+        return [*spoken, *self.given]
+
+    @property
+    def loss_mask(self) -> list[int]:
+        """For each token of `response`, 1 if the policy wrote it and 0 if it was given."""
+        runs = [([0] * len(s.given), [1] * len(s.tokens)) for s in self.segments]
+        return [bit for run in runs for part in run for bit in part] + [0] * len(self.given)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that an environment said so far."""
+        return sum(len(segment.given) for segment in self.segments) + len(self.given)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy so far, the one that is being written included."""
+        replies = sum(1 for segment in self.segments if segment.given)
+        return 1 + replies + bool(self.given)
 
     @property
     def logprobs(self) -> list[float]:

@@ -35,7 +35,7 @@ NEEDS = {
     "faults": (),
 }
 NAMES = ("config", "rows", "answers", "checkpoints")
-"""Those that run unless told otherwise: `faults` goes wrong on purpose, to try this program."""
+"""The default fuzzers: `faults` fails on purpose, to test this program."""
 _START_SECONDS = 180.0
 _MEMORY_BYTES = 24 << 30
 
@@ -155,9 +155,9 @@ class _Child:
     def run(self, key):
         """The case of a key, what was found, and whether it was refused."""
         self._say(key)
-        told = self._heard(_START_SECONDS)
-        case = None if told is None else told["case"]
-        verdict = None if told is None else self._heard(self._seconds)
+        message = self._heard(_START_SECONDS)
+        case = None if message is None else message["case"]
+        verdict = None if message is None else self._heard(self._seconds)
         if verdict is not None:
             return case, verdict["finding"], verdict["is_refused"]
         is_slow = self._process.poll() is None
@@ -212,8 +212,8 @@ def _be_child(name, scratch):
 
     fuzzer = FUZZERS[name](scratch)
 
-    def say(told):
-        voice.write(json.dumps(told) + "\n")
+    def say(message):
+        voice.write(json.dumps(message) + "\n")
         voice.flush()
 
     say({"seconds": fuzzer.seconds})
@@ -253,13 +253,13 @@ def _limit_memory():
 def _replay(place):
     from fuzzers import FUZZERS
 
-    told = json.loads((place / "case.json").read_text())
+    finding = json.loads((place / "case.json").read_text())
     kept = place.absolute() / "kept"
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as scratch:
-        fuzzer = FUZZERS[told["fuzzer"]](Path(scratch))
+        fuzzer = FUZZERS[finding["fuzzer"]](Path(scratch))
         verdict = _verdict(
-            fuzzer, told["case"], Path(scratch) / "case", kept=kept if kept.exists() else None
+            fuzzer, finding["case"], Path(scratch) / "case", kept=kept if kept.exists() else None
         )
         os.chdir(here)
     print(verdict["finding"]["words"] if verdict["finding"] else "nothing is found any more")

@@ -1,5 +1,7 @@
 """What is fuzzed: every name of the package that the fuzzers use, imported in this one place."""
 
+# ruff: noqa: F401
+
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,40 +23,6 @@ from sortedrl.simulate.settings import PRESETS, Simulation
 from sortedrl.tasks.catalogue import open_task, reward_from
 from sortedrl.tasks.gym import GymSettings, gym_rows_here
 from sortedrl.types import Prompt
-
-__all__ = [
-    "COMMANDS",
-    "PRESETS",
-    "DataSettings",
-    "GymSettings",
-    "NoScoreError",
-    "Prompt",
-    "Simulation",
-    "SortedRLError",
-    "SupervisedSettings",
-    "TrainSettings",
-    "settings_to_toml",
-    "checked_score",
-    "command_arguments",
-    "fields_of",
-    "gym_names",
-    "gym_rows_here",
-    "load",
-    "main",
-    "open_task",
-    "parse",
-    "read_lengths",
-    "read_toml",
-    "reward_from",
-    "row",
-    "settings_from",
-    "settings_over",
-    "simulate",
-    "sortedrl_source",
-    "tiny_tokenizer",
-    "to_toml",
-    "tokenized",
-]
 
 sortedrl_source = Path(import_module("sortedrl").__file__).parent
 

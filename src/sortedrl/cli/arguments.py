@@ -34,11 +34,13 @@ import tyro
 from sortedrl.config.checks import check_text, check_values
 from sortedrl.config.toml import (
     NO_VALUE,
+    RENAMED_KEYS,
     TYPE_NAMES,
     changed_values,
     field_type,
     read_toml,
     refuse_empty_path,
+    refuse_renamed,
     replaced,
     settings_over,
     toml_text,
@@ -332,11 +334,27 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
     if option is None and switch is not None and switch.takes == 0:
         return switch, False
     if option is None or option.is_positional:
+        _refuse_renamed(flag, options)
         known = {name: option for name, option in options.items() if not option.is_positional}
         nearest = get_close_matches(flag, known, n=1, cutoff=0.5)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"unknown option {flag}; {hint}--help lists them all")
     return option, True
+
+
+def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
+    """Refuse a flag of an older version; one without its section is known by the new flag."""
+    key = flag.removeprefix("--").replace("-", "_")
+    flags = {
+        ".".join(
+            part for part in option.path if part not in ("settings", "simulation")
+        ): option.flag
+        for option in options.values()
+    }
+    for old, new in RENAMED_KEYS.items():
+        if key in (old, old.rpartition(".")[2]) and new in flags:
+            raise ConfigError(f"{flag} is now {flags[new]}; change it")
+    refuse_renamed(key)
 
 
 def _taken(rest: list[str], count: int) -> list[str]:

@@ -87,7 +87,7 @@ def _from_file(path: Path) -> Cluster:
     table = read_toml(path).get("cluster")
     if not isinstance(table, dict):
         raise DataError(path, "has no section [cluster]; see sortedrl cluster --help")
-    return settings_over(Cluster(), table, path=path)
+    return settings_over(Cluster(), table, path=path, section="cluster.")
 
 
 def _report(given: Arguments) -> tuple[Report, str]:

@@ -23,7 +23,7 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import Outcome, row, simulate, variants
+from sortedrl.simulate.compare import SimulationResult, row, simulate, variants
 from sortedrl.simulate.settings import Simulation
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
@@ -79,18 +79,18 @@ def run(arguments: Sequence[str]) -> None:
         beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
-    outcomes = _outcomes(given)
-    rows = [row(outcome, sync=outcomes[0]) for outcome in outcomes]
+    results = _results(given)
+    rows = [row(result, sync=results[0]) for result in results]
     if given.plot is not None and beside is not None:
-        write_text(given.plot, _timelines(outcomes))
+        write_text(given.plot, _timelines(results))
         write_text(beside, bar_chart(rows))
     if given.json:
         print(json.dumps({"rows": rows}, indent=2))
         return
-    _print_table(outcomes, rows)
+    _print_table(results, rows)
 
 
-def _outcomes(given: Arguments) -> list[Outcome]:
+def _results(given: Arguments) -> list[SimulationResult]:
     simulation = given.simulation
     schedules = list(
         variants(
@@ -102,12 +102,12 @@ def _outcomes(given: Arguments) -> list[Outcome]:
     )
     if _is_chosen(simulation.schedule) and simulation.schedule not in schedules:
         schedules.append(simulation.schedule)
-    outcomes = []
+    results = []
     with progress(len(schedules)) as advance:
         for number, schedule in enumerate(schedules):
             advance(schedule.name, number)
-            outcomes.append(simulate(replace(simulation, schedule=schedule)))
-    return outcomes
+            results.append(simulate(replace(simulation, schedule=schedule)))
+    return results
 
 
 def _is_chosen(schedule: Schedule) -> bool:
@@ -115,44 +115,44 @@ def _is_chosen(schedule: Schedule) -> bool:
     return not schedule.never_interrupts and schedule.name != Schedule().name
 
 
-def _best(outcomes: Sequence[Outcome]) -> Outcome:
+def _best(results: Sequence[SimulationResult]) -> SimulationResult:
     """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
-    safe = [o for o in outcomes if o.simulation.schedule.strategy == "sorted"]
-    return max(safe or outcomes, key=lambda outcome: outcome.metrics.run.goodput)
+    safe = [o for o in results if o.simulation.schedule.strategy == "sorted"]
+    return max(safe or results, key=lambda result: result.metrics.run.goodput)
 
 
-def _timelines(outcomes: Sequence[Outcome]) -> str:
+def _timelines(results: Sequence[SimulationResult]) -> str:
     panels = []
-    for outcome in (outcomes[0], _best(outcomes)):
+    for result in (results[0], _best(results)):
         events: list[Event] = []
-        simulate(outcome.simulation, record=events.append)
-        figures = outcome.metrics.run
+        simulate(result.simulation, record=events.append)
+        figures = result.metrics.run
         subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
-        panels.append((outcome.name, subtitle, lanes(events)))
+        panels.append((result.name, subtitle, lanes(events)))
     return timelines(panels)
 
 
-def _print_table(outcomes: Sequence[Outcome], rows: Sequence[dict[str, object]]) -> None:
+def _print_table(results: Sequence[SimulationResult], rows: Sequence[dict[str, object]]) -> None:
     lines = []
-    for outcome, values in zip(outcomes, rows, strict=True):
-        figures, steady = outcome.metrics.run, outcome.metrics.steady
+    for result, values in zip(results, rows, strict=True):
+        figures, steady = result.metrics.run, result.metrics.steady
         ledger = figures.ledger
         lines.append(
             [
-                outcome.name,
+                result.name,
                 percent(figures.bubble),
                 "" if steady is None else percent(steady.bubble),
                 thousands(figures.goodput),
                 f"{values['goodput_vs_sync']:.2f} x",
-                f"{outcome.bias.ratio:.2f}",
-                f"{outcome.early_bias.ratio:.2f}",
+                f"{result.bias.ratio:.2f}",
+                f"{result.early_bias.ratio:.2f}",
                 percent(ledger.discarded / ledger.decoded),
                 f"{figures.mean_staleness:.1f} / {figures.staleness_max}",
             ]
         )
     table(_HEADINGS, lines)
-    best = _best(outcomes)
-    gain = best.metrics.run.goodput / outcomes[0].metrics.run.goodput
+    best = _best(results)
+    gain = best.metrics.run.goodput / results[0].metrics.run.goodput
     print(
         f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"
         "bubble: idle share of the slots; steady: without the first and the last group.\n"

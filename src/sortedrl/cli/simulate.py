@@ -23,7 +23,7 @@ from sortedrl.report.terminal import (
     write_text,
 )
 from sortedrl.report.ticks import ticks
-from sortedrl.simulate.compare import Outcome, row, simulate, simulated_lengths
+from sortedrl.simulate.compare import SimulationResult, row, simulate, simulated_lengths
 from sortedrl.simulate.settings import Simulation
 
 HELP = """Simulate one strategy on a virtual clock: a line per round, then a summary.
@@ -71,21 +71,21 @@ def run(arguments: Sequence[str]) -> None:
     events: list[Event] = []
     sinks: list[Record] = [events.append] if given.ticks or given.plot is not None else []
     file = None if given.events is None else _event_file(given.events)
-    outcome = _simulate(given.simulation, sinks if file is None else [*sinks, file])
+    result = _simulate(given.simulation, sinks if file is None else [*sinks, file])
     if file is not None:
         file.close()
     if given.plot is not None:
-        figures = outcome.metrics.run
+        figures = result.metrics.run
         subtitle = f"bubble {percent(figures.bubble)}, {thousands(figures.goodput)} tokens/s"
-        write_text(given.plot, timelines([(outcome.name, subtitle, lanes(events))]))
+        write_text(given.plot, timelines([(result.name, subtitle, lanes(events))]))
     if given.json:
-        print(json.dumps(_as_json(outcome), indent=2))
+        print(json.dumps(_as_json(result), indent=2))
     elif given.ticks:
         print(ticks(events))
     else:
-        _print_rounds(outcome)
+        _print_rounds(result)
         print()
-        _print_summary(outcome)
+        _print_summary(result)
 
 
 def _event_file(path: Path) -> EventFile:
@@ -95,7 +95,7 @@ def _event_file(path: Path) -> EventFile:
     return EventFile(path)
 
 
-def _simulate(simulation: Simulation, sinks: Sequence[Record]) -> Outcome:
+def _simulate(simulation: Simulation, sinks: Sequence[Record]) -> SimulationResult:
     def record(event: Event) -> None:
         for sink in sinks:
             sink(event)
@@ -105,20 +105,20 @@ def _simulate(simulation: Simulation, sinks: Sequence[Record]) -> Outcome:
         return simulate(simulation, record=record, on_update=lambda done: advance("trained", done))
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
-    return row(outcome) | {
-        "per_round": [numbers(figures) for figures in outcome.metrics.rounds],
+def _as_json(result: SimulationResult) -> dict[str, object]:
+    return row(result) | {
+        "per_round": [numbers(figures) for figures in result.metrics.rounds],
         "per_group": [
             {"group": group.group, "rounds": group.rounds} | numbers(group.figures)
-            for group in outcome.metrics.groups
+            for group in result.metrics.groups
         ],
     }
 
 
-def _print_rounds(outcome: Outcome) -> None:
+def _print_rounds(result: SimulationResult) -> None:
     seconds = 0.0
     rows = []
-    for number, figures in enumerate(outcome.metrics.rounds, start=1):
+    for number, figures in enumerate(result.metrics.rounds, start=1):
         seconds += figures.seconds
         rows.append(
             [
@@ -137,19 +137,19 @@ def _print_rounds(outcome: Outcome) -> None:
     table(headings.split(), rows)
 
 
-def _print_summary(outcome: Outcome) -> None:
+def _print_summary(result: SimulationResult) -> None:
     schedule, figures, steady = (
-        outcome.simulation.schedule,
-        outcome.metrics.run,
-        outcome.metrics.steady,
+        result.simulation.schedule,
+        result.metrics.run,
+        result.metrics.steady,
     )
     ledger = figures.ledger
     bound = schedule.rounds_bound, schedule.staleness_bound
     rounds, stale = ("no bound" if value is None else f"at most {value}" for value in bound)
-    slowest = max(group.rounds for group in outcome.metrics.groups)
+    slowest = max(group.rounds for group in result.metrics.groups)
     in_steady = "" if steady is None else f", {percent(steady.bubble)} in the steady state"
     print(
-        f"{outcome.name}: {figures.trajectories:,} answers in {figures.updates} updates, "
+        f"{result.name}: {figures.trajectories:,} answers in {figures.updates} updates, "
         f"{figures.seconds:,.0f} simulated seconds\n"
         f"bubble     {percent(figures.bubble)}{in_steady}; "
         f"idle {percent(figures.idle_share)} with updates and hand-overs\n"
@@ -161,19 +161,19 @@ def _print_summary(outcome: Outcome) -> None:
         f"staleness  {figures.mean_staleness:.2f} mean, {figures.staleness_max} at most "
         f"(bound: {stale})\n"
         f"rounds     {slowest} for the slowest group (bound: {rounds})\n"
-        f"lengths    {outcome.bias.trained_mean:,.0f} trained, {outcome.bias.reference_mean:,.0f} "
-        f"written without interruption: bias {outcome.bias.ratio:.3f}, "
-        f"KS distance {outcome.bias.ks_distance:.3f}"
+        f"lengths    {result.bias.trained_mean:,.0f} trained, {result.bias.reference_mean:,.0f} "
+        f"written without interruption: bias {result.bias.ratio:.3f}, "
+        f"KS distance {result.bias.ks_distance:.3f}"
     )
-    _print_pool(outcome)
+    _print_pool(result)
 
 
-def _print_pool(outcome: Outcome) -> None:
-    engines, figures = outcome.simulation.pool.engines, outcome.metrics.run
+def _print_pool(result: SimulationResult) -> None:
+    engines, figures = result.simulation.pool.engines, result.metrics.run
     if engines > 1:
         print(
             f"engines    {engines:,}, each {figures.goodput / engines:,.0f} trained tokens/s of "
-            f"rollout; hand-over {percent(outcome.hand_over_share)} of the time\n"
-            f"controller {outcome.events_per_second:,.0f} starts, finishes and interruptions "
+            f"rollout; weight sync {percent(result.weight_sync_share)} of the time\n"
+            f"controller {result.events_per_second:,.0f} starts, finishes and interruptions "
             "per simulated second"
         )

@@ -18,7 +18,7 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import PREDICTION_ERROR, Outcome, row
+from sortedrl.simulate.compare import PREDICTION_ERROR, SimulationResult, row
 from sortedrl.simulate.settings import Simulation
 from sortedrl.simulate.tune import Search, Tuned, tune
 
@@ -86,30 +86,30 @@ def _words(tuned: Tuned) -> list[str]:
         "",
         "fastest for its staleness (of tokens, mean), least stale first:",
     ]
-    words += [f"  {_describe(outcome)}" for outcome in tuned.front]
+    words += [f"  {_describe(result)}" for result in tuned.front]
     return words
 
 
-def _describe(outcome: Outcome) -> str:
-    schedule, figures = outcome.simulation.schedule, outcome.metrics.run
+def _describe(result: SimulationResult) -> str:
+    schedule, figures = result.simulation.schedule, result.metrics.run
     return (
-        f"{outcome.name}, groups of {schedule.group_prompts}, update batch "
+        f"{result.name}, groups of {schedule.group_prompts}, update batch "
         f"{schedule.update_batch}: {thousands(figures.trained_per_second)} tokens/s, "
         f"bubble {percent(figures.bubble)}, staleness {figures.mean_staleness:.2f}, "
-        f"length bias {outcome.bias.ratio:.2f}"
+        f"length bias {result.bias.ratio:.2f}"
     )
 
 
 def _picture(tuned: Tuned) -> str:
     points = [
         Point(
-            x=outcome.metrics.run.mean_staleness,
-            y=outcome.metrics.run.trained_per_second,
-            label=_label(outcome),
-            is_best=outcome is tuned.best,
-            on_front=outcome in tuned.front,
+            x=result.metrics.run.mean_staleness,
+            y=result.metrics.run.trained_per_second,
+            label=_label(result),
+            is_best=result is tuned.best,
+            on_front=result in tuned.front,
         )
-        for outcome in tuned.allowed
+        for result in tuned.allowed
     ]
     return pareto(
         points,
@@ -119,15 +119,15 @@ def _picture(tuned: Tuned) -> str:
     )
 
 
-def _label(outcome: Outcome) -> str:
-    schedule = outcome.simulation.schedule
-    return f"{outcome.name}, {schedule.group_prompts} in batches of {schedule.update_batch}"
+def _label(result: SimulationResult) -> str:
+    schedule = result.simulation.schedule
+    return f"{result.name}, {schedule.group_prompts} in batches of {schedule.update_batch}"
 
 
 def _as_json(tuned: Tuned) -> dict[str, object]:
-    def described(outcome: Outcome) -> dict[str, object]:
-        schedule = outcome.simulation.schedule
-        return row(outcome) | {
+    def described(result: SimulationResult) -> dict[str, object]:
+        schedule = result.simulation.schedule
+        return row(result) | {
             "group_prompts": schedule.group_prompts,
             "update_batch": schedule.update_batch,
         }
@@ -136,7 +136,7 @@ def _as_json(tuned: Tuned) -> dict[str, object]:
         "gain": tuned.gain,
         "best": described(tuned.best),
         "current": described(tuned.current),
-        "front": [described(outcome) for outcome in tuned.front],
-        "tried": [described(outcome) for outcome in tuned.tried],
+        "front": [described(result) for result in tuned.front],
+        "tried": [described(result) for result in tuned.tried],
         "toml": to_toml(tuned.best.simulation),
     }

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
+RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
+    {"costs.hand_over_seconds": "costs.weight_sync_seconds"}
+)
+"""Keys and sections of older versions, and what they are called now.
+
+A file or a flag with an old name is refused, and the error says the new one. Where there is no
+single new key, the text says what to set instead.
+"""
 TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -80,10 +89,15 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
     return str(value) if isinstance(value, Path) else value
 
 
-def settings_over(default: _Settings, table: Mapping[str, Any], *, path: Path) -> _Settings:
-    """The settings that the tables of a file make of others; `path` is what errors name."""
+def settings_over(
+    default: _Settings, table: Mapping[str, Any], *, path: Path, section: str = ""
+) -> _Settings:
+    """The settings that the tables of a file make of others; `path` is what errors name.
+
+    `section` is where the table stands in the file, such as `cluster.`.
+    """
     try:
-        settings = replaced(default, _values(type(default), table, section=""))
+        settings = replaced(default, _values(type(default), table, section=section))
         check_values(settings)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
@@ -104,6 +118,15 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
     return replace(settings, **changes)
 
 
+def refuse_renamed(key: str) -> None:
+    """Refuse a key of an older version, or one in a section of it, and name the new one."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        old = ".".join(parts[:count])
+        if old in RENAMED_KEYS:
+            raise ConfigError(f"{old} is now {RENAMED_KEYS[old]}; change it")
+
+
 @cache
 def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
@@ -115,6 +138,7 @@ def _values(kind: type, table: Mapping[str, Any], *, section: str) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in hints:
+            refuse_renamed(section + key)
             raise ConfigError(unknown_name("key", section + key, [section + n for n in hints]))
         if not is_dataclass(hints[key]):
             values[key] = _typed(value, hints[key], section + key)

@@ -1,12 +1,17 @@
 """Station 2: the stateful rollout buffer. A state machine, and nothing else.
 
     load ──> waiting ──start──> running ──finish──> ready ──take──> trained
-                ^                  │                  │
-                └─────put_back─────┴─────put_back─────┘
+              ^   ^              │   │                │
+              │   └───put_back───┘───│────put_back────┘
+            reply                  pause
+              └─────── outside <─────┘          finish and put_back lead from outside too
 
 Invariant: every trajectory that was loaded is in exactly one state, and each arrow moves it.
 Nothing is lost, nothing is trained twice, nothing is copied.
 
+A conversation is *outside* while its environment answers: it holds no slot.
+A trajectory is *begun* from its start until it is complete or loses its tokens; a begun
+conversation holds an environment.
 Waiting work comes in two kinds: *fresh* (never started) and *returned* (put back).
 Ready work comes in two kinds as well: *harvestable* (its unit is complete) and *partnered*
 (complete, but siblings of the same prompt are not; only with `unit_size` > 1).
@@ -50,6 +55,7 @@ class BufferState:
     fresh: tuple[Trajectory, ...]
     returned: tuple[Trajectory, ...]
     ready: tuple[Trajectory, ...]
+    outside: tuple[Trajectory, ...] = ()
 
 
 class Buffer:
@@ -64,6 +70,7 @@ class Buffer:
         self._fresh: deque[Trajectory] = deque()
         self._returned: list[tuple[int, int, int, int, Trajectory]] = []
         self._running: dict[Key, Trajectory] = {}
+        self._outside: dict[Key, Trajectory] = {}
         self._partnered: dict[Key, Trajectory] = {}
         self._harvestable: dict[Key, Trajectory] = {}
         self._pending_in_unit: dict[int, int] = {}
@@ -92,6 +99,17 @@ class Buffer:
         return len(self._running)
 
     @property
+    def num_outside(self) -> int:
+        """Conversations whose environment answers now."""
+        return len(self._outside)
+
+    @property
+    def num_begun(self) -> int:
+        """Trajectories that run, are outside, or wait with tokens."""
+        waiting = sum(1 for entry in self._returned if entry[-1].segments)
+        return len(self._running) + len(self._outside) + waiting
+
+    @property
     def num_harvestable(self) -> int:
         """Ready trajectories that may be trained on."""
         return len(self._harvestable)
@@ -99,7 +117,8 @@ class Buffer:
     @property
     def num_unfinished(self) -> int:
         """Trajectories that would be left if everything harvestable were trained."""
-        return self.num_waiting + len(self._running) + len(self._partnered)
+        active = len(self._running) + len(self._outside)
+        return self.num_waiting + active + len(self._partnered)
 
     @property
     def num_open_groups(self) -> int:
@@ -136,6 +155,10 @@ class Buffer:
         """Ready trajectories that wait for their siblings."""
         return list(self._partnered.values())
 
+    def outside(self) -> list[Trajectory]:
+        """Conversations whose environment answers now, in the order they left their slots."""
+        return list(self._outside.values())
+
     def load(self, trajectories: Sequence[Trajectory]) -> int:
         """Take in the next group, in order of prompt and sample, and give its number."""
         group, after = self.next_group, (self._next_prompt, -1)
@@ -154,31 +177,53 @@ class Buffer:
         self._count_in(trajectories)
         return group
 
-    def start(self, count: int, *, feed: Feed) -> list[Trajectory]:
-        """Waiting to running: at most `count` trajectories, first in order."""
+    def start(self, count: int, *, feed: Feed, max_begun: int | None = None) -> list[Trajectory]:
+        """Waiting to running: at most `count` trajectories, first in order.
+
+        Where `max_begun` are begun, only those that are may be started.
+        """
         started: list[Trajectory] = []
+        num_begun = 0 if max_begun is None else self.num_begun
         while len(started) < count:
-            trajectory = self._pop_waiting(feed)
+            is_full = max_begun is not None and num_begun >= max_begun
+            trajectory = self._pop_begun() if is_full else self._pop_waiting(feed)
             if trajectory is None:
                 break
+            num_begun += not trajectory.segments
             started.append(trajectory)
             self._running[trajectory.key] = trajectory
             self._running_interruptions[trajectory.interruptions] += 1
         return started
 
+    def pause(self, trajectory: Trajectory) -> Trajectory:
+        """Running to outside, as the given value; gives the value it was started with."""
+        before = self._leave_running(trajectory.key, "pause")
+        self._outside[trajectory.key] = trajectory
+        return before
+
+    def reply(self, trajectory: Trajectory) -> Trajectory:
+        """Outside to waiting, as the given value; gives the value it had before."""
+        self._expect(trajectory.key in self._outside, trajectory.key, "reply", "outside")
+        self._push_returned(trajectory)
+        return self._outside.pop(trajectory.key)
+
     def finish(self, trajectory: Trajectory) -> Trajectory:
-        """Running to ready, as the given value; gives the value it was started with."""
+        """Running or outside to ready, as the given value; gives the value it had before."""
+        key = trajectory.key
         if trajectory.finish_reason is None:
-            raise BufferStateError(f"trajectory {trajectory.key} is ready without a finish reason")
-        before = self._leave_running(trajectory.key, "finish")
+            raise BufferStateError(f"trajectory {key} is ready without a finish reason")
+        is_outside = key in self._outside
+        before = self._outside.pop(key) if is_outside else self._leave_running(key, "finish")
         self._make_ready(trajectory)
         return before
 
     def put_back(self, trajectory: Trajectory) -> Trajectory:
-        """Running or ready to waiting, as the given value; gives the value it had before."""
+        """Running, outside or ready to waiting, as the given value; gives the one before."""
         key = trajectory.key
         if key in self._running:
             before = self._leave_running(key, "put_back")
+        elif key in self._outside:
+            before = self._outside.pop(key)
         elif key in self._partnered:
             before = self._partnered.pop(key)
             self._pending_in_unit[key[0]] += 1
@@ -217,6 +262,7 @@ class Buffer:
             fresh=tuple(self._fresh),
             returned=tuple(entry[-1] for entry in sorted(self._returned, key=lambda e: e[:-1])),
             ready=(*self._harvestable.values(), *self._partnered.values()),
+            outside=tuple(self._outside.values()),
         )
 
     @classmethod
@@ -226,13 +272,14 @@ class Buffer:
         buffer.next_group = state.next_group
         buffer.num_trained = state.num_trained
         buffer._next_prompt = state.next_prompt
-        everything = (*state.fresh, *state.returned, *state.ready)
+        everything = (*state.fresh, *state.returned, *state.ready, *state.outside)
         buffer._count_in(sorted(everything, key=lambda t: (t.group, t.key)))
         buffer._fresh.extend(state.fresh)
         for trajectory in state.returned:
             buffer._push_returned(trajectory)
         for trajectory in state.ready:
             buffer._make_ready(trajectory)
+        buffer._outside.update({t.key: t for t in state.outside})
         return buffer
 
     def _count_in(self, trajectories: Iterable[Trajectory]) -> None:
@@ -251,6 +298,16 @@ class Buffer:
         if returned_allowed:
             return heapq.heappop(self._returned)[-1]
         return self._fresh.popleft() if fresh_allowed else None
+
+    def _pop_begun(self) -> Trajectory | None:
+        """The first returned trajectory that has tokens."""
+        begun = [entry for entry in self._returned if entry[-1].segments]
+        if not begun:
+            return None
+        first = min(begun, key=lambda entry: entry[:-1])
+        self._returned.remove(first)
+        heapq.heapify(self._returned)
+        return first[-1]
 
     def _push_returned(self, trajectory: Trajectory) -> None:
         order = (trajectory.group, -trajectory.interruptions, *trajectory.key)

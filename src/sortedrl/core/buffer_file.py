@@ -1,12 +1,12 @@
-"""A buffer on disk: one file, JSON for what is small, plain arrays for tokens, no pickle.
+"""A buffer on disk: one file with a JSON header and plain arrays for tokens, no pickle.
 
-    sortedrl-buffer 1            what this is, and the version of the format
+    sortedrl-buffer 1            format name and version
     {"payload_bytes": ...}       the header: one line of JSON
     ...                          the payload: token ids and log-probabilities, little-endian,
                                  in the order in which the header names them
 
-The file is written beside its place and renamed, so an older one stays valid until the new one
-is complete. Log-probabilities come back bit for bit, as 32-bit numbers where they were kept so.
+The file is written to a temporary name and renamed, so an older one stays valid until the new one
+is complete. Log-probabilities are restored bit for bit, as 32-bit numbers if they were stored so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sortedrl.errors import BufferFileError
 from sortedrl.types import Prompt, Segment, Trajectory
 
 _MAGIC = b"sortedrl-buffer 1\n"
-_LISTS = ("fresh", "returned", "ready")
+_LISTS = ("fresh", "returned", "ready", "outside")
 
 
 def save_buffer(state: BufferState, path: Path) -> None:
@@ -58,7 +58,7 @@ def save_buffer(state: BufferState, path: Path) -> None:
 
 
 def load_buffer(path: Path) -> BufferState:
-    """Read a state; `BufferFileError` if the file is not whole or not one of ours."""
+    """Read a state; raises `BufferFileError` if the file is incomplete or not a saved buffer."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -76,7 +76,7 @@ def load_buffer(path: Path) -> BufferState:
         found, expected = len(payload), header["payload_bytes"]
         if found != expected:
             raise BufferFileError(
-                f"{path}: holds {found} bytes of tokens, its header promises {expected}; "
+                f"{path}: holds {found} bytes of tokens, but its header says {expected}; "
                 "it is truncated or damaged, use an older checkpoint"
             )
         if hashlib.sha256(payload).hexdigest() != header["payload_sha256"]:
@@ -87,7 +87,7 @@ def load_buffer(path: Path) -> BufferState:
 
 
 def _trajectories(state: BufferState) -> list[tuple[str, Trajectory]]:
-    lists = zip(_LISTS, (state.fresh, state.returned, state.ready), strict=True)
+    lists = zip(_LISTS, (state.fresh, state.returned, state.ready, state.outside), strict=True)
     return [(name, trajectory) for name, trajectories in lists for trajectory in trajectories]
 
 
@@ -104,9 +104,15 @@ def _row(trajectory: Trajectory, payload: _Payload) -> list[object]:
         trajectory.reward,
         dict(trajectory.reward_parts),
         [
-            [segment.version, payload.tokens(segment.tokens), payload.logprobs(segment.logprobs)]
+            [
+                segment.version,
+                payload.tokens(segment.tokens),
+                payload.logprobs(segment.logprobs),
+                *([payload.tokens(segment.given)] if segment.given else ()),
+            ]
             for segment in trajectory.segments
         ],
+        *([payload.tokens(trajectory.given)] if trajectory.given else ()),
     ]
 
 
@@ -117,6 +123,7 @@ def _state(header: dict[str, Any], reader: _Reader) -> BufferState:
         )
         for number, tokens, fields, *end in header["prompts"]
     }
+    header = {"outside": []} | header  # buffers saved before there were conversations have none
     lists = {
         name: tuple(_trajectory(row, prompts, reader) for row in header[name]) for name in _LISTS
     }
@@ -130,8 +137,8 @@ def _state(header: dict[str, Any], reader: _Reader) -> BufferState:
 
 
 def _trajectory(row: list[Any], prompts: dict[int, Prompt], reader: _Reader) -> Trajectory:
-    prompt, sample, group, seed, attempt, interruptions, decoded, reason, *scores, segments = row
-    reward, parts = scores
+    prompt, sample, group, seed, attempt, interruptions, decoded, reason, *rest = row
+    reward, parts, segments, *given = rest
     return Trajectory(
         prompt=prompts[prompt],
         sample_index=sample,
@@ -140,9 +147,15 @@ def _trajectory(row: list[Any], prompts: dict[int, Prompt], reader: _Reader) -> 
         attempt=attempt,
         interruptions=interruptions,
         segments=tuple(
-            Segment(reader.read(tokens), reader.read(logprobs), version)
-            for version, tokens, logprobs in segments
+            Segment(
+                reader.read(tokens),
+                reader.read(logprobs),
+                version,
+                reader.read(said[0]) if said else (),
+            )
+            for version, tokens, logprobs, *said in segments
         ),
+        given=reader.read(given[0]) if given else (),
         decoded_tokens=decoded,
         finish_reason=reason,
         reward=reward,

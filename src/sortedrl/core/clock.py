@@ -1,7 +1,7 @@
-"""Time, as an argument: the wall clock of a real run, the virtual clock of a simulated one.
+"""Clocks: the wall clock of a real run, the virtual clock of a simulated one.
 
-The seconds of a run are seconds of training: neither the time between a kill and the resume nor
-the time of a pause (an evaluation) counts.
+The seconds of a run are seconds of training: the time between a kill and the resume and the time of
+a pause (an evaluation) do not count.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Gives the seconds since the run began."""
+    """Measures the seconds since the start of the run."""
 
     def seconds(self) -> float:
-        """Seconds since the run began."""
+        """Seconds since the start of the run."""
 
 
 class WallClock:
-    """Real seconds, on a clock that never goes backwards."""
+    """Real seconds from a monotonic clock."""
 
     def __init__(self, *, start: float = 0.0, now: Callable[[], float] = time.perf_counter) -> None:
-        """Go on from `start` seconds, which a resumed run has behind it."""
+        """Start at `start` seconds, the time that a resumed run has already taken."""
         self._now = now
         self._before = start
         self._since = now()
         self._paused_at: float | None = None
 
     def seconds(self) -> float:
-        """Seconds of the run so far, pauses left out."""
+        """Seconds of the run so far, without pauses."""
         paused_at = self._paused_at  # read once: a live view asks from another thread
         now = self._now() if paused_at is None else paused_at
         return self._before + (now - self._since)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The clock stands still inside the block; a pause in a pause changes nothing."""
+        """Stop the clock inside the block; a nested pause has no effect."""
         if self._paused_at is not None:
             yield
             return
@@ -50,7 +50,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Simulated seconds: time passes only where a simulated part says so."""
+    """Simulated seconds, advanced only by the simulated parts."""
 
     def __init__(self) -> None:
         """Start at zero."""
@@ -61,7 +61,7 @@ class VirtualClock:
         return self._seconds
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         if seconds < 0:
-            raise ValueError(f"a clock only goes forward, got {seconds} seconds")
+            raise ValueError(f"a clock must not go backwards, got {seconds} seconds")
         self._seconds += seconds

@@ -37,7 +37,8 @@ class Controller:
         """Waiting trajectories to start now, at most."""
         room = free_slots
         if plan.limit is not None:
-            room = min(room, plan.limit - buffer.num_running - buffer.num_harvestable)
+            active = buffer.num_running + buffer.num_outside
+            room = min(room, plan.limit - active - buffer.num_harvestable)
         # An engine that lost a part of itself has fewer slots than answers for a while.
         return max(0, room)
 

@@ -1,17 +1,24 @@
-"""The run's record: one JSON line per thing that happened.
+"""The event log of a run: one JSON line per event.
 
-A log opens with `begin`, closes with `end`, and between them repeats, round by round:
+A log opens with `begin`, ends with `end`, and between them repeats, round by round:
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
-goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
-`update`.
+<<<<<<< HEAD
+goes (in conversations also `pause` and `reply`), `harvest`, `interrupt` for what was still
+running, `score` (where rewards are given) and `update`.
 Where updates run beside the rollout, an `update` begins with the next round, and its `landed`
 comes before the next `update`.
+=======
+goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
+`update`.
+Where updates overlap the rollout, an `update` starts with the next round, and its `landed` comes
+before the next `update`.
+>>>>>>> content
 The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
-the weights stayed) to its `harvest`. Every number we report is a function of this log (see
+the weights are the same) to its `harvest`. Every reported metric is a function of this log (see
 `metrics`).
 
-A run that was killed and taken up again is one run with one log: `resume` stands after the
-`update` (or `landed`) of its checkpoint, where nothing runs, and counts and seconds go on.
+A run that was killed and resumed has one log: `resume` follows the `update` (or `landed`) of its
+checkpoint, while nothing is running, and counts and seconds continue.
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The run goes on from a checkpoint made in `round`, with the weights of `version`."""
+    """The run resumes from a checkpoint made in `round`, with the weights of `version`."""
 
     kind: ClassVar = "resume"
     seconds: float
@@ -52,7 +59,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """The engine has new weights; it took `took_seconds`."""
+    """Weight sync: the engine has the weights of `version`, after `took_seconds`."""
 
     kind: ClassVar = "hand_over"
     seconds: float
@@ -63,7 +70,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """A complete answer that waited through an update goes back, `kept` of its tokens with it."""
+    """A complete answer that waited during an update goes back, with `kept` of its tokens."""
 
     kind: ClassVar = "renew"
     seconds: float
@@ -87,7 +94,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A trajectory went to the engine with `cached` tokens, after `dropped` too old ones."""
+    """A trajectory was submitted with `cached` tokens, after `dropped` stale ones were removed."""
 
     kind: ClassVar = "start"
     seconds: float
@@ -100,6 +107,34 @@ class Start:
     cached: int
     dropped: int
     running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A turn is complete: the conversation left its slot and waits for its environment."""
+
+    kind: ClassVar = "pause"
+    seconds: float
+    prompt: int
+    sample: int
+    tokens: int
+    decoded: int
+    running: int
+    outside: int
+    engine_decoded: int
+    engine_prefilled: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The environment answered with `given` tokens; the conversation waits for a slot again."""
+
+    kind: ClassVar = "reply"
+    seconds: float
+    prompt: int
+    sample: int
+    given: int
+    outside: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +183,9 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
-    """The last update is done, after `took_seconds`; the weights are those of `version` now.
+    """The last update is done, after `took_seconds`; the weights now have `version`.
 
-    `beside_seconds` of them passed while the rollout went on; the rest was waited for until now.
+    `beside_seconds` of them overlapped the rollout; for the rest, the run waited.
     """
 
     kind: ClassVar = "landed"
@@ -162,14 +197,14 @@ class Landed:
 
     @property
     def waited_seconds(self) -> float:
-        """How long everything else stood still for the update."""
+        """How long the run waited for the update."""
         return self.took_seconds - self.beside_seconds
 
 
 class Scored(NamedTuple):
-    """The reward of one answer: `start` and `took_seconds` where the scorer took the time.
+    """The reward of one answer: `start` and `took_seconds` where the scorer measured them.
 
-    `reward` is `None` where scoring failed and the answer is left without one.
+    `reward` is `None` if scoring failed and the answer gets none.
     """
 
     prompt: int
@@ -182,7 +217,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The answers of the next update have their rewards, `waited_seconds` after they were asked."""
+    """The answers of the next update have their rewards, after a wait of `waited_seconds`."""
 
     kind: ClassVar = "score"
     seconds: float
@@ -192,7 +227,7 @@ class Score:
 
 
 class Trained(NamedTuple):
-    """One trajectory of an update, with the staleness of its tokens summed and at its most."""
+    """One trajectory of an update, with the sum and the maximum of the staleness of its tokens."""
 
     prompt: int
     sample: int
@@ -204,10 +239,10 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The weights of `version` were trained on these; groups listed in `closed` are done.
+    """The weights of `version` were trained on these; the groups in `closed` are complete.
 
-    An update that was skipped leaves the weights, and the next one has the same version.
-    One that runs beside the rollout is only about to begin, and `took_seconds` are those before it.
+    A skipped update keeps the weights, and the next one has the same version.
+    An update that overlaps the rollout only starts here, and `took_seconds` is the time before it.
     """
 
     kind: ClassVar = "update"
@@ -221,7 +256,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The prompts are used up and everything is trained."""
+    """All prompts are trained."""
 
     kind: ClassVar = "end"
     seconds: float
@@ -236,6 +271,8 @@ Event = (
     | Renew
     | Load
     | Start
+    | Pause
+    | Reply
     | Finish
     | Harvest
     | Interrupt
@@ -279,7 +316,7 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str) -> Event:
-    """The event a line holds; `ValueError` says why it holds none."""
+    """The event on a line; raises `ValueError` if it is not a valid one."""
     try:
         row = json.loads(line)
     except RecursionError as error:
@@ -298,7 +335,7 @@ def from_json(line: str) -> Event:
         row["trained"] = tuple(_entry(Trained, entry, _TRAINED_CHECKS) for entry in row["trained"])
         row["closed"] = tuple(row["closed"])
         if any(type(group) is not int for group in row["closed"]):
-            raise ValueError(f"field 'closed' must hold numbers of groups, got {row['closed']!r}")
+            raise ValueError(f"field 'closed' must hold group numbers, got {row['closed']!r}")
     elif kind == "finish" and row["reason"] not in get_args(FinishReason):
         raise ValueError(unknown_name("reason", row["reason"], get_args(FinishReason)))
     return _KINDS[kind](**row)
@@ -332,23 +369,26 @@ def _entry(
 
 
 class Order:
-    """Refuses an event that cannot follow those before it: what is not begun cannot end."""
+    """Checks that each event can follow the ones before it."""
 
     def __init__(self) -> None:
-        """Nothing has happened yet."""
+        """Start before the first event."""
         self._seconds: float | None = None
         self._round = 0
         self._rounds: set[int] = set()
         self._groups: set[int] = set()
         self._group_of: dict[tuple[int, int], int] = {}
         self._running: set[tuple[int, int]] = set()
+        self._outside: set[tuple[int, int]] = set()
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event; `ValueError` says why it cannot be the next."""
+        """Check the next event; raises `ValueError` if it cannot come next."""
         if (self._seconds is None) != isinstance(event, Begin):
             raise ValueError(f"a log opens with 'begin', once, got {event.kind!r} here")
         if self._seconds is not None and event.seconds < self._seconds:
-            raise ValueError(f"time goes back from {self._seconds} s to {event.seconds} s")
+            raise ValueError(
+                f"time must not go backwards, got {self._seconds} s, then {event.seconds} s"
+            )
         self._seconds = event.seconds
         if isinstance(event, Begin) and not 1 <= event.slots <= _MOST_SLOTS:
             raise ValueError(f"'begin' must have 1..{_MOST_SLOTS} slots, got {event.slots}")
@@ -359,23 +399,33 @@ class Order:
         self._follow(event)
 
     def _follow(self, event: Event) -> None:
-        """Keep account of groups and answers."""
+        """Track groups and answers."""
         if isinstance(event, Load):
             self._refuse(event.group in self._groups, event)
             self._groups.add(event.group)
         elif isinstance(event, Start):
             self._start(event)
-        elif isinstance(event, Finish | Interrupt):
-            self._refuse((event.prompt, event.sample) not in self._running, event)
-            self._running.remove((event.prompt, event.sample))
+        elif isinstance(event, Pause | Reply | Finish | Interrupt):
+            self._move(event)
         elif isinstance(event, Renew):
             self._refuse((event.prompt, event.sample) not in self._group_of, event)
         elif isinstance(event, Update):
             self._update(event)
 
+    def _move(self, event: Pause | Reply | Finish | Interrupt) -> None:
+        key = (event.prompt, event.sample)
+        may_be_outside = not isinstance(event, Pause)
+        is_outside = may_be_outside and key in self._outside
+        may_be_running = not isinstance(event, Reply)
+        self._refuse(not is_outside and not (may_be_running and key in self._running), event)
+        (self._outside if is_outside else self._running).remove(key)
+        if isinstance(event, Pause):
+            self._outside.add(key)
+
     def _start(self, event: Start) -> None:
         key = (event.prompt, event.sample)
-        is_begun = key in self._running or self._group_of.get(key, event.group) != event.group
+        is_active = key in self._running or key in self._outside
+        is_begun = is_active or self._group_of.get(key, event.group) != event.group
         self._refuse(is_begun or event.group not in self._groups, event)
         self._group_of[key] = event.group
         self._running.add(key)
@@ -385,7 +435,8 @@ class Order:
         for entry in event.trained:
             key = (entry.prompt, entry.sample)
             self._refuse(self._group_of.pop(key, None) != entry.group, event)
-            self._refuse(entry.group not in self._groups or key in self._running, event)
+            is_active = key in self._running or key in self._outside
+            self._refuse(entry.group not in self._groups or is_active, event)
         for group in event.closed:
             self._refuse(group not in self._groups, event)
             self._groups.remove(group)
@@ -393,43 +444,35 @@ class Order:
     def _refuse(self, is_wrong: bool, event: Event) -> None:
         if is_wrong:
             raise ValueError(
-                f"event {event.kind!r} does not fit what came before it; lines are missing, "
-                "doubled or changed"
+                f"event {event.kind!r} cannot follow the events before it; lines are missing, "
+                "duplicated or changed"
             )
 
 
-class EventFile:
+class EventFile(LineFile):
     """Appends events to a JSONL file as they happen."""
 
     def __init__(
         self, path: Path, *, keep_bytes: int | None = None, is_watched: bool = False
     ) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there.
+        """Create the file, replacing an older one; or keep its first bytes and append to them.
 
-        Others can read everything up to the last update; of a watched file, every event at once.
+        Readers see everything up to the last update; of a watched file, every event at once.
         """
-        self._file = LineFile(path, keep_bytes=keep_bytes)
+        super().__init__(path, keep_bytes=keep_bytes)
         self._is_watched = is_watched
 
     def __call__(self, event: Event) -> None:
         """Append one event."""
-        self._file.write(to_json(event))
+        self.write(to_json(event))
         if self._is_watched or event.kind in ("update", "landed", "end"):
-            self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+            self.flush()
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log; `DataError` names the first that cannot follow those before it.
+    """The events of a log; raises `DataError` at the first that cannot follow those before it.
 
-    A last line without its newline is a run that was killed or is still writing: it is left out.
+    A last line without its newline (the run was killed or is still writing) is skipped.
     """
     check = Order()
     for number, line in read_lines(path):

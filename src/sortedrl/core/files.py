@@ -1,9 +1,9 @@
-"""Files that are written whole or not at all, and files that grow line by line.
+"""Atomic writes, and files that grow line by line.
 
-A file is never written over one that is not ours. Of a file of lines only whole lines count: a last
-line without its newline belongs to a run that was killed or is still writing, and readers leave it
-out. A resumed run cuts its files to the lengths they had at the checkpoint, so what was written
-after it is written again, once.
+A file that we did not write is never overwritten. In a file of lines only complete lines count: a
+last line without its newline belongs to a run that was killed or is still writing, and readers skip
+it. A resumed run truncates its files to their lengths at the checkpoint, so what was written after
+the checkpoint is written again, once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _GZIP = b"\x1f\x8b"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the file; whatever happens, either all of it is new or the old one is untouched."""
+    """Write the file atomically: either all of it is new or the old one is untouched."""
     with writing_whole(path) as file:
         file.write(content)
 
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, piece by piece, which takes its place when the block ends well.
+    """A temporary file to write to, renamed to `path` when the block succeeds.
 
-    Through a link its target is written; a device is written to as it is.
+    A symbolic link is followed; a device is written to directly.
     """
     path = path.resolve()
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -51,9 +51,9 @@ def writing_whole(path: Path) -> Iterator[IO[bytes]]:
 
 
 def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
-    """Refuse to replace a file that does not hold `mark` near its beginning, so is not ours.
+    """Refuse to replace a file that we did not write, recognised by `mark` near its beginning.
 
-    Without a mark, any file that holds something is refused.
+    Without a mark, any file that is not empty is refused.
     """
     try:
         if not path.is_file() or not path.stat().st_size:
@@ -67,61 +67,54 @@ def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
         beginning = b""
     if mark is None or mark not in beginning:
         what = "a file" if mark is None else "a file that this command did not write"
-        raise DataError(path, f"is {what}, which is left alone; remove it or choose another path")
+        raise DataError(path, f"is {what} and is not replaced; remove it or choose another path")
 
 
 class LineFile:
     """Appends lines to a file."""
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
+        """Create the file, replacing an older one; or keep its first bytes and append to them."""
         self._path = path
-        try:
+        with self._os_errors():
             if keep_bytes:
                 _cut(path, keep_bytes)
             self._file: IO[bytes] = path.open("ab" if keep_bytes else "wb")
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def write(self, line: str) -> None:
         """Append a line, given without its newline; it may stay in memory for a while."""
-        try:
+        with self._os_errors():
             self._file.write(line.encode() + b"\n")
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def flush(self) -> None:
-        """Let other programs see every line so far."""
-        try:
+        """Make every line so far visible to other programs."""
+        with self._os_errors():
             self._file.flush()
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def sync(self) -> int:
-        """Push every line so far to the disk, and give the length of the file in bytes."""
+        """Write every line so far to the disk; returns the length of the file in bytes."""
         self.flush()
-        try:
+        with self._os_errors():
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise self._refusal(error) from error
         return self._file.tell()
 
     def close(self) -> None:
-        """Write out what is left."""
-        try:
+        """Write out what is buffered."""
+        with self._os_errors():
             self._file.close()
-        except OSError as error:
-            raise self._refusal(error) from error
 
-    def _refusal(self, error: OSError) -> DataError:
-        return DataError(
-            self._path,
-            f"cannot be written ({error.strerror}); check the path and the room on the disk",
-        )
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        """Raise an error of the operating system as a `DataError`."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); check the path and the free disk space"
+            raise DataError(self._path, reason) from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The whole lines of a file, each with its number; a torn last one is left out."""
+    """The complete lines of a file, each with its number; an incomplete last one is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -134,14 +127,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cut(path: Path, keep_bytes: int) -> None:
-    """Cut the file to its first bytes, which must be whole lines."""
+    """Truncate the file to its first bytes, which must be complete lines."""
     try:
         file = path.open("r+b")
     except FileNotFoundError as error:
         raise DataError(
             path,
             f"must hold the first {keep_bytes} bytes of the run to resume, but is missing; "
-            "put it back beside the checkpoint, or start a new run in another folder",
+            "restore it next to the checkpoint, or start a new run in another folder",
         ) from error
     with file:
         found = file.seek(0, os.SEEK_END)
@@ -149,8 +142,8 @@ def _cut(path: Path, keep_bytes: int) -> None:
         if found < keep_bytes or file.read(1) != b"\n":
             raise DataError(
                 path,
-                f"must hold {keep_bytes} bytes of whole lines for this checkpoint, found {found} "
-                "bytes or other lines; it belongs to another run or was changed: put the right "
-                "one back, or start a new run in another folder",
+                f"must hold {keep_bytes} bytes of complete lines for this checkpoint, found "
+                f"{found} bytes or other lines; it belongs to another run or was changed: restore "
+                "the right file, or start a new run in another folder",
             )
         file.truncate(keep_bytes)

@@ -1,8 +1,8 @@
-"""The logs of a run for people and scripts: `metrics.jsonl` and `answers.jsonl`.
+"""The metrics and sample answers of a run: `metrics.jsonl` and `answers.jsonl`.
 
 `metrics.jsonl` has one JSON object of numbers per update; a number that is not finite is written as
 null, so any JSON reader can read the file. `answers.jsonl` has some answers of every update as
-text, one JSON object each: a sample to look at, from which nothing is computed.
+text, one JSON object each; nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,18 @@ Value = float | int | str | None
 """What a row of metrics may hold."""
 
 
-class MetricsFile:
+class MetricsFile(LineFile):
     """Appends one row per update."""
 
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
-        self._file = LineFile(path, keep_bytes=keep_bytes)
-
     def __call__(self, values: Mapping[str, Value]) -> None:
-        """Append the numbers of an update; others can read them at once."""
+        """Append the numbers of an update, at once visible to readers."""
         row = {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(row, separators=(",", ":"), allow_nan=False))
-        self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+        self.write(json.dumps(row, separators=(",", ":"), allow_nan=False))
+        self.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """The rows of a file, in order; a last line without its newline is left out."""
+    """The rows of a file, in order; a last line without its newline is skipped."""
     rows: list[dict[str, Value]] = []
     for number, line in read_lines(path):
         try:
@@ -53,10 +41,10 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
         except (ValueError, RecursionError) as error:
             raise DataError(path, f"not JSON: {error}", line=number) from error
         if not isinstance(row, dict) or any(isinstance(v, list | dict) for v in row.values()):
-            raise DataError(path, "expected a JSON object of numbers and words", line=number)
+            raise DataError(path, "expected a JSON object of numbers and text", line=number)
         huge = [n for n, v in row.items() if isinstance(v, int) and abs(v) > sys.float_info.max]
         if huge:
-            raise DataError(path, f"{huge[0]!r} must be a smaller number", line=number)
+            raise DataError(path, f"{huge[0]!r} is too large a number", line=number)
         rows.append(row)
     return rows
 
@@ -89,30 +77,18 @@ class LoggedAnswer:
     response: str
 
 
-class AnswerFile:
+class AnswerFile(LineFile):
     """Appends answers."""
 
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Create the file in place of an older one; or keep its first bytes and go on there."""
-        self._file = LineFile(path, keep_bytes=keep_bytes)
-
     def __call__(self, answers: Iterable[LoggedAnswer]) -> None:
-        """Append the answers of an update; others can read them at once."""
+        """Append the answers of an update, at once visible to readers."""
         for answer in answers:
-            self._file.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
-        self._file.flush()
-
-    def sync(self) -> int:
-        """Push everything so far to the disk, and give the length of the file in bytes."""
-        return self._file.sync()
-
-    def close(self) -> None:
-        """Write out what is left."""
-        self._file.close()
+            self.write(json.dumps(asdict(answer), separators=(",", ":"), default=dict))
+        self.flush()
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
-    """The answers of a file, in order; a last line without its newline is left out."""
+    """The answers of a file, in order; a last line without its newline is skipped."""
     return [_answer(path, number, line) for number, line in read_lines(path)]
 
 

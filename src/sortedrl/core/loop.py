@@ -14,12 +14,12 @@ at most one version older, regardless of timing. Its batch is yielded when it ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.controller import Controller
-from sortedrl.core.protocols import Engine, PromptSource, Scorer, Trainer
+from sortedrl.core.protocols import Engine, Environments, PromptSource, Scorer, Trainer
 from sortedrl.core.recorder import Journal, Landing
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.types import TrainBatch, Trajectory
@@ -49,6 +49,8 @@ class Loop:
     seed: int
     queue: int = 0
     """Answers that may wait in the engine itself, so that a free slot is filled without asking."""
+    environments: Environments | None = None
+    """What answers the policy's turns; without it an answer is complete when its turn is."""
     overlap: Overlap | None = None
     """The trainer's side of updates beside the rollout; without it an update is done when
     `update` returns."""
@@ -63,6 +65,7 @@ class Loop:
             seed=self.seed,
             buffer=self.buffer,
             journal=self.journal,
+            max_begun=None if self.environments is None else self.environments.limit,
         )
 
     def run(self) -> Iterator[TrainBatch]:
@@ -85,6 +88,9 @@ class Loop:
         self.journal.resumed(self.trainer.version)
         for ready in (*self.buffer.harvestable(), *self.buffer.partnered()):
             self.scorer.submit(ready)
+        if self.environments is not None:
+            for paused in self.buffer.outside():
+                self.environments.submit(paused)
         # Without these, a round ends with its first batch; what is still ready waits for the next.
         if self.overlap is not None or self.controller.schedule.splits_rollouts:
             self.scheduler.cut_batches()
@@ -110,9 +116,32 @@ class Loop:
                 step = self.engine.step()
                 self.journal.stepped(step)
                 for trajectory in step.finished:
-                    self.scorer.submit(trajectory)
-                    scheduler.finished(trajectory)
-        scheduler.interrupted(self._unfinished())
+                    self._end_turn(trajectory)
+            self._take_replies()
+        for recalled in scheduler.interrupted(self._unfinished()):
+            assert self.environments is not None
+            self.environments.cancel(recalled)
+
+    def _end_turn(self, trajectory: Trajectory) -> None:
+        if self.environments is not None and trajectory.finish_reason == "stop":
+            turn = replace(trajectory, finish_reason=None)
+            self.scheduler.paused(turn)
+            self.environments.submit(turn)
+        else:
+            self._finish(trajectory)
+
+    def _take_replies(self) -> None:
+        if self.environments is None or not self.scheduler.num_outside:
+            return
+        for trajectory in self.environments.collect(wait=not self.scheduler.num_running):
+            if trajectory.finish_reason is None:
+                self.scheduler.replied(trajectory)
+            else:
+                self._finish(trajectory)
+
+    def _finish(self, trajectory: Trajectory) -> None:
+        self.scorer.submit(trajectory)
+        self.scheduler.finished(trajectory)
 
     def _unfinished(self) -> Iterator[Trajectory]:
         """Stops the engine when the first one is asked for, so that the harvest comes before."""

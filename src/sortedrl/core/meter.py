@@ -1,14 +1,14 @@
-"""Folds a run's events into its numbers, one event at a time.
+"""Computes the metrics of a run from its events, one event at a time.
 
-A meter is a `Record` itself, so a run can be measured without keeping its log.
-Sums only grow; a window (a round, the steady state, the life of a group) is the difference of the
-sums at its two ends.
+A meter is itself a `Record`, so a run can be measured without keeping its log.
+Sums never decrease; a window (a round, the steady state, the life of a group) is the difference
+between the sums at its two ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 
 from sortedrl.core.events import (
     Begin,
@@ -18,7 +18,9 @@ from sortedrl.core.events import (
     Harvest,
     Interrupt,
     Load,
+    Pause,
     Renew,
+    Reply,
     Start,
     Trained,
     Update,
@@ -28,7 +30,7 @@ from sortedrl.types import Key
 
 
 def measure(events: Iterable[Event]) -> Metrics:
-    """The numbers of a whole log."""
+    """The metrics of a whole log."""
     meter = Meter()
     for event in events:
         meter(event)
@@ -37,11 +39,12 @@ def measure(events: Iterable[Event]) -> Metrics:
 
 @dataclass(slots=True)
 class _Sums:
-    """What only grows."""
+    """Sums since the start of the run."""
 
     seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_slot_seconds: float = 0.0
+    outside_slot_seconds: float = 0.0
     decoded: int = 0
     trained: int = 0
     discarded: int = 0
@@ -65,25 +68,10 @@ class _Sums:
         self.trajectory_staleness_sum += trained.staleness_max
 
     def figures(self, *, slots: int, staleness_max: int) -> Figures:
-        """The numbers of a window with these sums."""
-        return Figures(
-            seconds=self.seconds,
-            rollout_seconds=self.rollout_seconds,
-            busy_slot_seconds=self.busy_slot_seconds,
-            slots=slots,
-            ledger=Ledger(
-                decoded=self.decoded,
-                trained=self.trained,
-                discarded=self.discarded,
-                kept=self.kept,
-                prefilled_again=self.prefilled_again,
-            ),
-            updates=self.updates,
-            trajectories=self.trajectories,
-            staleness_sum=self.staleness_sum,
-            staleness_max=staleness_max,
-            trajectory_staleness_sum=self.trajectory_staleness_sum,
-        )
+        """The metrics of a window with these sums."""
+        sums = asdict(self)
+        ledger = Ledger(**{entry.name: sums.pop(entry.name) for entry in fields(Ledger)})
+        return Figures(**sums, ledger=ledger, slots=slots, staleness_max=staleness_max)
 
 
 @dataclass(slots=True)
@@ -100,10 +88,11 @@ class Meter:
     """Measures one run."""
 
     def __init__(self) -> None:
-        """Nothing measured yet."""
+        """Start with empty sums."""
         self._begin: Begin | None = None
         self._now = 0.0
         self._running = 0
+        self._outside: set[Key] = set()
         self._is_rollout = True
         self._round: int | None = None
         self._sums = _Sums()
@@ -120,7 +109,7 @@ class Meter:
         self._lengths: list[tuple[Key, int, int]] = []
 
     def __call__(self, event: Event) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         if isinstance(event, HandOver):
             self._enter_round(event.round)
         self._pass_time(event)
@@ -129,8 +118,10 @@ class Meter:
             self._is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Start):
             self._start(event)
-        elif isinstance(event, Finish | Interrupt):
+        elif isinstance(event, Pause | Finish | Interrupt):
             self._stop(event)
+        elif isinstance(event, Reply):
+            self._outside.remove((event.prompt, event.sample))
         elif isinstance(event, Renew):
             self._discard((event.prompt, event.sample), event.tokens - event.kept)
         elif isinstance(event, Load):
@@ -179,7 +170,10 @@ class Meter:
         self._sums.seconds += passed
         if self._is_rollout:
             self._sums.rollout_seconds += passed
-            self._sums.busy_slot_seconds += passed * min(self._running, self._begin.slots)
+            slots = self._begin.slots
+            busy = min(self._running, slots)
+            self._sums.busy_slot_seconds += passed * busy
+            self._sums.outside_slot_seconds += passed * min(len(self._outside), slots - busy)
 
     def _enter_round(self, number: int) -> None:
         if self._round is not None and number != self._round:
@@ -198,10 +192,17 @@ class Meter:
         self._running = event.running
         self._discard(key, event.dropped)
 
-    def _stop(self, event: Finish | Interrupt) -> None:
+    def _stop(self, event: Pause | Finish | Interrupt) -> None:
         key = (event.prompt, event.sample)
+        if key in self._outside:
+            self._outside.remove(key)
+            if isinstance(event, Interrupt):
+                self._discard(key, event.tokens - event.kept)
+            return
         kept = event.tokens - event.decoded
         discarded = self._cached_at_start.pop(key) - kept
+        if isinstance(event, Pause):
+            self._outside.add(key)
         if isinstance(event, Interrupt):
             discarded += event.tokens - event.kept
         own = self._open[self._group_of[key]].own
@@ -238,6 +239,7 @@ class Meter:
         window, own = self._sums.since(group.opened), group.own
         own.seconds, own.rollout_seconds = window.seconds, window.rollout_seconds
         own.busy_slot_seconds, own.updates = window.busy_slot_seconds, window.updates
+        own.outside_slot_seconds = window.outside_slot_seconds
         figures = own.figures(slots=self._begin.slots, staleness_max=group.staleness_max)
         rounds = round_number - group.round + 1
         self._groups.append(GroupFigures(group=number, rounds=rounds, figures=figures))

@@ -1,7 +1,12 @@
-"""The numbers we report. `meter` folds a run's events into them.
+"""The metrics of a run, computed by `meter` from its events.
 
 Bubble ratio: idle slot-seconds over all slot-seconds of the rollout phases.
+<<<<<<< HEAD
+Outside bubble: the part of it in which the environment of a conversation was awaited.
 Idle share: the same over the whole run, with updates and hand-overs counted too.
+=======
+Idle share: the same over the whole run, including updates and weight syncs.
+>>>>>>> content
 Throughput: decoded tokens per second of rollout. Goodput: trained tokens per second of rollout.
 Ledger: decoded = trained + discarded + still cached, in every run, or it is a bug.
 Steady state: from the close of the first group to the load of the last one.
@@ -17,14 +22,14 @@ from sortedrl.types import Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Where the tokens went."""
+    """What happened to the decoded tokens."""
 
     decoded: int = 0
     """Written by the engine."""
     trained: int = 0
     """Part of an update."""
     discarded: int = 0
-    """Thrown away: redrawn, too old, or no longer what the policy writes."""
+    """Discarded: redrawn, too old, or no longer what the policy writes."""
     kept: int = 0
     """Reused from the cache at a resume; a token counts once for each resume it survives."""
     prefilled_again: int = 0
@@ -43,6 +48,7 @@ class Figures:
     seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_slot_seconds: float = 0.0
+    outside_slot_seconds: float = 0.0
     slots: int = 1
     ledger: Ledger = Ledger()
     updates: int = 0
@@ -57,8 +63,13 @@ class Figures:
         return _idle(self.busy_slot_seconds, self.slots * self.rollout_seconds)
 
     @property
+    def outside_bubble(self) -> float:
+        """The part of the bubble in which a conversation was outside for each idle slot."""
+        return _ratio(self.outside_slot_seconds, self.slots * self.rollout_seconds)
+
+    @property
     def idle_share(self) -> float:
-        """Idle share of all slot-seconds, updates and hand-overs included."""
+        """Idle share of all slot-seconds, updates and weight syncs included."""
         return _idle(self.busy_slot_seconds, self.slots * self.seconds)
 
     @property
@@ -73,7 +84,7 @@ class Figures:
 
     @property
     def trained_per_second(self) -> float:
-        """Trained tokens per second of the whole, updates and hand-overs included."""
+        """Trained tokens per second of the whole, updates and weight syncs included."""
         return _ratio(self.ledger.trained, self.seconds)
 
     @property
@@ -135,6 +146,7 @@ def numbers(figures: Figures) -> dict[str, float]:
     ledger = figures.ledger
     return {
         "bubble": figures.bubble,
+        "outside_bubble": figures.outside_bubble,
         "idle_share": figures.idle_share,
         "goodput": figures.goodput,
         "throughput": figures.throughput,

@@ -52,8 +52,9 @@ class OnPolicy:
         return replace(_emptied(trajectory), attempt=trajectory.attempt + 1)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited."""
-        return trajectory
+        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        renewed = self.renewed(trajectory, version=version)
+        return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ class Redraw:
         return None if _age(trajectory, version) == 0 else _emptied(trajectory)
 
     def resumed(self, trajectory: Trajectory, *, version: int) -> Trajectory:
-        """As it waited."""
-        return trajectory
+        """As it waited; a conversation that waited with turns of older weights is drawn again."""
+        renewed = self.renewed(trajectory, version=version)
+        return trajectory if renewed is None else renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def mode_for(schedule: Schedule) -> Mode:
 
 
 def _emptied(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, segments=(), finish_reason=None, reward=None)
+    return replace(trajectory, segments=(), given=(), finish_reason=None, reward=None)
 
 
 def _age(trajectory: Trajectory, version: int) -> int:

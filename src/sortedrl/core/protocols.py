@@ -68,6 +68,30 @@ class Scorer(Protocol):
         """Wait for these answers and give them back, in order, with their rewards."""
 
 
+class Environments(Protocol):
+    """Station 5 for conversations: answers what the policy wrote, beside the rollout.
+
+    Every conversation submitted comes back exactly once from `collect`, unless it is cancelled.
+    The conversation itself says what was spoken, so an environment can be brought to any turn.
+    """
+
+    @property
+    def limit(self) -> int | None:
+        """Conversations that may be begun at a time; `None`: any number."""
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Answer the last turn of a conversation; never waits."""
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Close the environment of a conversation whose tokens are thrown away."""
+
+    def collect(self, *, wait: bool) -> Sequence[Trajectory]:
+        """Conversations that were answered: with a reply in `given`, or with a finish reason.
+
+        With `wait`, at least one, if any was submitted.
+        """
+
+
 class Trainer(Protocol):
     """Station 7: the only home of gradients."""
 

@@ -1,8 +1,7 @@
-"""Writes down what the loop does: each method turns one act into its event.
+"""Records what the loop does: each method turns one action into its event.
 
-It keeps the clock, the round and the engine's token counts, so that the loop reads as the
-way of the data and nothing else. Its state at an update is all that a resumed run needs to write
-the rest of the log as if nothing had happened.
+It keeps the clock, the round and the engine's token counts, so the loop contains only the flow of
+the data. Its state at an update is all that a resumed run needs to continue the log.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Record,
     Renew,
+    Reply,
     Resume,
     Score,
     Scored,
@@ -36,7 +37,7 @@ from sortedrl.types import Step, TrainBatch, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalState:
-    """Where a journal stands between two updates, for a checkpoint."""
+    """The state of a journal between two updates, for a checkpoint."""
 
     has_begun: bool = False
     round: int = 0
@@ -44,7 +45,7 @@ class JournalState:
     engine_decoded: int = 0
     engine_prefilled: int = 0
     seconds: float = 0.0
-    """The clock of the resumed run goes on from here."""
+    """The clock of the resumed run continues from here."""
 
     def to_json(self) -> dict[str, bool | int | float]:
         """The state as a JSON object."""
@@ -52,7 +53,7 @@ class JournalState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> JournalState:
-        """The state a JSON object holds; `ValueError` says why it holds none."""
+        """The state in a JSON object; raises `ValueError` if it is not a valid one."""
         kinds = {f.name: type(f.default) for f in fields(cls)}
         if {name: type(value) for name, value in row.items()} != kinds:
             names = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
@@ -62,18 +63,18 @@ class JournalState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """An update that ran beside the rollout, and is done."""
+    """A finished update that overlapped the rollout."""
 
     batch: TrainBatch
     version: int
     """Of the weights, now."""
     took_seconds: float
     beside_seconds: float
-    """Of those, the ones in which nobody waited for it."""
+    """The part of them that overlapped the rollout."""
 
     @property
     def waited_seconds(self) -> float:
-        """How long it was waited for."""
+        """How long the run waited for it."""
         return self.took_seconds - self.beside_seconds
 
 
@@ -81,20 +82,20 @@ class Journal:
     """Records the events of one run."""
 
     def __init__(self, record: Record, *, clock: Clock, state: JournalState | None = None) -> None:
-        """Stamp events with the clock's seconds and hand them to `record`.
+        """Stamp events with the clock's seconds and pass them to `record`.
 
-        With the state of a run that had begun, this one is its continuation.
+        With the state of an earlier run, this one continues it.
         """
         state = JournalState() if state is None else state
         if clock.seconds() < state.seconds:
             raise ValueError(
-                f"the clock of a resumed run goes on from {state.seconds} seconds, "
+                f"the clock of a resumed run must start at {state.seconds} seconds or later, "
                 f"got {clock.seconds()}"
             )
         self.is_resumed = state.has_begun
         self.round = state.round
         self.version = state.version
-        """The weights that the log says the engine has."""
+        """The version of the weights in the engine, according to the log."""
         self.engine_decoded = state.engine_decoded
         self.engine_prefilled = state.engine_prefilled
         self._has_begun = state.has_begun
@@ -108,7 +109,7 @@ class Journal:
         return self._has_begun
 
     def state(self) -> JournalState:
-        """All there is to save; only before the run begins or where a batch was yielded."""
+        """The state to save; valid before the run begins and right after a batch was yielded."""
         return JournalState(
             has_begun=self._has_begun,
             round=self.round,
@@ -119,7 +120,7 @@ class Journal:
         )
 
     def mark(self) -> None:
-        """Something that takes time begins: the next hand-over or update is timed from here."""
+        """Start timing the next weight sync or update."""
         self._since = self._seconds()
 
     def began(self, schedule: Schedule, *, slots: int, seed: int, version: int) -> None:
@@ -136,7 +137,7 @@ class Journal:
         )
 
     def resumed(self, version: int) -> None:
-        """The run goes on from a checkpoint."""
+        """The run resumes from a checkpoint."""
         self._record(Resume(seconds=self._seconds(), round=self.round, version=version))
 
     def handed_over(self, version: int) -> None:
@@ -189,9 +190,37 @@ class Journal:
         )
 
     def stepped(self, step: Step) -> None:
-        """The engine worked; this is counted, and written with the next event."""
+        """Count the tokens of an engine step; they are written with the next event."""
         self.engine_decoded += step.decoded_tokens
         self.engine_prefilled += step.prefilled_tokens
+
+    def paused(self, before: Trajectory, after: Trajectory, *, running: int, outside: int) -> None:
+        """A conversation left its slot and waits for its environment."""
+        self._record(
+            Pause(
+                seconds=self._seconds(),
+                prompt=after.prompt.id,
+                sample=after.sample_index,
+                tokens=after.num_tokens,
+                decoded=after.decoded_tokens - before.decoded_tokens,
+                running=running,
+                outside=outside,
+                engine_decoded=self.engine_decoded,
+                engine_prefilled=self.engine_prefilled,
+            )
+        )
+
+    def replied(self, trajectory: Trajectory, *, outside: int) -> None:
+        """The environment of a conversation answered."""
+        self._record(
+            Reply(
+                seconds=self._seconds(),
+                prompt=trajectory.prompt.id,
+                sample=trajectory.sample_index,
+                given=len(trajectory.given),
+                outside=outside,
+            )
+        )
 
     def finished(self, before: Trajectory, after: Trajectory, *, running: int) -> None:
         """An answer is complete."""
@@ -241,7 +270,7 @@ class Journal:
         )
 
     def landed(self, landing: Landing) -> None:
-        """The update that ran beside the rollout is done."""
+        """The update that overlapped the rollout is done."""
         self._record(
             Landed(
                 seconds=self._seconds(),
@@ -253,7 +282,7 @@ class Journal:
         )
 
     def scored(self, trajectories: Sequence[Trajectory]) -> None:
-        """The answers of an update came back from the scorer; without rewards this is no event."""
+        """The answers of an update are scored; without any reward, no event is written."""
         if all(t.reward is None and t.scoring is None for t in trajectories):
             return
         now = self._seconds()
@@ -267,7 +296,7 @@ class Journal:
         )
 
     def updated(self, batch: TrainBatch, *, closed: Sequence[int]) -> None:
-        """The trainer was given a batch."""
+        """The trainer received a batch."""
         now = self._seconds()
         self._record(
             Update(

@@ -13,8 +13,9 @@ it with ours. Around an engine and a trainer of your own, a whole run is
             train(batch.trajectories)
             scheduler.weights_changed()
 
-Invariant: a trajectory that `to_start` gave comes back exactly once, through `finished` or
-`interrupted`, and belongs to exactly one batch, which counts as trained only when the caller says
+Invariant: a trajectory that `to_start` gave comes back exactly once, through `finished`, `paused`
+or `interrupted`; a paused conversation, which holds no slot, comes back through `replied` or
+`finished`; and each belongs to exactly one batch, which counts as trained only when the caller says
 so. Between two batches nothing runs, and buffer and journal can be saved.
 """
 
@@ -48,8 +49,12 @@ class Scheduler:
         buffer: Buffer | None = None,
         journal: Journal | None = None,
         version: int | None = None,
+        max_begun: int | None = None,
     ) -> None:
-        """Schedule `prompts` over `slots`; a resumed run gives buffer, journal and version."""
+        """Schedule `prompts` over `slots`; a resumed run gives buffer, journal and version.
+
+        At most `max_begun` conversations are begun at a time, as many as there are environments.
+        """
         self.schedule = Schedule() if schedule is None else schedule
         self.controller = Controller(self.schedule)
         self.prompts = prompts
@@ -60,6 +65,7 @@ class Scheduler:
         self.version = self.journal.version if version is None else version
         """The version of the weights that trajectories are written with."""
         self._seed = seed
+        self._max_begun = max_begun
         self._plan: Plan | None = None
         self._is_rollout = False
         self._batches: deque[list[Key]] = deque()
@@ -80,6 +86,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Trajectories that were started and did not come back yet."""
         return self.buffer.num_running
+
+    @property
+    def num_outside(self) -> int:
+        """Conversations that were paused and are not answered yet."""
+        return self.buffer.num_outside
 
     @property
     def should_harvest(self) -> bool:
@@ -120,36 +131,63 @@ class Scheduler:
     def to_start(self) -> list[Trajectory]:
         """Trajectories to start now, in order of priority; at most as many as slots are free.
 
-        If nothing runs afterwards, nothing is left to run: `should_harvest` is true.
+        If nothing runs and nothing is outside afterwards, `should_harvest` is true.
         """
         if not self._is_rollout:
             self.begin_round()
         started: list[Trajectory] = []
         while not self.should_harvest and self._plan is not None:
             started = self._feed(self._plan)
-            if self.buffer.num_running:
+            if self.buffer.num_running or self.buffer.num_outside:
                 break
             self._plan = self.controller.widened(self.buffer, self._plan)
         return started
 
+    def paused(self, trajectory: Trajectory) -> None:
+        """A turn is complete: the conversation leaves its slot, and waits for its environment."""
+        before = self.buffer.pause(trajectory)
+        self.journal.paused(
+            before,
+            trajectory,
+            running=self.buffer.num_running,
+            outside=self.buffer.num_outside,
+        )
+
+    def replied(self, trajectory: Trajectory) -> None:
+        """The environment answered: the reply is in `given`, and a slot is needed again."""
+        self.buffer.reply(trajectory)
+        self.journal.replied(trajectory, outside=self.buffer.num_outside)
+
     def finished(self, trajectory: Trajectory) -> None:
-        """A started trajectory is complete: it has its tokens and a finish reason."""
+        """A started or paused trajectory is complete: it has a finish reason."""
         before = self.buffer.finish(trajectory)
         self.journal.finished(before, trajectory, running=self.buffer.num_running)
 
-    def interrupted(self, trajectories: Iterable[Trajectory] = ()) -> None:
-        """The rollout of this round is over; these were running, and come with their tokens."""
+    def interrupted(self, trajectories: Iterable[Trajectory] = ()) -> list[Trajectory]:
+        """The rollout of this round is over; these were running, and come with their tokens.
+
+        Gives the conversations that are called back from outside, because the next weights make
+        their tokens stale: their environments are no longer needed.
+        """
         self.journal.harvested(self.buffer)
         for stopped in trajectories:
-            after = self.controller.mode.interrupted(stopped)
-            before = self.buffer.put_back(after)
-            self.journal.interrupted(before, stopped, after, running=self.buffer.num_running)
+            self._put_back(stopped)
+        keeps_stale = self.schedule.never_interrupts or self.schedule.keeps_stale_tokens
+        recalled = [] if keeps_stale else self.buffer.outside()
+        for stopped in recalled:
+            self._put_back(stopped)
         if self.buffer.num_running:
             raise BufferStateError(
                 f"{self.buffer.num_running} trajectories that were started are still missing at "
                 "the end of the rollout; give every unfinished one to interrupted()"
             )
         self.cut_batches()
+        return recalled
+
+    def _put_back(self, stopped: Trajectory) -> None:
+        after = self.controller.mode.interrupted(stopped)
+        before = self.buffer.put_back(after)
+        self.journal.interrupted(before, stopped, after, running=self.buffer.num_running)
 
     def cut_batches(self) -> None:
         """Cut what is ready into the update batches of this round."""
@@ -231,7 +269,7 @@ class Scheduler:
     def _start(self, plan: Plan) -> list[Trajectory]:
         mode, running = self.controller.mode, self.buffer.num_running
         count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
-        waited = self.buffer.start(count, feed=plan.feed)
+        waited = self.buffer.start(count, feed=plan.feed, max_begun=self._max_begun)
         started = [mode.resumed(t, version=self.version) for t in waited]
         for before, after in zip(waited, started, strict=True):
             running += 1

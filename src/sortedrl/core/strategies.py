@@ -272,5 +272,6 @@ def _launched(schedule: Schedule) -> int:
 def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: Plan, *, waiting: int) -> int:
     if plan.limit is None:
         return 0
-    missing = plan.limit - buffer.num_running - buffer.num_harvestable - waiting
+    active = buffer.num_running + buffer.num_outside
+    missing = plan.limit - active - buffer.num_harvestable - waiting
     return max(0, math.ceil(missing / schedule.samples_per_prompt))

@@ -1,7 +1,7 @@
 """From a row to the tokens the model sees: the chat template applied once, or plain text.
 
-A row that carries chat tags of its own is refused where a template would be put around it:
-the model would see two beginnings.
+A row with its own chat tags is refused if a template would be applied: the prompt would have two
+starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CHAT_TAG = re.compile(r"<\|[a-z_]+\|>|\[/?INST\]|<(?:start|end)_of_turn>|<\uff5
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer, as transformers has it."""
+    """The tokenizer interface, as in transformers."""
 
     @property
     def chat_template(self) -> str | None:
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as the model sees it, up to where its answer begins: the text and the tokens."""
+    """A prompt as the model sees it: the text and the tokens."""
 
     text: str
     tokens: list[int]
@@ -56,18 +56,18 @@ def rendered(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> Rendered:
     if chat == "on" and not has_template:
         raise ConfigError(
             "data.chat is 'on', but the tokenizer has no chat template; "
-            "set it to 'auto' or 'off', or take the tokenizer of a chat model"
+            "set it to 'auto' or 'off', or use the tokenizer of a chat model"
         )
     if chat == "off" or not has_template:
         text = _plain_text(row)
         tokens = tokenizer.encode(text, add_special_tokens=True)
-        # Some tokenizers end every text; an answer must be able to follow.
+        # Some tokenizers append an end token; remove it, since an answer follows.
         is_ended = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
         return Rendered(text, tokens[:-1] if is_ended else tokens)
     messages = _messages(row)
     _refuse_chat_tags(messages, row)
     is_begun = messages[-1]["role"] == "assistant"
-    from jinja2 import TemplateError  # comes with what gives tokenizers
+    from jinja2 import TemplateError  # installed with tokenizers
 
     try:
         text = tokenizer.apply_chat_template(
@@ -103,6 +103,6 @@ def _refuse_chat_tags(messages: Sequence[Message], row: Row) -> None:
         if found is not None:
             raise DataError(
                 row.place,
-                f"the prompt already holds the chat tag {found[0]!r}, and the template would be "
-                "put around it; take a column with the bare text, or set data.chat to 'off'",
+                f"the prompt already has the chat tag {found[0]!r}, and the template would be "
+                "applied to it; use a column with plain text, or set data.chat to 'off'",
             )

@@ -2,9 +2,9 @@
 
     file, hub or folder -> Record, with its place -> Row: prompt, fields, place
 
-A file is read as a stream, and a malformed record is refused with file, line and reason. What comes
-out can be written as JSON again, sent to another process and encoded as UTF-8, whatever went in:
-text, whole numbers, finite numbers, booleans, nothing, and lists and objects of these.
+A file is read as a stream, and a malformed record is refused with file, line and reason. The values
+of a row can always be written as JSON, sent to another process and encoded as UTF-8: text, whole
+numbers, finite numbers, booleans, null, and lists and objects of these.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What the model is asked, what the reward needs, and where it stands.
+    """The prompt, the fields for the reward, and the place of the row.
 
-    `fields` holds everything else of the row: by custom `answer` (the gold answer), `level` (how
+    `fields` holds all other columns: by convention `answer` (the gold answer), `level` (how
     hard it is: a number or a word) and `response` (an answer to imitate).
     """
 
@@ -40,11 +40,11 @@ class Row:
     fields: Mapping[str, object]
     place: str
     question: str | None = None
-    """What is asked, without the instructions around it; `None` where they are not told apart."""
+    """The question without the instructions around it; `None` if they are not separate."""
 
     @property
     def text(self) -> str:
-        """The question as a person reads it: the last thing the user says."""
+        """The question for display: the last user message."""
         if isinstance(self.prompt, str):
             return self.prompt
         said = [message["content"] for message in self.prompt if message["role"] == "user"]
@@ -89,9 +89,9 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def record_of(values: Mapping[str, object], place: str) -> Record:
-    """The record with these values as JSON can hold them; the column that cannot be is named.
+    """The record with these values as JSON; raises `DataError` with the column that has none.
 
-    Dates, decimals and the like become their text, bytes the text that they are in UTF-8.
+    Dates, decimals and the like become text; bytes are decoded as UTF-8.
     """
     plain = {}
     for name, value in values.items():
@@ -103,7 +103,7 @@ def record_of(values: Mapping[str, object], place: str) -> Record:
 
 
 def _plain(value: object, levels: int) -> object:
-    """A value as JSON can hold it; `ValueError` says why it cannot be."""
+    """A value as JSON; raises `ValueError` if it has no JSON form."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -138,7 +138,7 @@ def _text(value: object) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """The number; not-a-number, by which Parquet files mark what is missing, becomes nothing."""
+    """The number; NaN, which marks missing values in Parquet files, becomes `None`."""
     if math.isinf(value):
         raise ValueError(f"must hold finite numbers, got {value}")
     return None if math.isnan(value) else value
@@ -172,7 +172,7 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 
 def _beginning(content: bytes, path: Path) -> bytes:
-    """The content of a file from its beginning, without the mark that some editors put there."""
+    """The start of a file, without a byte order mark."""
     if content.startswith(_GZIP):
         raise DataError(path, "is compressed with gzip; unpack it (gunzip)")
     return content.removeprefix(_BYTE_ORDER_MARK)
@@ -209,7 +209,7 @@ def _refuse_twins(names: Sequence[str], path: Path) -> None:
 
 
 def _column(column: object, name: str, path: Path) -> list[object]:
-    """The values of a column; what Python has no value for is refused."""
+    """The values of a column; those without a Python value are refused."""
     try:
         values: list[object] = column.to_pylist()  # type: ignore[attr-defined]
     except (ValueError, KeyError, OverflowError, ImportError) as error:
@@ -242,7 +242,7 @@ def _parsed(content: bytes, path: Path, *, line: int | None) -> object:
 
 
 class _RefusedError(Exception):
-    """What JSON or its reader lets pass, and a row must not hold."""
+    """Valid for the JSON parser, but not allowed in a row."""
 
 
 def _no_number(text: str) -> NoReturn:
@@ -254,7 +254,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _RefusedError(f"each name of an object must stand once, got {twice!r:.80} twice")
+        raise _RefusedError(f"each name of an object must occur once, got {twice!r:.80} twice")
     return values
 
 
@@ -289,7 +289,7 @@ def read_hub(name: str, *, subset: str | None, split: str) -> Iterator[Record]:
             "check the name and the connection, name another split (split=...), or give a local "
             "file; files of the maths sets are looked for in --folder, or in $SORTEDRL_DATA",
         ) from error
-    # Plain Python values, whatever the data set was saved to give.
+    # Plain Python values, whatever format the data set was saved with.
     for number, values in enumerate(loaded.with_format(None), start=1):
         yield record_of(values, f"{name}/{split}:{number}")
 
@@ -298,7 +298,7 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 def rows_of(records: Iterable[Record], settings: DataSettings) -> Iterator[Row]:
-    """The rows; one without a usable prompt is refused with its place."""
+    """The rows; raises `DataError` for one without a usable prompt."""
     for record in records:
         yield _row(record, settings)
 
@@ -349,5 +349,5 @@ def with_system(row: Row, system: str) -> Row:
     prompt = row.prompt
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     if messages[0]["role"] == "system":
-        raise DataError(row.place, "the row has a system message of its own; leave system out")
+        raise DataError(row.place, "the row has its own system message; leave system out")
     return replace(row, prompt=({"role": "system", "content": system}, *messages))

@@ -1,7 +1,7 @@
-"""The stream of prompts: every row once per epoch, in an order that only the seed decides.
+"""The stream of prompts: every row once per epoch, in an order that depends only on the seed.
 
-Where a run stands in its data is one number, `position`: a stream opened there goes on with the
-same prompts under the same ids, in the middle of an epoch too.
+The state of the stream is one number, `position`: a stream opened there continues with the same
+prompts under the same ids, also in the middle of an epoch.
 
     position   0 1 2 3 | 4 5 6 7 | ...      4 rows
     epoch      0       | 1       |
@@ -28,19 +28,19 @@ _END_CHARACTERS = 32
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
-    """A row as the model and the reward will see it."""
+    """A row for the model and the reward."""
 
     tokens: Sequence[int]
     fields: Mapping[str, object]
     question: str = ""
-    """As a person reads it."""
+    """The question for display."""
     end: str | None = None
-    """How the text ends that the model sees."""
+    """The end of the prompt text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The rows that can be asked, and how many were too long."""
+    """The rows within the length limit, and how many were too long."""
 
     rows: Sequence[TokenizedRow]
     num_too_long: int
@@ -54,7 +54,7 @@ def tokenized(
     max_prompt_tokens: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Tokenized:
-    """The rows with their tokens; `advance` is told how many are done."""
+    """The rows with their tokens; `advance` receives the number of rows done."""
     kept, num_too_long = [], 0
     for number, row in enumerate(rows, start=1):
         prompt = rendered(row, tokenizer, chat=chat)
@@ -86,7 +86,7 @@ class PromptStream:
         seed: int = 0,
         position: int = 0,
     ) -> None:
-        """A stream that goes on at `position`, the number of prompts taken before."""
+        """A stream that continues at `position`, the number of prompts already taken."""
         self._rows = rows
         self._total = epochs * len(rows)
         self._shuffle = shuffle
@@ -96,7 +96,7 @@ class PromptStream:
         require(
             0 <= position <= self._total,
             f"position must lie in 0..{self._total} ({epochs} epochs of {len(rows)} rows), "
-            f"got {position}; was the data another?",
+            f"got {position}; check that the data is the same as before",
         )
         self.position = position
 
@@ -112,7 +112,7 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the rows: a run must not be resumed on others."""
+        """A hash of the rows: a run must be resumed on the same ones."""
         digest = hashlib.sha256()
         for row in self._rows:
             digest.update(len(row.tokens).to_bytes(8, "little"))
@@ -141,10 +141,10 @@ class PromptStream:
 
 
 def _tokenized(row: Row, rendered: Rendered) -> TokenizedRow:
-    """The row with what the reward finds: its columns, its prompt and its place.
+    """The row with the fields of the reward: its columns, its prompt and its place.
 
-    Columns of the row's own come first: `prompt`, `prompt_end` and `place` are only added where
-    the row has no columns of these names.
+    Columns of the row take precedence: `prompt`, `prompt_end` and `place` are only added if the
+    row has no columns of these names.
     """
     prompt = row.prompt if isinstance(row.prompt, str) else [dict(m) for m in row.prompt]
     end = rendered.text[-_END_CHARACTERS:]

@@ -15,7 +15,7 @@ from sortedrl.core.randomness import mix
 from sortedrl.data.stream import TokenizedRow
 from sortedrl.evaluation.statistics import Answer, AnswerKey
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.rewards.pool.score import Outcome
+from sortedrl.rewards.pool.score import CallResult
 from sortedrl.tasks.catalogue import Task
 from sortedrl.types import Prompt, Trajectory
 
@@ -99,8 +99,8 @@ class Runner:
             yield None
         for pool in self._pools:
             tickets = [ticket for of, ticket in self._open if of is pool]
-            for outcome in pool.wait(tickets):
-                yield self._answer(pool, outcome)
+            for result in pool.wait(tickets):
+                yield self._answer(pool, result)
 
     def _score(self, trajectory: Trajectory) -> None:
         question, _ = self._questions[trajectory.prompt.id]
@@ -113,20 +113,20 @@ class Runner:
 
     def _scored_answers(self) -> Iterator[Answer]:
         for pool in self._pools:
-            for outcome in pool.completed():
-                yield self._answer(pool, outcome)
+            for result in pool.completed():
+                yield self._answer(pool, result)
 
-    def _answer(self, pool: RewardPool, outcome: Outcome) -> Answer:
-        trajectory, response = self._open.pop((pool, outcome.ticket))
+    def _answer(self, pool: RewardPool, result: CallResult) -> Answer:
+        trajectory, response = self._open.pop((pool, result.ticket))
         question, index = self._questions[trajectory.prompt.id]
         self._scored += 1
-        return _answer(question, index, trajectory, response, outcome)
+        return _answer(question, index, trajectory, response, result)
 
 
 def _answer(
-    question: Question, index: int, trajectory: Trajectory, response: str, outcome: Outcome
+    question: Question, index: int, trajectory: Trajectory, response: str, result: CallResult
 ) -> Answer:
-    fields, score = trajectory.prompt.fields, outcome.score
+    fields, score = trajectory.prompt.fields, result.score
     assert trajectory.finish_reason is not None
     return Answer(
         task=question.task.name,
@@ -139,11 +139,11 @@ def _answer(
         reward=None if score is None else score.reward,
         parts={} if score is None else dict(score.parts),
         is_correct=score is not None
-        and outcome.failure is None
+        and result.failure is None
         and score.is_correct(question.task.correct_from),
         num_tokens=trajectory.num_tokens,
         finish_reason=trajectory.finish_reason,
-        failure=outcome.failure,
+        failure=result.failure,
     )
 
 

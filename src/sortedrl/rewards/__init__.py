@@ -1,1 +1,1 @@
-"""Station 5: from answers to rewards, in worker processes beside the rollout."""
+"""Reward functions, and the worker processes that run them during the rollout."""

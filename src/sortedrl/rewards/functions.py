@@ -1,7 +1,7 @@
-"""Where a reward function is found: `module:function`, or `path/to/file.py:function`.
+"""Loading of reward functions: `module:function`, or `path/to/file.py:function`.
 
-A function `lowest_NAME` beside the function `NAME` may tell the lowest reward that it gives, from
-its options: an answer that could not be scored gets no more than that.
+A function `lowest_NAME` next to the function `NAME` may return the lowest reward that it gives,
+from its options: an answer that could not be scored gets no more than that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class CallStyle:
     """How a reward function is called."""
 
     is_async: bool = False
-    """It is a coroutine function: one worker has many calls under way."""
+    """It is a coroutine function: one worker runs many calls concurrently."""
     is_batched: bool = False
-    """Its parameters are called `prompts` and `responses`: it is given lists."""
+    """Its parameters are called `prompts` and `responses`: it takes lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class LoadedReward:
     function: Callable[..., Any]
     style: CallStyle
     lowest: float | None
-    """The lowest reward it gives with its options; `None` if it does not tell."""
+    """The lowest reward it gives with its options; `None` if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """The address of a reward function, and the keyword arguments it is always given.
+    """The address of a reward function, and its keyword arguments.
 
     An address and plain values, never the function itself: worker processes import it.
     Without a name after the colon the function is called `reward`.
@@ -69,7 +69,7 @@ class RewardSource:
 
 
 def source_of(function: Callable[..., object], **options: object) -> RewardSource:
-    """The source of a function that a worker process can import too."""
+    """The source of a function that worker processes can import."""
     place, name = function.__module__, function.__qualname__
     if "<" in name or "." in name:
         raise ConfigError(
@@ -80,15 +80,16 @@ def source_of(function: Callable[..., object], **options: object) -> RewardSourc
         place = str(inspect.getsourcefile(function) or "")
         if not place.endswith(".py"):
             raise ConfigError(
-                f"{name} was typed in, and worker processes cannot import it; put it in a file"
+                f"worker processes cannot import {name}, which was defined interactively; put it "
+                "in a file"
             )
     return RewardSource(f"{place}:{name}", options)
 
 
 def load(source: RewardSource) -> LoadedReward:
-    """The function and how it is to be called; a `ConfigError` says why it cannot be used.
+    """The function and how it is called; raises `ConfigError` if it cannot be used.
 
-    An exception of the module itself comes through as it is.
+    An exception raised by the module itself is passed on unchanged.
     """
     module = _module(source)
     functions = {
@@ -126,13 +127,13 @@ def _module(source: RewardSource) -> ModuleType:
     path = Path(source.place)
     if not path.is_file():
         raise ConfigError(f"reward {source.function!r}: there is no file {source.place}")
-    # A file called like a module that is loaded already must not take its place.
+    # A file with the name of a loaded module must not replace it.
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_reward"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # What stands beside the file can be imported from it, as if it were run.
+    # Modules next to the file can be imported from it, as if it were a script.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -140,7 +141,7 @@ def _module(source: RewardSource) -> ModuleType:
 
 
 def _bound_options(function: Callable[..., object], source: RewardSource) -> dict[str, object]:
-    """The options it is given, with the defaults of the others."""
+    """The given options, and the defaults of the others."""
     signature = inspect.signature(function)
     try:
         bound = signature.bind(None, None, **source.options)

@@ -1,12 +1,12 @@
-"""The reward of a reasoning-gym task: what stands in `<answer>`, judged by the rule of its task.
+"""The reward of a reasoning-gym task: the content of `<answer>`, judged by the rule of its task.
 
-A row carries all the scoring needs in plain JSON: the task, its options and the generated entry,
-with tuples and numbered keys marked, since some scorers compare them.
+A row carries everything that scoring needs as plain JSON: the task, its options and the generated
+entry, with tuples and non-text keys marked, since some scorers compare them.
 
-The rules say of each task how an answer is read and who judges it (see `gym_rules`). An answer that
-does not have the form its task asks for gets 0, and the part `refused`; one over which the library
-raises gets 0, and the part `unreadable`. A scorer of the library that evaluates text all the same,
-in a version that nobody has read, is stopped at its first `eval`, and with it the run.
+The rule of a task defines how an answer is parsed and judged (see `gym_rules`). An answer without
+the required form gets 0 and the part `refused`; one that makes the library raise gets 0 and the
+part `unreadable`. If a scorer of a newer library version evaluates text, it is stopped at its first
+`eval`, and the run stops with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TUPLE = "!tuple"
 _PAIRS = "!pairs"
 _LONGEST_ANSWER = 20_000
 _NEARLY_RIGHT = 0.99
-# What scorers raise over an answer of the wrong form.
+# What scorers raise for an answer of the wrong form.
 _UNREADABLE = (
     ArithmeticError,
     AssertionError,
@@ -44,7 +44,7 @@ _UNREADABLE = (
 
 
 class _UnreadableError(Exception):
-    """A scorer of the library raised over an answer."""
+    """A scorer of the library raised an exception for an answer."""
 
 
 def gym_reward(
@@ -56,13 +56,13 @@ def gym_reward(
     no_answer: float = 0.0,
     after_thoughts: bool = True,
 ) -> dict[str, float]:
-    """1 from a score of `right_from` on and otherwise 0, or the score itself if `partial`.
+    """1 for a score of at least `right_from`, otherwise 0; or the score itself if `partial`.
 
-    Only a right answer has a score of 1; the partial credit of others ends at 0.99. The parts
-    `correct`, `answered` and `score` are logged. Scorers can take long over a strange answer: call
-    this with a time limit.
+    Only a right answer has a score of 1; partial credit is at most 0.99. The parts `correct`,
+    `answered` and `score` are logged. Scorers can be slow for unusual answers: call this with a
+    time limit.
     """
-    require(0 < right_from <= 1, f"right_from must lie above 0 and up to 1, got {right_from}")
+    require(0 < right_from <= 1, f"right_from must be above 0 and at most 1, got {right_from}")
     task, entry = _scoring(prompt)
     answer = tagged_answer(
         response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
@@ -83,12 +83,12 @@ def gym_reward(
 
 
 def rule_of(task: str) -> Rule:
-    """How a task is read and judged; a `ConfigError` if nobody has read its scorer."""
+    """How the answers of a task are parsed and judged; raises `ConfigError` without a rule."""
     if task not in RULES:
         raise ConfigError(
-            f"reasoning-gym task {task!r} must have a rule, which says how its answers are read "
-            "and that none is run as code, and has none; use another task, give a reward of your "
-            "own, or add a rule in sortedrl/rewards/gym_rules.py"
+            f"reasoning-gym task {task!r} must have a rule, which defines how its answers are "
+            "parsed without running them as code, but has none; use another task, give your own "
+            "reward, or add a rule in sortedrl/rewards/gym_rules.py"
         )
     return RULES[task]
 
@@ -115,7 +115,7 @@ def _score(task: str, answer: str, entry: Entry, *, options: object) -> float:
 
 
 class _Watch(local):
-    """Whether a scorer of the library is at work in this thread, and has evaluated text."""
+    """Whether a scorer of the library is running in this thread, and has evaluated text."""
 
     is_on = False
     has_seen = False
@@ -125,7 +125,7 @@ _WATCH = _Watch()
 
 
 def _stop_evaluation(event: str, arguments: tuple[object, ...]) -> None:
-    """Refuse to compile text for as long as a scorer is at work."""
+    """Refuse to compile text while a scorer is running."""
     if event == "compile" and _WATCH.is_on and arguments[1] == "<string>":
         _WATCH.has_seen = True
         raise NoScoreError("a scorer must not evaluate text")
@@ -137,7 +137,7 @@ def _install_hook() -> None:
 
 
 def _library_score(scorer: Any, answer: str, entry: Entry) -> float:  # noqa: ANN401
-    """The score of the library, whose scorer must not evaluate text."""
+    """The score of the library; its scorer must not evaluate text."""
     _install_hook()
     _WATCH.is_on, _WATCH.has_seen = True, False
     try:
@@ -155,7 +155,7 @@ def _library_score(scorer: Any, answer: str, entry: Entry) -> float:  # noqa: AN
 def tagged_answer(
     response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
 ) -> str | None:
-    """What stands in the last `<answer>...</answer>`; after `</think>` only what follows counts."""
+    """The content of the last `<answer>...</answer>` after the thoughts."""
     text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -163,7 +163,7 @@ def tagged_answer(
 
 
 def packed(value: object) -> object:
-    """A value as JSON can hold it, with tuples and keys that are no text marked."""
+    """A value as JSON, with tuples and non-text keys marked."""
     if isinstance(value, tuple):
         return {_TUPLE: [packed(one) for one in value]}
     if isinstance(value, list):
@@ -176,7 +176,7 @@ def packed(value: object) -> object:
 
 
 def unpacked(value: object) -> object:
-    """The value that was packed."""
+    """The inverse of `packed`."""
     if isinstance(value, list | tuple):
         return [unpacked(one) for one in value]
     if isinstance(value, Mapping):
@@ -189,7 +189,7 @@ def unpacked(value: object) -> object:
 
 
 def _scoring(prompt: Prompt) -> tuple[str, Entry]:
-    """The name of the task and the entry to score against."""
+    """The name of the task, and the entry."""
     task, entry = prompt.fields.get("task"), prompt.fields.get("entry")
     if not isinstance(task, str) or not isinstance(entry, Mapping):
         raise NoScoreError(
@@ -203,7 +203,7 @@ def _scoring(prompt: Prompt) -> tuple[str, Entry]:
 
 @lru_cache(maxsize=128)
 def _dataset(task: str, options: str) -> Any:  # noqa: ANN401
-    """The library's object that scores a task; making one can take long."""
+    """The library's scorer of a task; creating one can be slow."""
     try:
         from reasoning_gym.factory import create_dataset
     except ImportError as error:

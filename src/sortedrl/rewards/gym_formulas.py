@@ -1,9 +1,9 @@
-"""Formulas in the answers of reasoning-gym tasks: parsed against a list of what is allowed.
+"""Formulas in the answers of reasoning-gym tasks: parsed with an allow-list.
 
-The library hands them to `eval` or to sympy, which evaluates too, so that an answer could run code
-or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and judging it
-is walking that tree: exactly for whole numbers and polynomials, at points for integrals, by truth
-tables for logic.
+The library passes them to `eval` or to sympy, which also evaluates them, so an answer could run
+code or take hours (`9**9**9`). Here a formula is a tree of known nodes and bounded size, and it is
+judged by walking that tree: exactly for whole numbers and polynomials, at sample points for
+integrals, by truth tables for logic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RefusedError(ValueError):
 
 
 def refuse_unless(holds: object) -> None:
-    """Raise a `RefusedError` if something does not hold of an answer."""
+    """Raise `RefusedError` unless the condition holds."""
     if not holds:
         raise RefusedError
 
@@ -250,8 +250,16 @@ def is_antiderivative(answer: str, entry: Entry) -> float:
 
 # Logic.
 
-_LOGIC = "\u2194\u2192\u2228\u2227"
-"""The operators that stand between two formulas, from the loosest to the tightest."""
+_OPERATIONS: Mapping[str, Callable[[bool, bool], bool]] = MappingProxyType(
+    {
+        "\u2194": lambda left, right: left == right,
+        "\u2192": lambda left, right: not left or right,
+        "\u2228": lambda left, right: left or right,
+        "\u2227": lambda left, right: left and right,
+    }
+)
+"""The operators between two formulas, from the loosest to the tightest."""
+_LOGIC = "".join(_OPERATIONS)
 _NOT = "\u00ac"
 Truth = Callable[[Mapping[str, bool]], bool]
 
@@ -273,7 +281,7 @@ def _truth(text: str) -> Truth:
         left = between(level + 1)
         while tokens[place] == _LOGIC[level]:
             place += 1
-            left = _joined(_LOGIC[level], left, between(level + 1))
+            left = _joined(_OPERATIONS[_LOGIC[level]], left, between(level + 1))
         return left
 
     def single() -> Truth:
@@ -295,14 +303,8 @@ def _truth(text: str) -> Truth:
     return found
 
 
-def _joined(operator: str, left: Truth, right: Truth) -> Truth:
-    if operator == _LOGIC[3]:
-        return lambda values: left(values) and right(values)
-    if operator == _LOGIC[2]:
-        return lambda values: left(values) or right(values)
-    if operator == _LOGIC[1]:
-        return lambda values: not left(values) or right(values)
-    return lambda values: left(values) == right(values)
+def _joined(operation: Callable[[bool, bool], bool], left: Truth, right: Truth) -> Truth:
+    return lambda values: operation(left(values), right(values))
 
 
 def _tables(entry: Entry) -> tuple[list[dict[str, bool]], list[list[bool]]]:

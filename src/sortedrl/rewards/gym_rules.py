@@ -1,21 +1,21 @@
-r"""How the answer of every reasoning-gym task is read and judged.
+r"""How the answer of every reasoning-gym task is parsed and judged.
 
-A model is paid for whatever passes, so two things hold for each task of `RULES`:
+A model is rewarded for whatever passes, so two things hold for each task of `RULES`:
 
-    no code     a scorer of the library that evaluates text, the answer or the row, is never called:
-                such a task is judged here, by parsing, and nothing of the answer is run
-    one form    an answer must have the form that the task asks for, in full: one finite number,
-                a JSON list of texts, moves ...; what is read is bounded in size
+    no code     a scorer of the library that evaluates text (of the answer or the row) is never
+                called: such a task is judged here, by parsing, and no part of an answer is run
+    one form    the whole answer must have the form that the task asks for: one finite number,
+                a JSON list of texts, moves ...; its size is bounded
 
-A task without a rule is refused, since nobody has read its scorer. To add one, read its
-`score_answer` and all that it calls, and choose:
+A task without a rule is refused, since its scorer has not been reviewed. To add one, read its
+`score_answer` and everything it calls, and choose:
 
     Rule("text")                            the library only compares texts
     Rule("moves", form)                     the library checks many right answers, once `form` has
-                                            refused what it would take for right or choke on
-    Rule("numbers", form, judge)            `judge` says whether the answer is right; the library
-                                            only gives the partial credit of a wrong one
-    Rule("formula", form, judge, False)     the library is not asked at all
+                                            refused what it would wrongly accept or fail on
+    Rule("numbers", form, judge)            `judge` decides whether the answer is right; the library
+                                            only gives partial credit to a wrong one
+    Rule("formula", form, judge, False)     the library is not called at all
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -55,15 +55,15 @@ class Rule:
     """How the answer of one task is read and judged."""
 
     reads: str
-    """What an answer must be, in a word or two."""
+    """What an answer must be, in a few words."""
     form: Form | None = None
-    """Gives the answer as it is judged, or raises a `RefusedError`; without it any text is read."""
+    """Returns the answer to judge, or raises `RefusedError`; without it any text is accepted."""
     judge: Judge | None = None
     """1 for a right answer; without it the library judges."""
     asks_library: bool = True
     """Whether the library's scorer is called, and gives partial credit."""
     is_fair: Callable[[Entry], bool] | None = None
-    """Whether a row has a right answer at all; rows that have none are left out."""
+    """Whether a row has a right answer; rows without one are skipped."""
 
 
 # Texts.
@@ -97,6 +97,16 @@ def _matching(pattern: str) -> Form:
     return form
 
 
+def _parsed_by(read: Callable[[str], object]) -> Form:
+    """Only what `read` does not refuse."""
+
+    def form(answer: str, _: Entry) -> str:
+        read(answer)
+        return answer
+
+    return form
+
+
 def _lines_matching(pattern: str) -> Form:
     compiled = re.compile(pattern, re.ASCII)
 
@@ -122,7 +132,7 @@ def _words_matching(pattern: str, *, separators: str = "") -> Form:
 
 
 def _roles(answer: str, entry: Entry) -> str:
-    """Nothing but who is what: `not`, `or` and the like would be read over by the library."""
+    """Only names and roles: the library would ignore `not`, `or` and the like."""
     terms = entry["metadata"]["knight_knave_terms"]
     known = {"is", "a", "an", "and", terms["knight"], terms["knave"], *entry["metadata"]["names"]}
     words = re.sub(r"[.,()\s]", " ", answer).casefold().split()
@@ -140,7 +150,7 @@ def _letters_to_digits(answer: str, _: Entry) -> str:
 
 
 def _pushes(answer: str, entry: Entry) -> str:
-    """Steps in Sokoban; a step into a wall does nothing, so that only short answers are read."""
+    """Steps in Sokoban; a step into a wall does nothing, so long answers are refused."""
     steps = "".join(answer.replace(",", " ").split())
     refuse_unless(re.fullmatch("[LRUD]+", steps) and len(steps) <= 4 * len(entry["answer"]) + 20)
     return steps
@@ -185,11 +195,6 @@ def _within(
     return judge
 
 
-def _coordinates(answer: str, _: Entry) -> str:
-    _listed(answer)
-    return answer
-
-
 def _geometry(answer: str, entry: Entry) -> float:
     unit = "0.005" if entry["metadata"]["task_type"] == "angle_measure" else "0.0005"
     return _within(unit, _listed)(answer, entry)
@@ -206,11 +211,6 @@ def _roots(text: str) -> list[Fraction]:
     return [] if text.strip() in {"", '""', "''"} else sorted(_listed(text))
 
 
-def _roots_form(answer: str, _: Entry) -> str:
-    _roots(answer)
-    return answer
-
-
 def _eleven_digits(answer: str, entry: Entry) -> float:
     """The gold is rounded to 12 digits at each step, so that its last ones may be off."""
     gold = number(entry["answer"])
@@ -225,7 +225,7 @@ def _nearest_candidate(answer: str, entry: Entry) -> float:
 
 
 def _probability(answer: str, entry: Entry) -> float:
-    """Near enough on both scales, since rare events would all be 0 on the absolute one."""
+    """Within an absolute and a relative tolerance, since rare events are all near 0."""
     above, slash, below = answer.partition("/")
     gold = Fraction(*(entry["metadata"]["rational"][k] for k in ("numerator", "denominator")))
     refuse_unless(not slash or number(below))
@@ -245,11 +245,6 @@ def _complex(text: str) -> tuple[Fraction, Fraction]:
     refuse_unless(real is None or imaginary is None or sign)
     size = Fraction(0) if imaginary is None else number(imaginary or "1")
     return number(real or "0"), -size if sign == "-" else size
-
-
-def _complex_form(answer: str, _: Entry) -> str:
-    _complex(answer)
-    return answer
 
 
 def _same_complex(answer: str, entry: Entry) -> float:
@@ -279,7 +274,7 @@ def _same_table(answer: str, entry: Entry) -> float:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object with each key once: nobody answers twice."""
+    """An object in which each key occurs once, so that there is only one answer."""
     refuse_unless(len({key for key, _ in pairs}) == len(pairs))
     return dict(pairs)
 
@@ -373,7 +368,7 @@ def _same_numbers(answer: str, entry: Entry) -> float:
     return float(found == gold)
 
 
-def _in_lines(text: str, *, joiner: str = " ") -> tuple[str, bool]:
+def _in_lines(text: str, *, joiner: str) -> tuple[str, bool]:
     """An answer in lines, and whether it was written as a list, or a list of rows, instead."""
     if not text.startswith("["):
         return text, False
@@ -383,19 +378,21 @@ def _in_lines(text: str, *, joiner: str = " ") -> tuple[str, bool]:
     return "\n".join(joiner.join(map(str, row)) for row in rows), True
 
 
-def _rows_of_numbers(answer: str, entry: Entry) -> float:
-    lines, is_list = _in_lines(answer)
-    return (0.1 if is_list else 1.0) * float(lines == entry["answer"].strip())
+def _in_lines_equal(
+    list_score: float, golds: Callable[[Entry], Sequence[str]], joiner: str
+) -> Judge:
+    """1 for one of the golds; less if the answer is a list instead of lines."""
+
+    def judge(answer: str, entry: Entry) -> float:
+        lines, is_list = _in_lines(answer, joiner=joiner)
+        return (list_score if is_list else 1.0) * float(lines in golds(entry))
+
+    return judge
 
 
-def _letters(answer: str, entry: Entry) -> float:
-    line, is_list = _in_lines(answer, joiner="")
-    return (0.1 if is_list else 1.0) * float(line == entry["answer"])
-
-
-def _board(answer: str, entry: Entry) -> float:
-    lines, is_list = _in_lines(answer)
-    return (0.5 if is_list else 1.0) * float(lines in entry["metadata"]["valid_answers"])
+_rows_of_numbers = _in_lines_equal(0.1, lambda entry: [entry["answer"].strip()], " ")
+_letters = _in_lines_equal(0.1, lambda entry: [entry["answer"]], "")
+_board = _in_lines_equal(0.5, lambda entry: entry["metadata"]["valid_answers"], " ")
 
 
 # Moves.
@@ -405,9 +402,9 @@ _EXIT = 2 * _SIDE + _SIDE - 2
 
 
 def _parked(answer: str, entry: Entry) -> float:
-    """Whether moves in Rush Hour, each of which must be possible, bring car A to the exit.
+    """Whether moves in Rush Hour, all of them legal, bring car A to the exit.
 
-    The library passes over impossible moves, so that enough random ones would get there.
+    The library skips illegal moves, so enough random ones would solve the puzzle.
     """
     board = entry["metadata"]["board_config"]
     labels = sorted(set(board) - set("ox"))
@@ -459,7 +456,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _TEXTS.split(),
             _TEXT,
         ),
-        # These give more than 0.99, or full marks, to what is nearly right.
+        # The library gives these more than 0.99, or 1, for answers that are nearly right.
         "calendar_arithmetic": Rule("text", None, _same_text),
         "figlet_font": Rule("text", None, _same_letters),
         "game_of_life_halting": Rule("text", None, _same_text, False),
@@ -467,11 +464,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "spell_backward": Rule("text", None, _same_text),
         "word_sorting": Rule("text", None, _same_words),
         # Numbers.
-        "advanced_geometry": Rule("numbers", _coordinates, _geometry),
+        "advanced_geometry": Rule("numbers", _parsed_by(_listed), _geometry),
         "bitwise_arithmetic": Rule("number", None, _integer, False),
         "chain_sum": Rule("number", _one_number, _within("0")),
         "coin_flip": Rule("number or fraction", None, _probability, False),
-        "complex_arithmetic": Rule("complex number", _complex_form, _same_complex),
+        "complex_arithmetic": Rule("complex number", _parsed_by(_complex), _same_complex),
         "decimal_arithmetic": Rule("number", _one_number, _eleven_digits, False),
         "decimal_chain_sum": Rule("number", _one_number, _within("0"), False),
         "fraction_simplification": Rule("fraction", _matching(_FRACTION)),
@@ -479,7 +476,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "kakurasu": Rule("grid of numbers", _lines_matching(r"[01](?: [01])*+")),
         "number_format": Rule("number", _one_number, _nearest_candidate, False),
         "number_sorting": Rule("list of numbers", None, _same_numbers, False),
-        "polynomial_equations": Rule("numbers", _roots_form, _within("5e-5", _roots)),
+        "polynomial_equations": Rule("numbers", _parsed_by(_roots), _within("5e-5", _roots)),
         "pool_matrix": Rule("grid of numbers", None, _same_table, False),
         "power_function": Rule("number", _one_number),
         "prime_factorization": Rule("numbers", _factorization),
@@ -529,4 +526,4 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "tower_of_hanoi": Rule("moves", _lines_matching(_MOVE)),
     }
 )
-"""All tasks whose scorers have been read; a task that is missing is refused."""
+"""All tasks whose scorers have been reviewed; any other task is refused."""

@@ -1,26 +1,23 @@
 """The rule-based reward of Knights and Knaves: the form of the response, then its answer.
 
     form      right: <think>...</think><answer>...</answer>, see `tags`
-    answer    right: everybody's role; partly right: somebody's; wrong: nobody's;
-              unparsable: not in the form, or not to be understood, see `knights_claims`
+    answer    right: all roles; partly right: some; wrong: none;
+              unparsable: not in the form, or unclear, see `knights_claims`
 
 A prompt has the fields `names` and `solution` (for each name, whether it is a knight), and may have
-`roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (what the model saw).
-An answer earns `right` only if it gives everybody their role and nobody another one.
+`roles` (two words instead of knight and knave) and `prompt` or `prompt_end` (the prompt text).
+An answer earns `right` only if it gives each person their role and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sortedrl.errors import DataError
 from sortedrl.rewards.knights_claims import ROLES, Claims, Unclear, read_claims, vocabulary_fault
-from sortedrl.rewards.tags import Untagged, read_tags, starts_in_thoughts
+from sortedrl.rewards.tags import Tagged, read_tags, starts_in_thoughts
 from sortedrl.types import Prompt
-
-Grade = Literal["right", "partly right", "wrong", "unparsable"]
 
 
 def logic_reward(
@@ -40,25 +37,26 @@ def logic_reward(
     A compact answer has one letter for each person in order, knights as capitals: `ABc`.
     """
     puzzle = _lettered_puzzle(prompt) if is_compact else _puzzle(prompt)
-    verdict = _judge(puzzle, response, read=_read_letters if is_compact else _read_words)
-    values: dict[Grade, float] = {
-        "right": right,
-        "partly right": partly_right,
-        "wrong": wrong,
-        "unparsable": unparsable,
-    }
-    form = format_right if verdict.is_in_form else format_wrong
+    tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
+    form, grade = format_wrong, unparsable
+    hits: list[bool] | None = None
+    if isinstance(tagged, Tagged):
+        form = format_right
+        claims = (_read_letters if is_compact else _read_words)(puzzle, tagged.answer)
+        if isinstance(claims, Claims):
+            hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
+            grade = right if all(hits) else partly_right if any(hits) else wrong
     return {
-        "reward": form + values[verdict.grade],
+        "reward": form + grade,
         "format": form,
-        "answer": values[verdict.grade],
-        "correct": 1.0 if verdict.grade == "right" else 0.0,
-        "answered": 0.0 if verdict.grade == "unparsable" else 1.0,
+        "answer": grade,
+        "correct": float(hits is not None and all(hits)),
+        "answered": float(hits is not None),
     }
 
 
 def lowest_logic_reward(options: Mapping[str, float]) -> float:
-    """The lowest reward with these options: that of an answer that cannot be read, as a rule."""
+    """The lowest reward with these options: usually that of an unparsable answer."""
     answers = ("right", "partly_right", "wrong", "unparsable")
     in_form = options["format_right"] + min(options[answer] for answer in answers)
     return min(in_form, options["format_wrong"] + options["unparsable"])
@@ -74,28 +72,6 @@ class _Puzzle:
     is_prefilled: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """How good a response is."""
-
-    grade: Grade
-    is_in_form: bool
-
-
-def _judge(
-    puzzle: _Puzzle, response: str, *, read: Callable[[_Puzzle, str], Claims | Unclear]
-) -> _Verdict:
-    tagged = read_tags(response, is_prefilled=puzzle.is_prefilled)
-    if isinstance(tagged, Untagged):
-        return _Verdict(grade="unparsable", is_in_form=False)
-    claims = read(puzzle, tagged.answer)
-    if isinstance(claims, Unclear):
-        return _Verdict(grade="unparsable", is_in_form=True)
-    hits = [a == b for a, b in zip(claims.is_knight, puzzle.solution, strict=True)]
-    grade: Grade = "right" if all(hits) else "partly right" if any(hits) else "wrong"
-    return _Verdict(grade=grade, is_in_form=True)
-
-
 def _read_words(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
     return read_claims(answer, names=puzzle.names, roles=puzzle.roles)
 
@@ -109,7 +85,7 @@ def _read_letters(puzzle: _Puzzle, answer: str) -> Claims | Unclear:
 
 
 def _puzzle(prompt: Prompt) -> _Puzzle:
-    """The puzzle a prompt asks; a `DataError` says what is wrong with its fields."""
+    """The puzzle of a prompt; raises `DataError` if its fields are not valid."""
     names = _words(prompt, "names", prompt.fields.get("names"))
     roles = _words(prompt, "roles", prompt.fields.get("roles", ROLES))
     if len(roles) != 2:

@@ -1,4 +1,4 @@
-r"""What an answer claims about each person, or why that cannot be told.
+r"""What an answer claims about each person, or why it is unclear.
 
     answer    sentences, separated by full stops, semicolons, list markers and new lines
     sentence  [lead-in] clause {, and clause}
@@ -9,13 +9,13 @@ r"""What an answer claims about each person, or why that cannot be told.
     gloss     ", not a knave" | "(truth-teller)" | "because her statement is true"
     list      a line "Knights:" and under it lines of names
 
-A sentence with a name or a role is understood in full, or the whole answer is unclear; so is one
-that names a stranger, contradicts itself or leaves somebody out. So an answer that offers two
-solutions is never taken for either of them, and there is nothing to gain by hiding one.
-Only the words for the roles give somebody a role; that somebody lies or tells the truth must agree
-with it. Sentences without names and roles are skipped, unless they doubt or deny.
-Markdown, simple HTML and LaTeX (`\boxed{}`, `\text{}`), tables and ticks mean nothing.
-Time is linear.
+A sentence with a name or a role is parsed completely, or the whole answer is unclear; an answer
+that names an unknown person, contradicts itself or omits a person is unclear too. So an answer with
+two solutions never counts as either of them, and hiding one gains nothing.
+Only the words for the roles assign a role; statements that a person lies or tells the truth must
+agree with it. Sentences without names and roles are skipped, unless they doubt or deny.
+Markdown, simple HTML and LaTeX (`\boxed{}`, `\text{}`), tables and ticks are ignored.
+Parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
-    """Why it cannot be told what the answer claims."""
+    """Why the claims of an answer are unclear."""
 
     reason: str
 
@@ -68,7 +68,7 @@ def read_claims(
 
 
 def vocabulary_fault(names: Sequence[str], roles: tuple[str, str] = ROLES) -> str | None:
-    """Why an answer about these names and roles cannot be read; `None` if it can."""
+    """Why answers with these names and roles cannot be parsed; `None` if they can."""
     for word in (*names, *roles):
         if not _WORD.fullmatch(_plain(word)) or not word[0].isalpha():
             return f"each name and role must be one word, got {word!r}"
@@ -106,7 +106,7 @@ _WORDS: Mapping[_Kind, str] = {
     "lead": "so therefore thus hence consequently accordingly then finally overall also too indeed "
     "clearly certainly definitely surely obviously necessarily ultimately always actually simply "
     "role identity status type statement statements",
-    # Words before a claim that say that one follows, and nothing about it.
+    # Words that introduce a claim without changing its meaning.
     "opening": "in conclusion conclusions summary short total i we you can now my our your "
     "conclude find know see deduce infer determine derive obtain get say state declare "
     "deduction that this those there here follows following follow means mean implies imply shows "
@@ -134,7 +134,7 @@ _WORDS: Mapping[_Kind, str] = {
     "hedge": "think thinks thought believe believes believed feel suspect seem seems seemed appear "
     "appears says said claims claimed stated asserts asserted would should ought example "
     "examples hypothesis hypothetical scenario option",
-    # Refused wherever they stand, since they may turn the sentences around them.
+    # Refused everywhere, since they may reverse the sentences around them.
     "doubt": "? < or either neither nor whether if unless except otherwise alternatively maybe "
     "perhaps possibly possible probably presumably apparently likely unlikely could might may "
     "guess assume assuming assumed suppose supposing supposed hypothetically unsure uncertain "
@@ -165,7 +165,7 @@ _SIGNS: Mapping[str, str] = {
 }
 _SIGN_TABLE = str.maketrans(dict(_SIGNS))
 _TRUE, _FALSE = "\ue000", "\ue001"
-"""Stand for all words that say that somebody tells the truth, or lies; no answer may hold them."""
+"""Placeholders for all words for telling the truth and lying; not allowed in answers."""
 _BULLETS = "-+>#\u2022\u2023\u25e6\u25aa\u25cf\u00b7| \t"
 _MARKER = re.compile(r"[(\[]?\d{1,3}[.):\]]{0,2}|[\u2460-\u2473]|[(\[]?([a-z]|[ivx]{2,4})[.)\]]")
 _WORD = re.compile(
@@ -215,7 +215,7 @@ def _forms(role: str) -> set[str]:
 
 
 def _vocabulary(names: Sequence[str], roles: tuple[str, str]) -> dict[str, _Token]:
-    """The tokens of all words with a meaning; a name goes before a word of the grammar."""
+    """The tokens of all known words; names take precedence over words of the grammar."""
     tokens = {word: _Token(kind, word, _COUNTS.get(word, 0)) for word, kind in _KINDS.items()}
     tokens[_TRUE], tokens[_FALSE] = _Token("truth", "true", 1), _Token("truth", "false", 0)
     for person, name in enumerate(names):
@@ -236,16 +236,16 @@ def _without_emoji_parts(text: str) -> str:
 
 
 def _check_characters(text: str, *, alphabet: str) -> None:
-    """Refuse what cannot be seen, and letters that only look like those of names and roles."""
+    """Refuse invisible characters, and letters that only look like those of names and roles."""
     known = {*alphabet.casefold(), *alphabet.upper(), *alphabet, *_SIGNS, *"\n\r\t"}
     for character in sorted(set(text) - known):
         category = unicodedata.category(character)
         if category[0] == "C" or (category[0] in "LM" and not character.isascii()):
-            raise _UnclearError(f"the character {character!r} has no place in an answer")
+            raise _UnclearError(f"the character {character!r} is not allowed in an answer")
 
 
 def _without_markup(text: str, vocabulary: Mapping[str, _Token]) -> str:
-    """The text as it is rendered, with one sign for each way to say that somebody lies or not."""
+    """The text as rendered, with words for lying and telling the truth replaced by placeholders."""
 
     def rendered(match: re.Match[str]) -> str:
         return {"line": "\n", "cell": " | ", "arrow": " -> ", "and": " and "}.get(
@@ -305,12 +305,12 @@ class _Reader:
         self._place = 0
 
     def verdict(self, names: Sequence[str]) -> tuple[bool, ...]:
-        """What has been claimed about each person, once it has been about everybody."""
+        """The claimed role of each person; raises `_UnclearError` if one is missing."""
         for person, name in enumerate(names):
             if person not in self._is_knight:
                 raise _UnclearError(f"nothing is claimed about {name}")
         if any(self._is_knight[who] != self._is_truthful[who] for who in self._is_truthful):
-            raise _UnclearError("somebody is said to lie as a knight, or to be an honest knave")
+            raise _UnclearError("a knight is said to lie, or a knave to tell the truth")
         roles = list(self._is_knight.values())
         for role, count in self._counts.items():
             if roles.count(role) != count:
@@ -320,7 +320,7 @@ class _Reader:
         return tuple(self._is_knight[person] for person in self._everyone)
 
     def read(self, sentence: Sequence[_Token], *, ends_block: bool) -> None:
-        """Take in one sentence; a blank line ends the list under a heading such as `Knights:`."""
+        """Parse one sentence; a blank line ends the list under a heading such as `Knights:`."""
         if sentence:
             self._tokens, self._place = sentence, 0
             kinds = [token.kind for token in sentence]
@@ -351,14 +351,14 @@ class _Reader:
         )
 
     def _affirms(self, start: int, stop: int) -> bool:
-        """Whether nothing there denies, or is called a lie."""
+        """Whether nothing in the range denies or is called a lie."""
         return not any(
             token.kind in _DENIALS or (token.kind == "truth" and not token.value)
             for token in self._tokens[start:stop]
         )
 
     def _skip_lead_in(self, kinds: Sequence[_Kind], first: int) -> None:
-        """Go past what ends in a colon, or is a reason with a comma after it."""
+        """Skip a lead-in that ends in a colon, or a reason followed by a comma."""
         ends = [i + 1 for i in range(first) if self._tokens[i].text in (":", "|")]
         is_reason = "reason" in kinds[:2] or self._tokens[0].text in ("as", "in", "to")
         if not ends and is_reason:
@@ -396,7 +396,7 @@ class _Reader:
             self._require(is_joined or self._next is None)
 
     def _take_lead_in(self) -> bool:
-        """Go past words that join clauses, or say that a claim follows: `so we conclude that`."""
+        """Skip words that join clauses or introduce a claim: `so we conclude that`."""
         start, is_open = self._place, False
         while (kind := self._next) is not None:
             following = self._kind_at(self._place + 1)
@@ -419,7 +419,7 @@ class _Reader:
         return self._place > start
 
     def _people_and_role(self) -> bool:
-        """A clause such as `Zoey is a knight`; whether a verb or a sign links its two sides."""
+        """Parse a clause such as `Zoey is a knight`; returns whether a verb or sign links it."""
         is_collective = self._next in ("both", "all")
         people = self._people()
         is_linked = self._take("link")
@@ -465,7 +465,7 @@ class _Reader:
             self._place = place
 
     def _glosses(self, is_knight: bool) -> None:
-        """What a role means, or why somebody has it: `(a liar)`, `since she tells the truth`."""
+        """Parse the meaning of a role or its reason: `(a liar)`, `since she tells the truth`."""
         while self._next is not None:
             place = self._place
             if self._next == "open":
@@ -499,7 +499,7 @@ class _Reader:
                 self._require(bool(token.value) == is_knight)
 
     def _skip_reason(self) -> bool:
-        """Go past a reason that names no role; one that does is a clause like any other."""
+        """Skip a reason that names no role; one that does is an ordinary clause."""
         stop, is_comparison = self._place, self._tokens[self._place].text == "as"
         while (kind := self._kind_at(stop)) is not None:
             if kind == "role":
@@ -583,11 +583,11 @@ class _Reader:
     def _note_truth(self, people: Sequence[int], is_truthful: bool) -> None:
         for person in people:
             if self._is_truthful.setdefault(person, is_truthful) != is_truthful:
-                raise _UnclearError("one person is said to lie and to tell the truth")
+                raise _UnclearError("one person is said both to lie and to tell the truth")
 
     def _count(self, is_knight: bool, count: int) -> None:
         if self._counts.setdefault(is_knight, count) != count:
-            raise _UnclearError("there are two numbers of people with one role")
+            raise _UnclearError("two different counts are given for one role")
 
     @property
     def _next(self) -> _Kind | None:
@@ -611,4 +611,4 @@ class _Reader:
     def _require(self, holds: bool) -> None:
         if not holds:
             text = " ".join(token.text for token in self._tokens[:_SHOWN_TOKENS])
-            raise _UnclearError(f"cannot tell what is meant by {text!r}")
+            raise _UnclearError(f"cannot parse {text!r}")

@@ -1,9 +1,9 @@
-"""Thoughts and answers told apart by their tags: `<think>...</think><answer>...</answer>`.
+"""Parsing of `<think>...</think><answer>...</answer>`.
 
-In the strict form each of the four tags stands exactly once and in this order, with only white
-space around and between the two parts, and at least one letter or digit in the first: nobody can
-offer two answers, or one inside the thoughts. Where the text the model saw ends in `<think>`, that
-tag is the first of the four.
+In the strict form each of the four tags occurs exactly once and in this order, with only white
+space around and between the two parts, and at least one letter or digit in the first: a response
+cannot give two answers, or one inside the thoughts. If the prompt ends in `<think>`, that tag is
+the first of the four.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """The two parts of a response in the form, as they were written."""
+    """The two parts of a response in the strict form."""
 
     think: str
     answer: str
@@ -26,23 +26,23 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True)
 class Untagged:
-    """Why a response is not in the form."""
+    """Why a response is not in the strict form."""
 
     reason: str
 
 
 def read_tags(response: str, *, is_prefilled: bool = False) -> Tagged | Untagged:
-    """The thought and the answer of a response, or why it is not in the form.
+    """The thought and the answer of a response, or why it is not in the strict form.
 
-    `is_prefilled` says that the text the model saw ends in `<think>`: the response starts inside
-    the thought and must not open it again.
+    `is_prefilled` means that the prompt ends in `<think>`: the response starts inside the thought
+    and must not open it again.
     """
     rest = TAGS[0] + response if is_prefilled else response
     for tag in TAGS:
         count = rest.count(tag)
         if count != 1:
             seen = ", counting the one the prompt ends in" if is_prefilled and count > 1 else ""
-            return Untagged(f"{tag} must stand exactly once, found {count}{seen}")
+            return Untagged(f"{tag} must occur exactly once, found {count}{seen}")
     parts = []
     for tag in TAGS:
         part, found, rest = rest.partition(tag)
@@ -53,16 +53,16 @@ def read_tags(response: str, *, is_prefilled: bool = False) -> Tagged | Untagged
     gaps = {"before <think>": before, "between the parts": between, "after </answer>": rest}
     for where, gap in gaps.items():
         if gap.strip():
-            return Untagged(f"nothing may stand {where}, found {gap.strip()[:40]!r}")
+            return Untagged(f"there must be no text {where}, found {gap.strip()[:40]!r}")
     if not any(map(str.isalnum, think)):
         return Untagged("the thought must hold at least one letter or digit, found none")
     return Tagged(think, answer)
 
 
 def conclusion(response: str, *, is_prefilled: bool = False) -> str:
-    """What follows the thoughts: all of it where there are none, nothing where they never end.
+    """The text after the thoughts: all of it if there are none, nothing if they never end.
 
-    Thoughts that are begun again after they ended, and not ended again, never end either.
+    Thoughts that are opened again and not closed again never end either.
     """
     opening, closing = TAGS[:2]
     _, found, rest = response.rpartition(closing)
@@ -70,9 +70,9 @@ def conclusion(response: str, *, is_prefilled: bool = False) -> str:
 
 
 def starts_in_thoughts(prompt: Prompt) -> bool:
-    """Whether the text the model saw ends in `<think>`, so that a response starts inside it.
+    """Whether the prompt ends in `<think>`, so that a response starts inside the thoughts.
 
-    Where it is not known how that text ends, `prompt_end` or `prompt` among the fields say.
+    If `prompt.end` is unknown, the fields `prompt_end` or `prompt` are used.
     """
     seen: object = prompt.end
     if seen is None:

@@ -1,4 +1,4 @@
 """Simulated runs: lengths, costs, presets, engines on a virtual clock, constants fitted to runs.
 
-The controller, the buffer and the loop are the real ones; only engine, trainer and clock are not.
+Controller, buffer and loop are those of a real run; engine, trainer and clock are simulated.
 """

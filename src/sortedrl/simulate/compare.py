@@ -1,7 +1,4 @@
-"""Simulated runs from their settings: one, or strategies and modes side by side.
-
-Runs that are compared have the same prompts and the same seed.
-"""
+"""Run one simulation, or compare strategies and modes on the same prompts and seed."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import LengthBias, Metrics, length_bias, numbers
 from sortedrl.core.protocols import Engine
 from sortedrl.core.recorder import Journal
+from sortedrl.simulate.conversations import Conversations, SimulatedEnvironments
 from sortedrl.simulate.engine import (
     SimulatedEngine,
     SimulatedPrompts,
@@ -34,25 +32,47 @@ from sortedrl.types import Key, Prompt
 def simulated_loop(simulation: Simulation, *, lengths: Lengths, record: Record) -> Loop:
     """The loop on simulated parts and a virtual clock."""
     clock, costs, pool = VirtualClock(), simulation.costs.costs(), simulation.pool
-    # All machines train: each has its share of the tokens of an update.
+    # All machines train: each takes its share of the tokens of an update.
     shared = replace(costs, update_token_seconds=costs.update_token_seconds / pool.engines)
+    environments = None
+    if simulation.conversations.is_used:
+        environments = SimulatedEnvironments(
+            Conversations(simulation.conversations, lengths=lengths),
+            limit=simulation.max_open,
+            clock=clock,
+        )
     return Loop(
         prompts=SimulatedPrompts(
             simulation.num_prompts, prompt_tokens=simulation.lengths.prompt_tokens
         ),
         buffer=Buffer(unit_size=simulation.schedule.unit_size),
         controller=Controller(simulation.schedule),
-        engine=_engine(simulation, lengths=lengths, clock=clock),
+        engine=_engine(simulation, lengths=lengths, clock=clock, environments=environments),
         scorer=SimulatedScorer(),
         trainer=SimulatedTrainer(costs=shared, clock=clock),
         journal=Journal(record, clock=clock),
         seed=simulation.seed,
+        environments=environments,
     )
 
 
-def _engine(simulation: Simulation, *, lengths: Lengths, clock: VirtualClock) -> Engine:
-    """One engine where a pool of one would do the same, only slower."""
+def _engine(
+    simulation: Simulation,
+    *,
+    lengths: Lengths,
+    clock: VirtualClock,
+    environments: SimulatedEnvironments | None,
+) -> Engine:
+    """A single engine, or a pool where the settings need one (it is slower to simulate)."""
     slots, costs = simulation.engine.slots, simulation.costs.costs()
+    if environments is not None:
+        return SimulatedEngine(
+            slots=slots,
+            lengths=environments.conversations,
+            costs=costs,
+            clock=clock,
+            until=lambda: environments.next_reply,
+        )
     if simulation.pool == PoolSettings():
         return SimulatedEngine(slots=slots, lengths=lengths, costs=costs, clock=clock)
     return SimulatedPool(
@@ -76,13 +96,13 @@ def simulated_lengths(simulation: Simulation) -> Lengths:
 
 
 PREDICTION_ERROR = 0.1
-"""The error of a simulated speed: most of the runs in docs/results.md are predicted to this share.
-Differences that are smaller say nothing."""
+"""Relative error of a simulated speed: most runs in docs/results.md are predicted within it.
+Smaller differences are not significant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a simulated run gave."""
+class SimulationResult:
+    """The result of a simulated run."""
 
     simulation: Simulation
     metrics: Metrics
@@ -90,38 +110,23 @@ class Outcome:
     early_bias: LengthBias
     """Of the first half of the answers trained on: below 1 where long answers starve."""
     trajectory_events: int
-    """Starts, finishes and interruptions: each is asked of the controller."""
-    hand_over_seconds: float
+    """Starts, finishes and interruptions, each handled by the controller."""
+    weight_sync_seconds: float
 
     @property
     def events_per_second(self) -> float:
-        """What the controller has to answer in a second of the run."""
+        """Trajectory events per second, the load of the controller."""
         return self.trajectory_events / self.metrics.run.seconds
 
     @property
-    def hand_over_share(self) -> float:
-        """Share of the run in which weights were on their way."""
-        return self.hand_over_seconds / self.metrics.run.seconds
+    def weight_sync_share(self) -> float:
+        """Share of the run spent in weight sync."""
+        return self.weight_sync_seconds / self.metrics.run.seconds
 
     @property
     def name(self) -> str:
-        """Strategy, mode and lookahead in a few letters."""
+        """Short name: strategy, mode and lookahead."""
         return self.simulation.schedule.name
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the meter does not count."""
-
-    trajectory_events: int = 0
-    hand_over_seconds: float = 0.0
-
-    def __call__(self, event: Event) -> None:
-        """Take in the next event."""
-        if isinstance(event, Start | Finish | Interrupt):
-            self.trajectory_events += 1
-        elif isinstance(event, HandOver):
-            self.hand_over_seconds += event.took_seconds
 
 
 def simulate(
@@ -129,35 +134,39 @@ def simulate(
     *,
     record: Record | None = None,
     on_update: Callable[[int], None] | None = None,
-) -> Outcome:
-    """Run one simulation to its end.
+) -> SimulationResult:
+    """Run one simulation.
 
-    `record` sees every event; `on_update` is told after each update how many trajectories were
-    trained so far.
+    `record` receives every event; `on_update` receives the number of trajectories trained so far.
     """
     lengths = simulated_lengths(simulation)
-    meter, tally = Meter(), _Tally()
+    meter = Meter()
+    trajectory_events, weight_sync_seconds = 0, 0.0
 
-    def all_of_them(event: Event) -> None:
+    def counted(event: Event) -> None:
+        nonlocal trajectory_events, weight_sync_seconds
         meter(event)
-        tally(event)
+        if isinstance(event, Start | Finish | Interrupt):
+            trajectory_events += 1
+        elif isinstance(event, HandOver):
+            weight_sync_seconds += event.took_seconds
         if record is not None:
             record(event)
 
-    loop = simulated_loop(simulation, lengths=lengths, record=all_of_them)
+    loop = simulated_loop(simulation, lengths=lengths, record=counted)
     for _ in loop.run():
         if on_update is not None:
             on_update(loop.buffer.num_trained)
     metrics = meter.metrics()
     trained = [tokens for _, _, tokens in metrics.trained_lengths]
     reference = list(_reference(simulation, lengths, metrics))
-    return Outcome(
+    return SimulationResult(
         simulation=simulation,
         metrics=metrics,
         bias=length_bias(trained, reference),
         early_bias=length_bias(trained[: len(trained) // 2], reference),
-        trajectory_events=tally.trajectory_events,
-        hand_over_seconds=tally.hand_over_seconds,
+        trajectory_events=trajectory_events,
+        weight_sync_seconds=weight_sync_seconds,
     )
 
 
@@ -187,11 +196,11 @@ def variants(
                 )
 
 
-def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
-    """An outcome as one flat row, for tables and scripts."""
-    schedule, run, steady = outcome.simulation.schedule, outcome.metrics.run, outcome.metrics.steady
+def row(result: SimulationResult, *, sync: SimulationResult | None = None) -> dict[str, object]:
+    """A result as one flat row, for tables and scripts."""
+    schedule, run, steady = result.simulation.schedule, result.metrics.run, result.metrics.steady
     return {
-        "name": outcome.name,
+        "name": result.name,
         "strategy": schedule.strategy,
         "mode": schedule.mode,
         "lookahead": schedule.lookahead,
@@ -199,18 +208,18 @@ def row(outcome: Outcome, *, sync: Outcome | None = None) -> dict[str, object]:
         "steady_bubble": None if steady is None else steady.bubble,
         "steady_goodput": None if steady is None else steady.goodput,
         "goodput_vs_sync": None if sync is None else run.goodput / sync.metrics.run.goodput,
-        "length_bias": outcome.bias.ratio,
-        "length_ks": outcome.bias.ks_distance,
-        "early_length_bias": outcome.early_bias.ratio,
-        "rounds": len(outcome.metrics.rounds),
-        "engines": outcome.simulation.pool.engines,
-        "events_per_second": outcome.events_per_second,
-        "hand_over_share": outcome.hand_over_share,
+        "length_bias": result.bias.ratio,
+        "length_ks": result.bias.ks_distance,
+        "early_length_bias": result.early_bias.ratio,
+        "rounds": len(result.metrics.rounds),
+        "engines": result.simulation.pool.engines,
+        "events_per_second": result.events_per_second,
+        "hand_over_share": result.weight_sync_share,
     }
 
 
 def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> Iterator[int]:
-    """For each answer trained on, its length had nothing interrupted it at that version."""
+    """For each trained answer, its length without interruptions at that version."""
     versions: dict[Key, int] = {key: version for key, version, _ in metrics.trained_lengths}
     for prompt_id in sorted({prompt_id for prompt_id, _ in versions}):
         fresh = open_group(
@@ -221,3 +230,29 @@ def _reference(simulation: Simulation, lengths: Lengths, metrics: Metrics) -> It
         )
         for trajectory in fresh:
             yield lengths.length(trajectory, version=versions[trajectory.key])
+
+
+def agent_variants(simulation: Simulation) -> Iterator[tuple[str, Simulation]]:
+    """The ways to give slots to conversations, each with its name, from lock step to turns."""
+    conversations, schedule = simulation.conversations, simulation.schedule
+    ours = replace(
+        schedule, strategy="sorted", mode="partial", lookahead=0, tolerance=None, max_staleness=None
+    )
+    sync = replace(ours, strategy="sync", mode="on_policy")
+    per_trajectory = replace(conversations, max_open=simulation.engine.slots)
+    serial = replace(conversations, is_lock_step=True, has_serial_tools=True)
+    together = replace(conversations, is_lock_step=True)
+    yield "lock step, serial tools", replace(simulation, schedule=sync, conversations=serial)
+    yield "lock step", replace(simulation, schedule=sync, conversations=together)
+    yield (
+        "slot per trajectory, sync",
+        replace(simulation, schedule=sync, conversations=per_trajectory),
+    )
+    for chosen in (ours, replace(ours, mode="coupled")):
+        for name, turns in (("trajectory", per_trajectory), ("turn", conversations)):
+            yield (
+                f"slot per {name}, {chosen.name}",
+                replace(simulation, schedule=chosen, conversations=turns),
+            )
+    ahead = replace(ours, lookahead=1)
+    yield f"slot per turn, {ahead.name}", replace(simulation, schedule=ahead)

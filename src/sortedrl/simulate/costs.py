@@ -1,4 +1,4 @@
-"""What things cost on some hardware, in seconds.
+"""The cost model of the simulator: seconds per step, token and update on some hardware.
 
 A decode step of `r` running sequences with `c` cached tokens between them takes
 
@@ -23,7 +23,7 @@ class Costs:
     """The constants of one machine running one model."""
 
     step_seconds: float
-    """A decode step with nothing in it: reading the weights, launching the kernels."""
+    """Fixed cost of a decode step: reading the weights, launching the kernels."""
     sequence_seconds: float = 0.0
     """Added to a step for each running sequence: sampling, bookkeeping."""
     cached_token_seconds: float = 0.0
@@ -32,15 +32,15 @@ class Costs:
     """Prefill of one token, of a prompt or of a resumed answer."""
     interrupt_seconds: float = 0.0
     """Stopping the engine and collecting unfinished work."""
-    hand_over_seconds: float = 0.0
-    """Giving new weights to the engine."""
+    weight_sync_seconds: float = 0.0
+    """Weight sync: transferring new weights to the engine."""
     update_seconds: float = 0.0
-    """An update with nothing in it."""
+    """Fixed cost of an update."""
     update_token_seconds: float = 0.0
     """Added to an update for each answer token."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         for name, value in asdict(self).items():
             require(
                 value >= 0 and math.isfinite(value),
@@ -55,11 +55,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on hardware, as a data sheet states it; `costs` does the arithmetic.
+    """A model on hardware, by data-sheet numbers; `costs` derives the cost constants.
 
     `devices` share the work evenly; each `tensor_parallel` of them hold one copy of the weights.
-    Assumed for all: 50 ms to interrupt, 0.1 s and the weights at 50 GB/s to hand over, 0.5 s for
-    an update before its tokens count.
+    Assumed for all: 50 ms per interrupt, 0.1 s plus the weights at 50 GB/s per weight sync, 0.5 s
+    fixed cost per update.
     """
 
     parameters: float
@@ -73,7 +73,7 @@ class Machine:
     weight_bytes_per_parameter: int = 2
 
     def costs(self) -> Costs:
-        """The constants that follow."""
+        """The constants derived from these numbers."""
         weight_bytes = self.parameters * self.weight_bytes_per_parameter / self.tensor_parallel
         compute = self.flops * self.devices
         return Costs(
@@ -82,7 +82,7 @@ class Machine:
             cached_token_seconds=self.cache_bytes_per_token / (self.bandwidth * self.devices),
             prefill_token_seconds=2 * self.parameters / compute,
             interrupt_seconds=0.05,
-            hand_over_seconds=0.1 + weight_bytes * self.tensor_parallel / 50e9,
+            weight_sync_seconds=0.1 + weight_bytes * self.tensor_parallel / 50e9,
             update_seconds=0.5,
             update_token_seconds=6 * self.parameters / compute,
         )
@@ -194,7 +194,7 @@ def h200_smollm2_135m() -> Costs:
         cached_token_seconds=5.1e-9,
         prefill_token_seconds=3.25e-6,
         interrupt_seconds=0.028,
-        hand_over_seconds=0.0065,
+        weight_sync_seconds=0.0065,
         update_seconds=0.40,
         update_token_seconds=9.9e-6,
     )
@@ -226,7 +226,7 @@ def laptop_88m() -> Costs:
 
 
 def ticks() -> Costs:
-    """Every decode step takes one second and nothing else takes any: for pictures and proofs.
+    """Every decode step takes one second and everything else takes none: for examples and tests.
 
     >>> ticks().step_seconds
     1.0
@@ -246,12 +246,12 @@ HARDWARE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
-    """What things cost: a hardware preset, and constants that replace some of its own."""
+    """Costs: a hardware preset, and constants that override it."""
 
     hardware: str = "h100x8-llama-3.1-8b"
     """Hardware preset; `sortedrl presets` lists them with their arithmetic."""
     step_seconds: float | None = None
-    """Seconds of a decode step with nothing in it."""
+    """Fixed seconds of a decode step."""
     sequence_seconds: float | None = None
     """Seconds added to a step for each running sequence."""
     cached_token_seconds: float | None = None
@@ -260,29 +260,20 @@ class CostSettings:
     """Seconds of prefill for each token."""
     interrupt_seconds: float | None = None
     """Seconds to stop the engine and collect unfinished work."""
-    hand_over_seconds: float | None = None
-    """Seconds to give new weights to the engine."""
+    weight_sync_seconds: float | None = None
+    """Seconds of a weight sync."""
     update_seconds: float | None = None
-    """Seconds of an update with nothing in it."""
+    """Fixed seconds of an update."""
     update_token_seconds: float | None = None
     """Seconds added to an update for each answer token."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         require(self.hardware in HARDWARE, unknown_name("hardware", self.hardware, HARDWARE))
         self.costs()
 
     def costs(self) -> Costs:
-        """The preset's constants, with those given here in their place."""
-        given = {
-            "step_seconds": self.step_seconds,
-            "sequence_seconds": self.sequence_seconds,
-            "cached_token_seconds": self.cached_token_seconds,
-            "prefill_token_seconds": self.prefill_token_seconds,
-            "interrupt_seconds": self.interrupt_seconds,
-            "hand_over_seconds": self.hand_over_seconds,
-            "update_seconds": self.update_seconds,
-            "update_token_seconds": self.update_token_seconds,
-        }
-        replaced = {name: value for name, value in given.items() if value is not None}
-        return replace(HARDWARE[self.hardware](), **replaced)
+        """The constants of the preset, with the overrides applied."""
+        given = asdict(self)
+        preset = HARDWARE[given.pop("hardware")]()
+        return replace(preset, **{name: n for name, n in given.items() if n is not None})

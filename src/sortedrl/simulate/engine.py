@@ -1,25 +1,26 @@
-"""The simulated engine: it writes no text but takes as long; with trainer, scorer and prompts.
+"""The simulated engine, with simulated trainer, scorer and prompts.
 
 The engine jumps from one finished answer to the next. In between every running answer grows by one
-token per step, so the seconds of any number of steps are a closed form. Its policy is certain of
-itself: the token at position `i` is `i`, with log-probability 0. An answer that diverged from its
-cached tokens under version `v` continues with other tokens, `v * BRANCH + i`, so its tokens say
-where it diverged.
+token per step, so the seconds of any number of steps have a closed form. Its policy is
+deterministic: the token at position `i` is `i`, with log-probability 0. An answer that diverged
+from its cached tokens under version `v` continues with other tokens, `v * BRANCH + i`, so its
+tokens show where it diverged.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Protocol, overload
 
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.costs import Costs
-from sortedrl.simulate.lengths import Lengths, Parting
+from sortedrl.simulate.lengths import LengthSettings, Parting
 from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 BRANCH = 1 << 32
@@ -30,7 +31,7 @@ Work = tuple[Trajectory, float | None]
 
 
 class Zeros(Sequence[float]):
-    """A sequence of zeros that takes no room: the log-probabilities of certain tokens."""
+    """A sequence of zeros that takes no memory: the log-probabilities of simulated tokens."""
 
     __slots__ = ("_length",)
 
@@ -47,7 +48,7 @@ class Zeros(Sequence[float]):
     @overload
     def __getitem__(self, index: slice) -> Zeros: ...
     def __getitem__(self, index: int | slice) -> float | Zeros:
-        """Zero, or fewer zeros."""
+        """Zero, or a shorter sequence of zeros."""
         if isinstance(index, slice):
             return Zeros(len(range(self._length)[index]))
         range(self._length)[index]
@@ -62,15 +63,33 @@ class _Running:
     tolerance: float | None
     kept: tuple[Segment, ...]
     kept_tokens: int
+    given: Sequence[int]
     parting: Parting | None
     length: int
     since: int
 
 
+class LengthSource(Protocol):
+    """Where the lengths of answers, or of the turns of conversations, come from."""
+
+    @property
+    def settings(self) -> LengthSettings:
+        """How likely cached tokens are to stand."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens after which an answer is cut off."""
+
+    def length(
+        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+    ) -> int:
+        """Tokens at which these weights stop writing."""
+
+
 class SimulatedBatch:
     """Continuous batching without a clock."""
 
-    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs) -> None:
+    def __init__(self, *, slots: int, lengths: LengthSource, costs: Costs) -> None:
         """Empty, with the weights of version 0."""
         self.slots = slots
         self.version = 0
@@ -81,6 +100,7 @@ class SimulatedBatch:
         self._finishes: list[tuple[int, Key]] = []
         self._steps = 0
         self._cached = 0
+        self._held: dict[Key, int] = {}
 
     @property
     def num_running(self) -> int:
@@ -98,35 +118,49 @@ class SimulatedBatch:
         return self._finishes[0][0] - self._steps if self._finishes else 0
 
     def queue(self, works: Sequence[Work]) -> None:
-        """Take on work; what exceeds the slots waits."""
+        """Queue work; what exceeds the slots waits."""
         self._queue.extend(works)
 
     def admit(self) -> int:
-        """Put queued work into free slots; gives the tokens to prefill."""
+        """Move queued work into free slots; returns the number of tokens to prefill."""
         prefilled = 0
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
-            kept, parting = trajectory.segments, _parting(trajectory)
-            kept_tokens = cached = trajectory.num_tokens
+            prefilled += self._to_prefill(trajectory)
+            parting = _parting(trajectory)
+            cached = trajectory.num_tokens
+            begun, kept_tokens = trajectory, cached
             if tolerance is not None and math.isfinite(tolerance):
                 kept_tokens = self._verified(trajectory)
                 if kept_tokens < cached:
                     parting = Parting(self.version, kept_tokens)
             if tolerance is not None:
-                kept = tuple(_cut(kept, kept_tokens, version=self.version))
-            length = self._lengths.length(trajectory, version=self.version, parting=parting)
+                begun = _cut(trajectory, kept_tokens, version=self.version)
+            length = self._lengths.length(begun, version=self.version, parting=parting)
             length = max(length, kept_tokens)
             self._running[trajectory.key] = _Running(
-                trajectory, tolerance, kept, kept_tokens, parting, length, self._steps
+                trajectory,
+                tolerance,
+                begun.segments,
+                kept_tokens,
+                begun.given,
+                parting,
+                length,
+                self._steps,
             )
             finish = self._steps + length - kept_tokens
             heapq.heappush(self._finishes, (finish, trajectory.key))
-            self._cached += len(trajectory.prompt.tokens) + kept_tokens
-            prefilled += len(trajectory.prompt.tokens) + cached
+            self._cached += len(trajectory.prompt.tokens) + begun.num_given + kept_tokens
         return prefilled
 
+    def _to_prefill(self, trajectory: Trajectory) -> int:
+        """All tokens, or the reply alone where the cache of the turn before it is still there."""
+        if self._held.pop(trajectory.key, None) == self.version:
+            return len(trajectory.given)
+        return len(trajectory.prompt.tokens) + trajectory.num_given + trajectory.num_tokens
+
     def decode_seconds(self, count: int) -> float:
-        """Seconds of the next steps, if nobody comes or goes."""
+        """Seconds of the next steps, if the running set does not change."""
         running = len(self._running)
         cached = count * self._cached + running * count * (count - 1) // 2
         return (
@@ -135,7 +169,7 @@ class SimulatedBatch:
         )
 
     def decode(self, count: int) -> list[Trajectory]:
-        """Make that many steps, at most to the next finish; gives what is complete then."""
+        """Make that many steps, at most to the next finish; returns what is then complete."""
         self._steps += count
         self._cached += len(self._running) * count
         finished = []
@@ -145,7 +179,7 @@ class SimulatedBatch:
         return finished
 
     def stop(self) -> list[Work]:
-        """Give back everything that is not complete, with its tokens."""
+        """Return everything that is not complete, with its tokens."""
         works: list[Work] = []
         for key in sorted(self._running):
             tolerance = self._running[key].tolerance
@@ -153,7 +187,7 @@ class SimulatedBatch:
         return [*works, *self._emptied()]
 
     def lose(self) -> list[Work]:
-        """Give everything back as it came, and count the lost tokens as decoded."""
+        """Return everything as it was submitted, and count the lost tokens as decoded."""
         works: list[Work] = []
         for key in sorted(self._running):
             running = self._running[key]
@@ -169,9 +203,9 @@ class SimulatedBatch:
         return works
 
     def _verified(self, trajectory: Trajectory) -> int:
-        """How many cached tokens the present weights write too: a geometric prefix.
+        """How many cached tokens the current weights reproduce: a geometric prefix.
 
-        An exponential budget is spent at the mismatch rate for each version a token is old.
+        An exponential budget is spent at the mismatch rate for each version of staleness.
         """
         hazard = -math.log1p(-self._lengths.settings.mismatch_rate)
         budget = -math.log(uniform(trajectory.seed, trajectory.attempt, _VERIFY_KEY, self.version))
@@ -188,30 +222,34 @@ class SimulatedBatch:
         running = self._running.pop(key)
         trajectory = running.trajectory
         decoded = self._steps - running.since
-        total = running.kept_tokens + decoded
-        self._cached -= len(trajectory.prompt.tokens) + total
+        given = sum(len(segment.given) for segment in running.kept) + len(running.given)
+        self._cached -= len(trajectory.prompt.tokens) + given + running.kept_tokens + decoded
         reason: FinishReason = "stop" if running.length < self._lengths.max_tokens else "length"
+        if is_finished:
+            self._held[key] = self.version
         return replace(
             trajectory,
             segments=self._written(running, decoded),
+            given=() if decoded else running.given,
             decoded_tokens=trajectory.decoded_tokens + decoded,
             finish_reason=reason if is_finished else None,
         )
 
     def _written(self, running: _Running, decoded: int) -> tuple[Segment, ...]:
-        """The kept segments, and the tokens written since; joined if one goes on as the other."""
+        """The kept segments and the tokens written since; merged if they are contiguous."""
         if not decoded:
             return running.kept
         branch = 0 if running.parting is None else running.parting.version
         start = branch * BRANCH + running.kept_tokens
-        stop, kept = start + decoded, running.kept
-        if kept and kept[-1].version == self.version and kept[-1].tokens[-1] == start - 1:
-            start, kept = kept[-1].tokens[0], kept[:-1]
-        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version))
+        stop, kept, given = start + decoded, running.kept, running.given
+        goes_on = bool(kept) and not given and kept[-1].version == self.version
+        if goes_on and kept[-1].tokens[-1] == start - 1:
+            start, kept, given = kept[-1].tokens[0], kept[:-1], kept[-1].given
+        return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version, given))
 
 
 def _parting(trajectory: Trajectory) -> Parting | None:
-    """Where the answer last parted from cached tokens, read off the tokens it has."""
+    """Where the answer last diverged from cached tokens, read from its own tokens."""
     if not trajectory.segments:
         return None
     branch = trajectory.segments[-1].tokens[-1] // BRANCH
@@ -223,30 +261,39 @@ def _parting(trajectory: Trajectory) -> Parting | None:
     return Parting(branch, start) if branch else None
 
 
-def _cut(segments: Sequence[Segment], tokens: int, *, version: int) -> Iterator[Segment]:
-    """The first tokens of the segments, stamped anew."""
-    for segment in segments:
+def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:
+    """The trajectory with its first tokens, stamped anew, and the replies up to there."""
+    kept: list[Segment] = []
+    for segment in trajectory.segments:
         count = min(tokens, len(segment.tokens))
-        if count:
-            yield Segment(segment.tokens[:count], segment.logprobs[:count], version)
+        if not count:
+            return replace(trajectory, segments=tuple(kept), given=segment.given)
+        kept.append(
+            Segment(segment.tokens[:count], segment.logprobs[:count], version, segment.given)
+        )
         tokens -= count
-
-
-__all__ = [
-    "BRANCH",
-    "SimulatedEngine",
-    "SimulatedPrompts",
-    "SimulatedScorer",
-    "SimulatedTrainer",
-    "Zeros",
-]
+        if count < len(segment.tokens):
+            return replace(trajectory, segments=tuple(kept), given=())
+    return replace(trajectory, segments=tuple(kept))
 
 
 class SimulatedEngine:
     """Continuous batching on a virtual clock."""
 
-    def __init__(self, *, slots: int, lengths: Lengths, costs: Costs, clock: VirtualClock) -> None:
-        """An empty engine with the weights of version 0."""
+    def __init__(
+        self,
+        *,
+        slots: int,
+        lengths: LengthSource,
+        costs: Costs,
+        clock: VirtualClock,
+        until: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """An empty engine with the weights of version 0.
+
+        A step ends with the next complete answer, or at the time that `until` names, if sooner.
+        """
+        self._until = until
         self.slots = slots
         self._batch = SimulatedBatch(slots=slots, lengths=lengths, costs=costs)
         self._costs = costs
@@ -254,7 +301,7 @@ class SimulatedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights it writes with."""
+        """Version of the weights in use."""
         return self._batch.version
 
     @version.setter
@@ -262,7 +309,7 @@ class SimulatedEngine:
         self._batch.version = version
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work; what exceeds the slots queues."""
+        """Submit work; what exceeds the slots is queued."""
         self._batch.queue([(trajectory, tolerance) for trajectory in trajectories])
 
     def step(self) -> Step:
@@ -270,29 +317,39 @@ class SimulatedEngine:
         batch = self._batch
         prefilled = batch.admit()
         count, running = batch.steps_to_finish, batch.num_running
-        self._clock.advance(
-            prefilled * self._costs.prefill_token_seconds + batch.decode_seconds(count)
-        )
+        prefill_seconds = prefilled * self._costs.prefill_token_seconds
+        count = self._steps_until(count, self._clock.seconds() + prefill_seconds)
+        self._clock.advance(prefill_seconds + batch.decode_seconds(count))
         return Step(
             finished=tuple(batch.decode(count)),
             decoded_tokens=running * count,
             prefilled_tokens=prefilled,
         )
 
+    def _steps_until(self, count: int, now: float) -> int:
+        """The fewest steps that reach the time to stop at; `count` at most, 1 at least."""
+        until = self._until()
+        if until is None or count <= 1:
+            return count
+        seconds = until - now
+        return 1 + bisect_left(
+            range(1, count), seconds, key=lambda steps: self._batch.decode_seconds(steps)
+        )
+
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back everything that is not complete."""
+        """Stop, and return everything that is not complete."""
         self._clock.advance(self._costs.interrupt_seconds)
         return [trajectory for trajectory, _ in self._batch.stop()]
 
     def load_weights(self, weights: Weights) -> None:
-        """Take over the version; the rest is time."""
+        """Set the version and advance the clock by a weight sync."""
         assert not self._batch.num_running, "weights change only while nothing runs"
-        self._clock.advance(self._costs.hand_over_seconds)
+        self._clock.advance(self._costs.weight_sync_seconds)
         self.version = weights.version
 
 
 class SimulatedTrainer:
-    """Counts versions and lets time pass."""
+    """Counts versions and advances the clock."""
 
     def __init__(self, *, costs: Costs, clock: VirtualClock) -> None:
         """At version 0."""
@@ -301,18 +358,18 @@ class SimulatedTrainer:
         self._clock = clock
 
     def update(self, batch: TrainBatch) -> None:
-        """One update's worth of seconds."""
+        """Advance the clock by one update."""
         tokens = batch.num_tokens * self._costs.update_token_seconds
         self._clock.advance(self._costs.update_seconds + tokens)
         self.version += 1
 
     def weights(self) -> Weights:
-        """Nothing but a version."""
+        """The version, without tensors."""
         return Weights(self.version)
 
 
 class SimulatedScorer:
-    """Gives no reward and takes no time."""
+    """Gives no rewards and takes no time."""
 
     def submit(self, trajectory: Trajectory) -> None:
         """Nothing to do."""
@@ -321,7 +378,7 @@ class SimulatedScorer:
         """Nothing to do."""
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """As they came."""
+        """The trajectories unchanged."""
         return trajectories
 
 

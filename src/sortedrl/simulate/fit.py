@@ -1,4 +1,4 @@
-"""Costs estimated from a real run's events, so that the simulator speaks of the user's machine.
+"""Fit the cost constants to the events of a real run, to simulate the user's own machine.
 
 Between two events the set of running answers is constant: the engine makes `k` steps with `r`
 running and `c` cached tokens at first, which take
@@ -31,7 +31,7 @@ from sortedrl.types import Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Estimated costs, and how well they explain the run."""
+    """Fitted costs and their error."""
 
     costs: Costs
     intervals: int
@@ -40,7 +40,7 @@ class Fit:
 
 
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
-    """Estimate the constants; `name` is what errors call the log."""
+    """Fit the constants; `name` is the name of the log in errors."""
     known = list(events)
     watch = _Watch(_kept(known), has_landings=any(isinstance(event, Landed) for event in known))
     for event in known:
@@ -67,7 +67,7 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
             cached_token_seconds=cached_token,
             prefill_token_seconds=prefill,
             interrupt_seconds=_mean(watch.interrupts),
-            hand_over_seconds=_mean(watch.hand_overs),
+            weight_sync_seconds=_mean(watch.weight_syncs),
             update_seconds=update,
             update_token_seconds=update_token,
         ),
@@ -86,9 +86,9 @@ class _Watch:
         self.rows: list[tuple[float, ...]] = []
         self.seconds: list[float] = []
         self.updates: list[tuple[float, float]] = []
-        self.hand_overs: list[float] = []
+        self.weight_syncs: list[float] = []
         self.interrupts: list[float] = []
-        # Every running answer grows alike, so each is kept less what all have grown so far.
+        # All running answers grow at the same rate, so each is stored minus the common growth.
         self._cached: dict[Key, int] = {}
         self._grown = 0
         self._total_cached = 0
@@ -112,7 +112,7 @@ class _Watch:
         elif isinstance(event, Landed):
             self.updates.append((self._given_tokens, event.took_seconds))
         elif isinstance(event, HandOver):
-            self.hand_overs.append(event.took_seconds)
+            self.weight_syncs.append(event.took_seconds)
         if isinstance(event, Finish | Interrupt):
             self._cached.pop((event.prompt, event.sample))
             if not self._cached:
@@ -146,7 +146,7 @@ class _Watch:
 
 
 def _kept(events: Sequence[Event]) -> Iterator[int]:
-    """For each start, the cached tokens that the engine kept: known when the answer stops."""
+    """For each start, the cached tokens that the engine kept, known once the answer stops."""
     kept: list[int] = []
     places: dict[Key, int] = {}
     for event in events:
@@ -163,10 +163,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """The coefficients, none below zero, that explain the values best.
+    """Non-negative least squares.
 
-    A coefficient that comes out negative is a cost the run does not show: it is set to zero and
-    the others are estimated again.
+    A coefficient that comes out negative is a cost that the run does not show: it is set to zero
+    and the others are fitted again.
     """
     columns = list(range(len(rows[0])))
     scale = [max((abs(row[c]) for row in rows), default=0.0) or 1.0 for c in columns]
@@ -187,7 +187,7 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> 
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Gaussian elimination, in place; a hint of ridge keeps the equations solvable."""
+    """Gaussian elimination, in place; a tiny ridge keeps the system solvable."""
     size = len(matrix)
     for i in range(size):
         matrix[i][i] *= 1 + 1e-12

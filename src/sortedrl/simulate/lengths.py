@@ -1,7 +1,7 @@
-"""How long simulated answers are: drawn from a distribution, or from lengths observed in a file.
+"""Lengths of simulated answers: drawn from a distribution, or read from a file.
 
 The length of an answer is a quantile of the distribution at a normal number `z`. A share of the
-variance of `z` belongs to the prompt, so siblings and redraws of one prompt resemble each other;
+variance of `z` belongs to the prompt, so siblings and redraws of one prompt have similar lengths;
 the rest belongs to the answer's noise stream, keyed by its seed and attempt. Observed lengths come
 from a CSV or JSONL file, or from the events of a run.
 """
@@ -51,7 +51,7 @@ def read_lengths(path: Path) -> list[int]:
     except csv.Error as error:
         raise DataError(path, f"is not CSV ({error})") from error
     if not lengths:
-        raise DataError(path, "holds no length; give at least one")
+        raise DataError(path, "has no lengths; give at least one")
     return lengths
 
 
@@ -163,10 +163,10 @@ class LengthSettings:
     values: tuple[int, ...] = ()
     """Observed lengths instead, given here."""
     replay: bool = False
-    """Give observed lengths out in order, one for each trajectory, instead of drawing."""
+    """Use observed lengths in order, one per trajectory, instead of drawing them."""
     prompt_share: float = 0.0
     """Share of the variance, 0 to 1, that belongs to the prompt; the rest is redrawn with the
-    answer. It decides how much redrawing shortens the answers in on_policy mode."""
+    answer. It determines how much redrawing shortens the answers in on_policy mode."""
     drift: float = 0.0
     """Growth of all lengths with each update: 0.001 is one tenth of a per cent."""
     prompt_tokens: int = 256
@@ -174,11 +174,11 @@ class LengthSettings:
     mismatch_rate: float = 0.00077
     """Coupled mode: chance that a cached token is not kept, per token and version."""
     after_mismatch: AfterMismatch = "same"
-    """Coupled mode: length of an answer after a mismatch. same: what it was before (noise and
-    prompt decide). fresh: drawn anew from the mismatch on (worst case: it shortens answers)."""
+    """Coupled mode: length of an answer after a mismatch. same: unchanged (it depends on noise and
+    prompt). fresh: redrawn from the mismatch on (worst case: it shortens answers)."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         names = get_args(AfterMismatch)
         require(
             self.after_mismatch in names, unknown_name("after_mismatch", self.after_mismatch, names)
@@ -210,7 +210,7 @@ class LengthSettings:
         given = [bool(self.components), bool(self.values), self.length_file is not None]
         require(
             sum(given) <= 1,
-            "lengths come from one place: give lengths.components, lengths.values or "
+            "lengths must have one source: give lengths.components, lengths.values or "
             f"lengths.length_file, got {sum(given)} of them",
         )
         for weight, median, sigma in self.components:
@@ -228,7 +228,7 @@ class LengthSettings:
 
 
 class Parting(NamedTuple):
-    """Where an answer last parted from its cached tokens: under which version, after how many."""
+    """Where an answer last diverged from its cached tokens: the version, and the tokens kept."""
 
     version: int
     kept: int
@@ -238,7 +238,7 @@ class Quantile(Protocol):
     """A length distribution, read at a standard normal number."""
 
     def __call__(self, z: float, /) -> float:
-        """The length whose share of shorter answers is that of `z`."""
+        """The length at the quantile of `z`."""
 
 
 class Lengths:
@@ -262,7 +262,7 @@ class Lengths:
     def length(
         self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
     ) -> int:
-        """Tokens of the answer if these weights write it to its end."""
+        """Tokens of the answer if these weights write it to the end."""
         if parting is None:
             return self._first_length(trajectory, version)
         if self.settings.after_mismatch == "same":
@@ -305,7 +305,7 @@ def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
 
 
 class _Empirical:
-    """Observed lengths, each as likely as it was seen."""
+    """The empirical distribution of observed lengths."""
 
     def __init__(self, observed: tuple[int, ...]) -> None:
         self._sorted = sorted(observed)

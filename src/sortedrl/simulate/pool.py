@@ -1,14 +1,14 @@
-"""Many simulated engines as one, on one virtual clock: uneven, failing, reached over a network.
+"""A pool of simulated engines on one virtual clock, with different speeds, failures and a network.
 
-It places work as the real pool does: with the engine that was given the prompt since the weights
-last changed, else with the least loaded. An engine that fails gives its work to the others, and
-comes back with the present weights. Nothing is drawn anew: the weights are the same, so every mode
-may keep what was written. Every trajectory that was submitted comes back once.
+It places work as the real pool does: on the engine that had the prompt since the last weight sync,
+otherwise on the least loaded one. The work of a failed engine goes to the others, and the engine
+comes back with the current weights. Nothing is redrawn: the weights are the same, so every mode may
+keep what was written. Every submitted trajectory is returned exactly once.
 
-All costs are those of one engine. So a step of an engine follows from its own sequences and cached
+All costs are those of one engine. So a step of an engine depends on its own sequences and cached
 tokens, and a hardware preset of eight cards makes every engine a machine of eight cards. An engine
-is looked at only when something happens to it: in between it is `start` plus the seconds of its
-prefill and of the steps since, so it costs nothing while others work.
+is updated only at its own events: in between, its time is `start` plus the seconds of its prefill
+and of the steps since, so it costs nothing while others work.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from sortedrl.simulate.settings import PoolSettings
 from sortedrl.types import Key, Step, Trajectory, Weights
 
 _MOST_IN_A_ROW = 100
-"""Failures of an engine while no answer is finished anywhere, after which none ever will be."""
+"""Failures per engine without any finished answer, after which the run is stopped."""
 
 
-class SimulatedMember:
-    """A batch with a speed of its own."""
+class SimulatedReplica:
+    """One engine of the pool: a batch with its own speed."""
 
     def __init__(
         self, batch: SimulatedBatch, *, number: int, slowness: float, prefill_token_seconds: float
     ) -> None:
-        """Alive and empty; everything takes it `slowness` times as long."""
+        """Alive and empty; everything takes `slowness` times as long."""
         self.batch = batch
         self.number = number
         self.is_alive = True
@@ -46,7 +46,7 @@ class SimulatedMember:
         self.decoded = self.prefilled = 0
         """Tokens since `take_tokens` was last called."""
         self.turn = 0
-        """Counts its plans: what was expected of an earlier one does not happen."""
+        """Number of its current plan; scheduled events of earlier plans are ignored."""
         self._slowness = slowness
         self._prefill_token_seconds = prefill_token_seconds
         self._start = 0.0
@@ -54,19 +54,19 @@ class SimulatedMember:
 
     @property
     def has_room(self) -> bool:
-        """Whether it lives and has a free slot."""
+        """Whether it is alive and has a free slot."""
         return self.is_alive and self.batch.num_held < self.batch.slots
 
     @property
     def load(self) -> float:
-        """The share of its slots that is taken."""
+        """The share of its slots in use."""
         return self.batch.num_held / self.batch.slots
 
     def plan(self, now: float) -> float | None:
-        """Take what is queued into the batch; gives when its next answer will be complete.
+        """Admit queued work; returns when its next answer will be complete.
 
-        New work comes in after the step that is under way. `None` if the plan stays as it was:
-        nothing is to be done, or that step completes an answer, and the rest comes after it.
+        New work is admitted after the current step. `None` if the plan does not change: there is
+        nothing to do, or the current step completes an answer.
         """
         batch = self.batch
         if batch.num_running:
@@ -85,11 +85,11 @@ class SimulatedMember:
         return self._time_after(batch.steps_to_finish)
 
     def finish(self) -> list[Trajectory]:
-        """Work to the next finish."""
+        """Advance to the next finish."""
         return self._decode(self.batch.steps_to_finish)
 
     def interrupt(self, now: float) -> tuple[float, Sequence[Trajectory]]:
-        """Stop after the step that is under way: when that is, and all work as unfinished."""
+        """Stop after the current step; returns the time of that, and all work as unfinished."""
         self.turn += 1
         complete = self._decode(self._steps_under_way(now)) if self.batch.num_running else ()
         stopped = [replace(answer, finish_reason=None) for answer in complete]
@@ -97,23 +97,23 @@ class SimulatedMember:
         return until, [*stopped, *(trajectory for trajectory, _ in self.batch.stop())]
 
     def fail(self, now: float, *, loses_tokens: bool) -> list[Work]:
-        """Die at once: gives its work, with the tokens of the steps that were complete."""
+        """Fail; returns its work, with the tokens of complete steps."""
         self.turn += 1
         self.is_alive = False
         self.failures += 1
-        # Without a step to make, an answer is complete but for its prefill: it goes back too.
+        # With no step left, an answer lacks only its prefill: it is returned too.
         if count := self.batch.steps_to_finish:
             self._decode(max(0, bisect_right(range(count), now, key=self._time_after) - 1))
         return self.batch.lose() if loses_tokens else self.batch.stop()
 
     def take_tokens(self) -> tuple[int, int]:
-        """Decoded and prefilled tokens since this was last asked for."""
+        """Decoded and prefilled tokens since the last call."""
         tokens = self.decoded, self.prefilled
         self.decoded = self.prefilled = 0
         return tokens
 
     def _steps_under_way(self, now: float) -> int:
-        """Steps made or begun by now, at most to the next finish."""
+        """Steps made or started by now, at most to the next finish."""
         if now <= self._start:
             return 0
         return bisect_left(range(self.batch.steps_to_finish), now, key=self._time_after)
@@ -130,7 +130,7 @@ class SimulatedMember:
 
 
 class _Kind(IntEnum):
-    """What happens to an engine; of what happens at the same time, the first comes first."""
+    """Events of an engine; simultaneous events are handled in this order."""
 
     FINISH = 0
     RESTART = 1
@@ -138,51 +138,51 @@ class _Kind(IntEnum):
 
 
 class _Placement:
-    """Which engine takes a trajectory: the rules of the real pool, without looking at all of them.
+    """Which engine takes a trajectory: the rules of the real pool, without scanning all engines.
 
-    The heap holds each engine with a free slot at its present load; older entries are passed over.
+    The heap holds each engine with a free slot at its current load; outdated entries are skipped.
     """
 
-    def __init__(self, members: Sequence[SimulatedMember]) -> None:
-        self._members = members
-        self._of_answer: dict[Key, SimulatedMember] = {}
-        self._of_prompt: dict[int, SimulatedMember] = {}
+    def __init__(self, replicas: Sequence[SimulatedReplica]) -> None:
+        self._replicas = replicas
+        self._of_answer: dict[Key, SimulatedReplica] = {}
+        self._of_prompt: dict[int, SimulatedReplica] = {}
         self._by_load: list[tuple[float, int]] = []
         self.tidy()
 
     def tidy(self) -> None:
-        """Begin anew with the loads as they are."""
-        self._by_load = [(m.load, m.number) for m in self._members if m.has_room]
+        """Rebuild the heap from the current loads."""
+        self._by_load = [(m.load, m.number) for m in self._replicas if m.has_room]
         heapq.heapify(self._by_load)
 
-    def changed(self, member: SimulatedMember) -> None:
-        """The load of this engine is another one."""
-        if member.has_room:
-            heapq.heappush(self._by_load, (member.load, member.number))
+    def changed(self, replica: SimulatedReplica) -> None:
+        """The load of this engine has changed."""
+        if replica.has_room:
+            heapq.heappush(self._by_load, (replica.load, replica.number))
 
     def forget(self) -> None:
-        """The weights have changed: nobody holds a beginning."""
+        """Forget which engine has which prefix: the weights have changed."""
         self._of_answer.clear()
         self._of_prompt.clear()
 
-    def place(self, trajectory: Trajectory) -> SimulatedMember | None:
+    def place(self, trajectory: Trajectory) -> SimulatedReplica | None:
         """The engine that takes it, or `None` if all are full."""
         key = trajectory.key
         own = self._of_answer.get(key) if trajectory.segments else None
-        member = next(
+        replica = next(
             (m for m in (own, self._of_prompt.get(key[0])) if m is not None and m.has_room), None
         )
-        member = self._emptiest() if member is None else member
-        if member is not None:
-            self._of_answer[key] = self._of_prompt[key[0]] = member
-        return member
+        replica = self._emptiest() if replica is None else replica
+        if replica is not None:
+            self._of_answer[key] = self._of_prompt[key[0]] = replica
+        return replica
 
-    def _emptiest(self) -> SimulatedMember | None:
+    def _emptiest(self) -> SimulatedReplica | None:
         while self._by_load:
             load, number = self._by_load[0]
-            member = self._members[number]
-            if member.has_room and member.load == load:
-                return member
+            replica = self._replicas[number]
+            if replica.has_room and replica.load == load:
+                return replica
             heapq.heappop(self._by_load)
         return None
 
@@ -200,15 +200,15 @@ class SimulatedPool:
         clock: VirtualClock,
         seed: int,
     ) -> None:
-        """Empty engines with the weights of version 0; the seed decides speeds and failures."""
+        """Empty engines with the weights of version 0; the seed determines speeds and failures."""
         self.version = 0
         self._settings = settings
         self._costs = costs
         self._clock = clock
         self._seed = seed
         pairs = zip(settings.shares(slots), settings.slownesses(seed), strict=True)
-        self._members = [
-            SimulatedMember(
+        self._replicas = [
+            SimulatedReplica(
                 SimulatedBatch(slots=share, lengths=lengths, costs=costs),
                 number=number,
                 slowness=slowness,
@@ -216,7 +216,7 @@ class SimulatedPool:
             )
             for number, (share, slowness) in enumerate(pairs)
         ]
-        self._placement = _Placement(self._members)
+        self._placement = _Placement(self._replicas)
         self._queue: deque[Work] = deque()
         self._touched: set[int] = set()
         self._events: list[tuple[float, _Kind, int, int]] = []
@@ -224,24 +224,24 @@ class SimulatedPool:
         self._slots = slots
         self._unfinished = 0
         self._failures_in_a_row = 0
-        for member in self._members:
-            self._await_failure(member, since=0.0)
+        for replica in self._replicas:
+            self._await_failure(replica, since=0.0)
 
     @property
     def slots(self) -> int:
-        """Answers that the living engines write at the same time."""
+        """Slots of the engines that are alive."""
         return self._slots
 
     def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work; what exceeds the slots queues."""
+        """Submit work; what exceeds the slots is queued."""
         self._queue.extend((trajectory, tolerance) for trajectory in trajectories)
         self._unfinished += len(trajectories)
 
     def step(self) -> Step:
-        """Work until an answer is complete somewhere, or until an engine is back.
+        """Advance until an answer is complete or a failed engine is back.
 
-        Tokens of an engine are told of when something happens to it, at the latest in the first
-        step after an interruption.
+        The tokens of an engine are reported at its events, at the latest in the first step after
+        an interruption.
         """
         finished = self._take_events()
         while not finished:
@@ -259,16 +259,16 @@ class SimulatedPool:
         return Step(finished=tuple(finished), decoded_tokens=decoded, prefilled_tokens=prefilled)
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop all engines after the step they are in, and give back all work, by key."""
+        """Stop all engines after their current step, and return all work, sorted by key."""
         now = until = self._clock.seconds()
         stopped = [trajectory for trajectory, _ in self._queue]
         self._queue.clear()
-        for member in self._members:
-            if member.batch.num_held:
-                end, given_back = member.interrupt(now)
+        for replica in self._replicas:
+            if replica.batch.num_held:
+                end, given_back = replica.interrupt(now)
                 stopped += given_back
                 until = max(until, end)
-                self._count(member)
+                self._count(replica)
         self._touched.clear()
         self._unfinished = 0
         self._pass_until(until)
@@ -278,96 +278,96 @@ class SimulatedPool:
         return sorted(stopped, key=lambda trajectory: trajectory.key)
 
     def load_weights(self, weights: Weights) -> None:
-        """Take over the version; the rest is time, on the network and in the engines."""
+        """Set the version and advance the clock by the weight sync and the network."""
         assert not self._unfinished, "weights change only while nothing runs"
         self._placement.forget()
-        self._clock.advance(self._costs.hand_over_seconds + self._settings.network_seconds)
+        self._clock.advance(self._costs.weight_sync_seconds + self._settings.network_seconds)
         self.version = weights.version
-        for member in self._members:
-            member.batch.version = weights.version
+        for replica in self._replicas:
+            replica.batch.version = weights.version
         self._await_living()
 
     def _hand_out(self) -> None:
-        """Queued work to free slots, first come, first served; then plan who got some."""
+        """Assign queued work to free slots in order, then plan the engines that got some."""
         while self._queue:
-            member = self._placement.place(self._queue[0][0])
-            if member is None:
+            replica = self._placement.place(self._queue[0][0])
+            if replica is None:
                 break
-            member.batch.queue([self._queue.popleft()])
-            self._touched.add(member.number)
-            self._placement.changed(member)
+            replica.batch.queue([self._queue.popleft()])
+            self._touched.add(replica.number)
+            self._placement.changed(replica)
         now = self._clock.seconds()
         for number in self._touched:
-            member = self._members[number]
-            finish = member.plan(now)
+            replica = self._replicas[number]
+            finish = replica.plan(now)
             if finish is not None:
-                self._expect(finish, _Kind.FINISH, member)
-            self._count(member)
+                self._expect(finish, _Kind.FINISH, replica)
+            self._count(replica)
         self._touched.clear()
 
     def _take_events(self) -> list[Trajectory]:
-        """All that has happened by now; gives the answers that are complete."""
+        """Handle all events up to now; returns the answers that are complete."""
         finished: list[Trajectory] = []
         now = self._clock.seconds()
         while self._events and self._events[0][0] <= now:
             seconds, kind, number, turn = heapq.heappop(self._events)
-            member = self._members[number]
-            if kind is _Kind.FINISH and turn == member.turn:
-                finished += member.finish()
+            replica = self._replicas[number]
+            if kind is _Kind.FINISH and turn == replica.turn:
+                finished += replica.finish()
                 self._failures_in_a_row = 0
-                self._count(member)
+                self._count(replica)
                 self._touched.add(number)
-                self._placement.changed(member)
+                self._placement.changed(replica)
             elif kind is _Kind.FAILURE:
-                self._fail(member, seconds)
+                self._fail(replica, seconds)
             elif kind is _Kind.RESTART:
-                member.is_alive = True
-                self._slots += member.batch.slots
-                self._placement.changed(member)
-                self._await_failure(member, since=seconds)
+                replica.is_alive = True
+                self._slots += replica.batch.slots
+                self._placement.changed(replica)
+                self._await_failure(replica, since=seconds)
         return finished
 
-    def _fail(self, member: SimulatedMember, seconds: float) -> None:
+    def _fail(self, replica: SimulatedReplica, seconds: float) -> None:
         self._failures_in_a_row += 1
         require(
-            self._failures_in_a_row <= _MOST_IN_A_ROW * len(self._members),
-            f"engines must stay up long enough to finish answers, but all {len(self._members)} "
+            self._failures_in_a_row <= _MOST_IN_A_ROW * len(self._replicas),
+            f"engines must stay up long enough to finish answers, but all {len(self._replicas)} "
             f"together failed {self._failures_in_a_row - 1:,} times in a row without finishing "
             "one; lower pool.failures_per_hour, engine.max_tokens or the seconds of an update",
         )
-        works = member.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
-        self._count(member)
-        self._touched.discard(member.number)
+        works = replica.fail(seconds, loses_tokens=self._settings.failures_lose_tokens)
+        self._count(replica)
+        self._touched.discard(replica.number)
         self._put_in_front(works)
-        self._slots -= member.batch.slots
-        self._expect(seconds + self._settings.restart_seconds, _Kind.RESTART, member)
+        self._slots -= replica.batch.slots
+        self._expect(seconds + self._settings.restart_seconds, _Kind.RESTART, replica)
 
     def _put_in_front(self, works: Iterable[Work]) -> None:
         self._queue.extendleft(reversed(list(works)))
 
-    def _await_failure(self, member: SimulatedMember, *, since: float) -> None:
+    def _await_failure(self, replica: SimulatedReplica, *, since: float) -> None:
         if self._settings.failures_per_hour:
             seconds = self._settings.seconds_to_failure(
-                self._seed, engine=member.number, failures=member.failures
+                self._seed, engine=replica.number, failures=replica.failures
             )
-            self._expect(since + seconds, _Kind.FAILURE, member)
+            self._expect(since + seconds, _Kind.FAILURE, replica)
 
     def _await_living(self) -> None:
-        """The loop asks for the slots next: there is no use in going on without any."""
+        """Wait until some engine is alive: the loop needs slots next."""
         self._take_events()
         while not self._slots:
             self._pass_until(self._events[0][0])
             self._take_events()
 
-    def _expect(self, seconds: float, kind: _Kind, member: SimulatedMember) -> None:
-        heapq.heappush(self._events, (seconds, kind, member.number, member.turn))
+    def _expect(self, seconds: float, kind: _Kind, replica: SimulatedReplica) -> None:
+        heapq.heappush(self._events, (seconds, kind, replica.number, replica.turn))
 
-    def _count(self, member: SimulatedMember) -> None:
-        decoded, prefilled = member.take_tokens()
+    def _count(self, replica: SimulatedReplica) -> None:
+        decoded, prefilled = replica.take_tokens()
         self._decoded += decoded
         self._prefilled += prefilled
 
     def _pass_until(self, seconds: float) -> None:
-        """Let the clock reach a time to the last bit: no step is longer than what has passed."""
+        """Advance the clock to exactly this time: no step is longer than the time passed so far."""
         while (now := self._clock.seconds()) < seconds:
             self._clock.advance(min(seconds - now, now) if now else seconds)

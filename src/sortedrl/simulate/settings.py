@@ -1,8 +1,7 @@
 """The settings of a simulated run, and named presets that flags and files change.
 
-Schedule and engine settings are the real ones. A pool is many engines in place of one: how fast
-each is, how often one fails, how weights reach them; by default it is one engine that never fails,
-with weights that need no network.
+Schedule and engine settings are those of a real run. A pool is several engines: their speeds,
+failures and weight sync; by default it is one engine that never fails and needs no network.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from sortedrl.config.checks import check_values, require
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.randomness import normal, uniform
 from sortedrl.errors import unknown_name
+from sortedrl.simulate.conversations import ConversationSettings
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 
@@ -43,28 +43,28 @@ class PoolSettings:
     slow_share: float = 0.0
     """Share of slow engines, 0 to 1, rounded to whole engines."""
     slow_factor: float = 2.0
-    """How many times as long a slow engine takes."""
+    """Slowdown of a slow engine: 2 is half the speed."""
     failures_per_hour: float = 0.0
-    """Failures of each engine in an hour that it is up, at random times; at most 60."""
+    """Failures per engine and hour of uptime, at random times; at most 60."""
     restart_seconds: float = 120.0
-    """Seconds until a failed engine is back with the present weights."""
+    """Seconds until a failed engine is back with the current weights."""
     failures_lose_tokens: bool = False
-    """Whether what a failed engine had written since it was given the work is lost; otherwise
-    the tokens were streamed, and other engines go on with them."""
+    """Whether the tokens that a failed engine wrote are lost; otherwise they were streamed, and
+    other engines continue from them."""
     broadcast: Broadcast = "tree"
-    """How new weights reach the engines.
-    tree: each engine that has all of them passes them on, log2 of the engines times.
-    at_once: all receive them side by side, in the time of one transfer.
+    """How new weights are broadcast.
+    tree: each engine that has them sends them on; log2(engines) transfers in sequence.
+    at_once: all engines receive them in parallel, in the time of one transfer.
     one_by_one: the trainer sends them to one engine after another."""
     weights_gigabytes: float = 0.0
-    """Size of the weights that go over the network; 0 for no network."""
+    """Size of the weights sent over the network; 0 for no network."""
     network_gigabytes_per_second: float = 50.0
     """Bandwidth of the network, for one sender and one receiver."""
     network_latency_seconds: float = 0.0
     """Seconds before the first byte of a transfer arrives."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         names = get_args(Broadcast)
         require(self.broadcast in names, unknown_name("broadcast", self.broadcast, names))
         require(self.engines >= 1, f"pool.engines must be at least 1, got {self.engines}")
@@ -76,19 +76,14 @@ class PoolSettings:
             f"pool.slow_factor must be a number of at least 1, got {self.slow_factor}; "
             "2 is half the speed",
         )
-        require(
-            self.network_gigabytes_per_second > 0,
-            "pool.network_gigabytes_per_second must be positive, got "
-            f"{self.network_gigabytes_per_second}",
-        )
-        require(
-            self.straggler_sigma <= _MOST_SIGMA,
-            f"pool.straggler_sigma must be at most {_MOST_SIGMA}, got {self.straggler_sigma}",
-        )
+        speed, sigma = self.network_gigabytes_per_second, self.straggler_sigma
+        require(speed > 0, f"pool.network_gigabytes_per_second must be positive, got {speed}")
+        most = _MOST_SIGMA
+        require(sigma <= most, f"pool.straggler_sigma must be at most {most}, got {sigma}")
         require(
             not _MOST_FAILURES < self.failures_per_hour < math.inf,
-            f"pool.failures_per_hour must be at most {_MOST_FAILURES:.0f}, one a minute for each "
-            f"engine, got {self.failures_per_hour}; engines that fail sooner hardly finish answers",
+            f"pool.failures_per_hour must be at most {_MOST_FAILURES:.0f}, one per minute and "
+            f"engine, got {self.failures_per_hour}; engines that fail more often finish no answers",
         )
         for name, value in (
             ("straggler_sigma", self.straggler_sigma),
@@ -127,20 +122,20 @@ class PoolSettings:
         ]
 
     def seconds_to_failure(self, seed: int, *, engine: int, failures: int) -> float:
-        """Seconds an engine stays up after so many failures; only if engines fail at all."""
+        """Seconds of uptime after this many failures; only valid if engines fail at all."""
         drawn = uniform(seed, _FAILURE_KEY, engine, failures)
         return -math.log(drawn) * 3600 / self.failures_per_hour
 
     @property
     def network_seconds(self) -> float:
-        """Seconds that new weights are on their way to all engines.
+        """Seconds to broadcast new weights to all engines.
 
         >>> pool = PoolSettings(engines=1024, weights_gigabytes=16, network_latency_seconds=0.01)
         >>> f"{pool.network_seconds:.2f} s for eleven transfers"
         '3.63 s for eleven transfers'
         """
         transfer = self.weights_gigabytes / self.network_gigabytes_per_second
-        # Who has the weights doubles with every transfer; the trainer is the first that has them.
+        # The number of holders doubles with every transfer; the trainer is the first.
         hops = {"tree": self.engines.bit_length(), "at_once": 1, "one_by_one": self.engines}
         return hops[self.broadcast] * (self.network_latency_seconds + transfer)
 
@@ -155,17 +150,18 @@ class Simulation:
     groups: int = 10
     """How many groups of prompts the run has."""
     prompts: int | None = None
-    """Prompts of the whole run, in place of whole groups; the last group may be smaller."""
+    """Prompts of the whole run, instead of `groups`; the last group may be smaller."""
     seed: int = 0
-    """Decides every length; the same seed gives the same run."""
+    """Seed of all lengths; the same seed gives the same run."""
     schedule: Schedule = field(default_factory=Schedule)
     engine: EngineSettings = field(default_factory=EngineSettings)
     lengths: LengthSettings = field(default_factory=LengthSettings)
     costs: CostSettings = field(default_factory=CostSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
+    conversations: ConversationSettings = field(default_factory=ConversationSettings)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         check_values(self)
         require(self.groups >= 1, f"groups must be at least 1, got {self.groups}")
         require(
@@ -178,12 +174,31 @@ class Simulation:
             f"slot, got {self.pool.engines}; lower engines or raise slots",
         )
 
+        require(
+            not self.conversations.is_used or self.pool == PoolSettings(),
+            "conversations are simulated on one engine; leave the pool settings out",
+        )
         answers = self.num_prompts * self.schedule.samples_per_prompt
         require(
             answers <= _MOST_ANSWERS,
             f"a simulated run may have {_MOST_ANSWERS:,} answers at most, got {answers:,}; lower "
             "groups, prompts or schedule.group_prompts",
         )
+
+    @property
+    def max_open(self) -> int | None:
+        """Conversations begun at a time; by default as many as keep the slots full.
+
+        A conversation writes for a part of its time only, so there must be more of them than
+        slots, by (writing + outside) / writing; twice that leaves room for long tool calls.
+        """
+        conversations = self.conversations
+        if conversations.max_open is not None or conversations.is_lock_step:
+            return conversations.max_open
+        costs, slots, lengths = self.costs.costs(), self.engine.slots, self.lengths
+        mean = lengths.median * math.exp(min(lengths.sigma**2 / 2, 50.0))
+        writing = mean * (costs.step_seconds + slots * costs.sequence_seconds)
+        return math.ceil(slots * (1 + 2 * conversations.mean_tool_seconds / writing))
 
     @property
     def num_prompts(self) -> int:
@@ -210,7 +225,7 @@ def long_thoughts() -> Simulation:
 
 
 def picture() -> Simulation:
-    """Small enough to draw: 4 groups of 32 answers on 8 slots, one second per step."""
+    """A small run for pictures: 4 groups of 32 answers on 8 slots, one second per step."""
     return Simulation(
         groups=4,
         schedule=Schedule(group_prompts=32, update_batch=8),
@@ -221,7 +236,7 @@ def picture() -> Simulation:
 
 
 def six() -> Simulation:
-    """Six prompts on four slots, followed tick by tick in docs/how-it-works.md."""
+    """Six prompts on four slots, explained step by step in docs/how-it-works.md."""
     return Simulation(
         groups=1,
         schedule=Schedule(group_prompts=6, update_batch=3),
@@ -236,4 +251,22 @@ def six() -> Simulation:
     )
 
 
-PRESETS = {"paper": paper, "long-thoughts": long_thoughts, "picture": picture, "six": six}
+def agents() -> Simulation:
+    """Agents with tools: some 7 turns of 180 tokens, 2 s for a tool; an 8B model on eight H100."""
+    return Simulation(
+        groups=4,
+        schedule=Schedule(group_prompts=256, update_batch=64),
+        engine=EngineSettings(slots=64, max_tokens=8192),
+        lengths=LengthSettings(median=120, sigma=0.9, prompt_tokens=1000),
+        costs=CostSettings(hardware="h100x8-llama-3.1-8b"),
+        conversations=ConversationSettings(turns=6.5, tool_seconds=1.2),
+    )
+
+
+PRESETS = {
+    "paper": paper,
+    "long-thoughts": long_thoughts,
+    "picture": picture,
+    "six": six,
+    "agents": agents,
+}

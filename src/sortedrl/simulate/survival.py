@@ -1,4 +1,4 @@
-"""How long answers would be if nothing interrupted them, estimated from a run that did.
+"""Lengths of uninterrupted answers, estimated from a run with interruptions (Kaplan-Meier).
 
 A stretch is what a run shows of one answer's length: it was already longer than `entry` tokens
 when first seen, and it ended at `exit` tokens or was last seen there unfinished. The share of
@@ -6,8 +6,8 @@ answers longer than `t` is a product over the lengths at which answers ended,
 
     S(t) = product over ends e <= t of (1 - ended at e / seen at e)
 
-where a stretch is seen at every length above its entry up to its exit. An interrupted answer so
-counts as far as it was seen, neither dropped (which favours short answers) nor taken as complete.
+where a stretch is seen at every length above its entry up to its exit. So an interrupted answer
+counts as far as it was seen: neither dropped (which favours short answers) nor taken as complete.
 
 A prompt with long answers is redrawn more often than others, and its redraws are long too. So ends
 are counted among first draws as long as enough of these are seen, and among all draws beyond.
@@ -98,9 +98,9 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
 
 
 def written_lengths(stretches: Iterable[Stretch]) -> Survival:
-    """The lengths of complete answers; what was never seen to end ends at the longest exit seen.
+    """The distribution of complete lengths; the tail that never ended ends at the longest exit.
 
-    Stretches without a token show nothing. `ValueError` when no stretch is left.
+    Stretches without tokens are ignored. Raises `ValueError` if no stretch is left.
     """
     seen = [stretch for stretch in stretches if stretch.exit > stretch.entry]
     if not seen:
@@ -125,7 +125,7 @@ def written_lengths(stretches: Iterable[Stretch]) -> Survival:
 
 
 class _Watched:
-    """Stretches passed by in the order of lengths: how many are seen, and how many end."""
+    """Counts, in order of length, of the stretches that are seen and that end."""
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
         self.moves: Counter[int] = Counter()
@@ -141,5 +141,5 @@ class _Watched:
         return self._ends[length] / self.seen if self.seen else 0.0
 
     def pass_by(self, length: int) -> None:
-        """Those that enter here are seen from now on, those that leave here no longer."""
+        """Add the stretches that enter at this length, and remove those that leave."""
         self.seen += self.moves[length]

@@ -1,8 +1,8 @@
-"""The best settings for given lengths and hardware, found by simulating the candidates.
+"""Find the best settings for given lengths and hardware by simulation.
 
 Candidates differ in update batch, group size, lookahead and mode; all run the same prompts.
 The best is the least stale among those within one per cent of the fastest, where fast means
-trained tokens per second of the whole run, updates and hand-overs included.
+trained tokens per second of the whole run, updates and weight syncs included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from sortedrl.config.checks import require
 from sortedrl.config.schedule import ModeName, Schedule
 from sortedrl.errors import ConfigError
-from sortedrl.simulate.compare import Outcome, simulate
+from sortedrl.simulate.compare import SimulationResult, simulate
 from sortedrl.simulate.settings import Simulation
 
 _NEAR = 0.99
@@ -25,36 +25,36 @@ _NEAR = 0.99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What may vary, and what must hold."""
+    """The search space and the constraints."""
 
     modes: tuple[ModeName, ...] = ("on_policy", "partial", "coupled")
     """Modes to try."""
     lookaheads: tuple[int, ...] = (0, 1, 2, 3)
     """Lookaheads to try."""
     group_sizes: tuple[int, ...] = ()
-    """Group sizes to try, in prompts; default: half, one, two and four times the present one."""
+    """Group sizes to try, in prompts; default: half, one, two and four times the current one."""
     update_batches: tuple[int, ...] = ()
-    """Update batches to try; default: a quarter, half and all of the present one, so that the
-    number of updates never falls."""
+    """Update batches to try; default: a quarter, half and all of the current one, so that the
+    number of updates never decreases."""
     on_policy_only: bool = False
-    """Only settings that train on tokens of the present weights."""
+    """Only settings that train on tokens of the current weights."""
     max_length_bias: float | None = None
     """Largest allowed distance of the length bias from 1: 0.05 allows 0.95 to 1.05."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The outcome of a search."""
+    """The result of a search."""
 
-    current: Outcome
-    best: Outcome
-    tried: tuple[Outcome, ...]
-    allowed: tuple[Outcome, ...]
-    front: tuple[Outcome, ...]
+    current: SimulationResult
+    best: SimulationResult
+    tried: tuple[SimulationResult, ...]
+    allowed: tuple[SimulationResult, ...]
+    front: tuple[SimulationResult, ...]
 
     @property
     def gain(self) -> float:
-        """Trained tokens per second of the best over those of the present settings."""
+        """Trained tokens per second of the best over those of the current settings."""
         return _speed(self.best) / _speed(self.current)
 
 
@@ -67,8 +67,8 @@ def tune(
 ) -> Tuned:
     """Simulate every candidate and choose.
 
-    `simulation.schedule.max_staleness` is a constraint: partial candidates are held to it.
-    `on_done` is told how many of how many runs are done.
+    `simulation.schedule.max_staleness` is a constraint: partial candidates must meet it.
+    `on_done` receives the number of finished runs and of all runs.
     """
     require(workers >= 1, f"workers must be at least 1, got {workers}")
     candidates = list(_candidates(simulation, search))
@@ -77,16 +77,16 @@ def tune(
             "no settings are left to try; allow more modes, group sizes or update batches"
         )
     current, *tried = _simulate_all([simulation, *candidates], workers, on_done)
-    allowed = [outcome for outcome in tried if _is_allowed(outcome, simulation, search)]
+    allowed = [result for result in tried if _is_allowed(result, simulation, search)]
     if not allowed:
-        nearest = min(tried, key=lambda outcome: abs(outcome.bias.ratio - 1))
+        nearest = min(tried, key=lambda result: abs(result.bias.ratio - 1))
         raise ConfigError(
             f"none of {len(tried)} settings meets the constraints; the smallest length bias was "
             f"{nearest.bias.ratio:.3f} ({nearest.name}); loosen max_length_bias or allow more modes"
         )
-    fastest = max(_speed(outcome) for outcome in allowed)
-    near = [outcome for outcome in allowed if _speed(outcome) >= _NEAR * fastest]
-    best = min(near, key=lambda outcome: (outcome.metrics.run.mean_staleness, -_speed(outcome)))
+    fastest = max(_speed(result) for result in allowed)
+    near = [result for result in allowed if _speed(result) >= _NEAR * fastest]
+    best = min(near, key=lambda result: (result.metrics.run.mean_staleness, -_speed(result)))
     return Tuned(
         current=current,
         best=best,
@@ -96,13 +96,13 @@ def tune(
     )
 
 
-def pareto_front(outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
-    """Those that no other beats in both speed and staleness, least stale first."""
+def pareto_front(results: Sequence[SimulationResult]) -> Iterator[SimulationResult]:
+    """The results that no other beats in both speed and staleness, least stale first."""
     fastest = -math.inf
-    for outcome in sorted(outcomes, key=lambda o: (o.metrics.run.mean_staleness, -_speed(o))):
-        if _speed(outcome) > fastest:
-            fastest = _speed(outcome)
-            yield outcome
+    for result in sorted(results, key=lambda o: (o.metrics.run.mean_staleness, -_speed(o))):
+        if _speed(result) > fastest:
+            fastest = _speed(result)
+            yield result
 
 
 def _candidates(simulation: Simulation, search: Search) -> Iterator[Simulation]:
@@ -139,17 +139,19 @@ def _simulate_all(
     simulations: Sequence[Simulation],
     workers: int,
     on_done: Callable[[int, int], None] | None,
-) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    for place, outcome in _finished(simulations, workers):
-        outcomes[place] = outcome
+) -> list[SimulationResult]:
+    results: dict[int, SimulationResult] = {}
+    for place, result in _finished(simulations, workers):
+        results[place] = result
         if on_done is not None:
-            on_done(len(outcomes), len(simulations))
-    return [outcomes[place] for place in range(len(simulations))]
+            on_done(len(results), len(simulations))
+    return [results[place] for place in range(len(simulations))]
 
 
-def _finished(simulations: Sequence[Simulation], workers: int) -> Iterator[tuple[int, Outcome]]:
-    """Outcomes as they come, each with the place of its simulation."""
+def _finished(
+    simulations: Sequence[Simulation], workers: int
+) -> Iterator[tuple[int, SimulationResult]]:
+    """Results as they come, each with the index of its simulation."""
     if workers == 1:
         yield from ((place, _brief(each)) for place, each in enumerate(simulations))
         return
@@ -159,20 +161,20 @@ def _finished(simulations: Sequence[Simulation], workers: int) -> Iterator[tuple
             yield places[future], future.result()
 
 
-def _brief(simulation: Simulation) -> Outcome:
-    """An outcome without its long lists, cheap to send between processes."""
-    outcome = simulate(simulation)
-    metrics = replace(outcome.metrics, rounds=(), groups=(), trained_lengths=())
-    return replace(outcome, metrics=metrics)
+def _brief(simulation: Simulation) -> SimulationResult:
+    """The result without its long lists, cheap to send between processes."""
+    result = simulate(simulation)
+    metrics = replace(result.metrics, rounds=(), groups=(), trained_lengths=())
+    return replace(result, metrics=metrics)
 
 
-def _is_allowed(outcome: Outcome, simulation: Simulation, search: Search) -> bool:
+def _is_allowed(result: SimulationResult, simulation: Simulation, search: Search) -> bool:
     limit = simulation.schedule.max_staleness
-    if limit is not None and outcome.metrics.run.staleness_max > limit:
+    if limit is not None and result.metrics.run.staleness_max > limit:
         return False
     bias = search.max_length_bias
-    return bias is None or abs(outcome.bias.ratio - 1) <= bias
+    return bias is None or abs(result.bias.ratio - 1) <= bias
 
 
-def _speed(outcome: Outcome) -> float:
-    return outcome.metrics.run.trained_per_second
+def _speed(result: SimulationResult) -> float:
+    return result.metrics.run.trained_per_second

@@ -1,19 +1,19 @@
-"""All tasks by name: what a spec such as `gsm8k:split=train` stands for, as rows with their reward.
+"""All tasks by name: a spec such as `gsm8k:split=train` becomes rows with their reward.
 
 knights_knaves    generated puzzles                people=3-7,count=1000,seed=0,split=train
 logic_rl          the published puzzles            path=FOLDER,split=train
 gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv, mawps
                   maths questions                  split=train
 reasoning_gym     a task of reasoning-gym          name=countdown,count=100
-rows.jsonl        the user's own file (.jsonl, .json, .parquet)
-owner/name        the user's own data set by its hub name, or a folder with it: split=train
+rows.jsonl        a file of the user (.jsonl, .json, .parquet)
+owner/name        a data set of the user by its hub name, or its folder: split=train
 
-Where a spec names no split, it is the one that its user asks for: training takes train, evaluation
-takes test. A set that has no such split is refused, so that nobody trains on test rows unawares.
+If a spec names no split, training uses train and evaluation uses test. A set without that split is
+refused, so that nobody trains on test rows by accident.
 
-Held-out rows must not ask what is trained on, so rows are compared by what they ask: the same
-question is the same in other white space, under another system message, with and without the
-instruction after it; and a puzzle is the same under other names.
+Held-out rows must not overlap the training rows, so rows are compared by their questions: white
+space, system message and appended instruction do not matter, and a puzzle is the same under other
+names.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Task:
     rows: Sequence[Row]
     reward: RewardSource
     correct_from: float = 1.0
-    """The reward from which an answer counts as right, where the reward has no part `correct`."""
+    """Lowest reward of a right answer, if the reward has no part `correct`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Rows of two tasks that ask the same: their numbers in each, counted from 0."""
+    """Rows of two tasks with the same question: their indices in each, from 0."""
 
     trained: frozenset[int]
     asked: tuple[int, ...]
 
 
 def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
-    """The rows trained on that are asked in an evaluation too, and the other way round."""
+    """The training rows that also occur in an evaluation, and vice versa."""
     places: dict[str, list[int]] = {}
     for number, row in enumerate(trained):
         for key in _keys(row):
@@ -72,7 +72,7 @@ def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
 
 
 def _keys(row: Row) -> Iterator[str]:
-    """What a row asks, in the forms by which it can be found again."""
+    """The normalised questions of a row, by which duplicates are found."""
     if isinstance(row.prompt, str):
         yield _spaced(row.prompt)
     else:
@@ -87,13 +87,13 @@ def _keys(row: Row) -> Iterator[str]:
         try:
             puzzle = parse_puzzle(statements)
         except ValueError:
-            return  # a column of the user's own that is called so
+            return  # a column of the user with the same name
         if puzzle.people <= MAX_PEOPLE:
             yield canonical_key(puzzle)
 
 
 def _spaced(text: str) -> str:
-    """The text with single spaces; capitals stay, as they tell compact puzzles apart."""
+    """The text with single spaces; case is kept, since it matters in compact puzzles."""
     return " ".join(text.split())
 
 
@@ -118,7 +118,7 @@ class PublishedSettings:
     path: Path
     """A file, or a folder with files at any depth."""
     split: Split | None = None
-    """Of a folder, leave out the files whose names begin with the other split."""
+    """In a folder, skip the files whose names begin with the other split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +140,13 @@ def open_task(
     data: DataSettings | None = None,
     advance: Callable[[float], None] | None = None,
 ) -> Task:
-    """The task a spec stands for.
+    """The task of a spec.
 
-    `split` is taken where the spec names none, and refused where there is none of that name;
-    without either it is `train` wherever there is one. `folder` holds the files of the maths sets
-    and of the published puzzles. A `reward` given takes the place of the task's own; the user's own
-    rows need one. `data` says which column is what in the user's own rows, and which system message
-    to put before the prompts of all. Where making rows takes long, `advance` is told what share of
-    them is there.
+    `split` is used if the spec names none, and refused if the set does not have it; without either
+    it is `train` if there is one. `folder` holds the files of the maths sets and of the published
+    puzzles. `reward` replaces the reward of the task; rows of the user need one. `data` names the
+    columns of the user's rows, and a system message for all prompts. If generating rows is slow,
+    `advance` receives the share that is done.
     """
     require(is_utf8(spec), f"a task must be written in UTF-8, got {spec!a}; rename the file")
     data = data if data is not None else DataSettings()
@@ -195,7 +194,7 @@ def _own(
     reward: RewardSource | None,
     data: DataSettings,
 ) -> Task:
-    """Rows of the user's own."""
+    """Rows of the user."""
     if name.lower().endswith(SUFFIXES) or Path(name).is_file():
         require(not options, f"task {spec!r}: a file has no options")
         records = read_records(Path(name))
@@ -209,7 +208,7 @@ def _own(
         )
     if reward is None:
         raise ConfigError(
-            f"task {spec!r} has rows of your own, which need a reward of yours: give "
+            f"task {spec!r} has your own rows, which need a reward: give "
             f"my_module:my_function, my_file.py:my_function or one of {', '.join(REWARDS)}"
         )
     return Task(name=spec, rows=list(rows_of(records, data)), reward=reward)
@@ -253,7 +252,7 @@ def _built_in(
 
 
 def _maths_split(spec: str, name: str, split: Split | None, *, folder: Path | None) -> str:
-    """The split of a maths set that is meant where none is named."""
+    """The split of a maths set if none is named."""
     found = MATHS_SETS[name]
     splits = found.hub_splits if folder is None else found.files
     if split is None:
@@ -265,11 +264,11 @@ def _maths_split(spec: str, name: str, split: Split | None, *, folder: Path | No
     hub = f", leave out the folder ({found.hub} on the hub has one)" if where else ""
     if split == "train":
         raise ConfigError(
-            f"task {spec!r}: training takes the split 'train', and {name} has none{where}, only "
-            f"rows to evaluate on; train on another set, such as gsm8k or math{hub}, or write "
-            f"{name}:split={other} to train on its test rows all the same"
+            f"task {spec!r}: training uses the split 'train', and {name} has none{where}, only "
+            f"rows for evaluation; train on another set, such as gsm8k or math{hub}, or write "
+            f"{name}:split={other} to train on its test rows anyway"
         )
     raise ConfigError(
-        f"task {spec!r}: evaluation takes the split 'test', and {name} has none{where}; evaluate "
+        f"task {spec!r}: evaluation uses the split 'test', and {name} has none{where}; evaluate "
         f"on another set, such as gsm8k or math500{hub}, or write {name}:split={other}"
     )

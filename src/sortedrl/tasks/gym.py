@@ -1,11 +1,11 @@
 """Rows of reasoning-gym: any of its tasks by name, generated from a seed.
 
-The same settings give the same rows, in every process and on every day. Some tasks of the library
-take things in the order of a set, which Python shuffles per process, so entries are generated in a
-child process with a fixed order. One task writes today's date beside a time of day; it is removed.
+The same settings always give the same rows. Some tasks of the library iterate over a set, whose
+order differs between Python processes, so entries are generated in a child process with a fixed
+hash seed. One task adds today's date to a time of day; it is removed.
 
-The library numbers its entries `seed + index`, so that its seeds 0 and 1 share all entries but one;
-ours are spread out, and rows of two seeds differ.
+The library seeds its entries with `seed + index`, so its seeds 0 and 1 share all entries but one;
+our seeds are hashed first, so rows of two seeds differ.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ class GymSettings:
     """One task of reasoning-gym."""
 
     name: str = "countdown"
-    """The task, by the library's name for it."""
+    """The name of the task in the library."""
     count: int = 100
-    """How many rows."""
+    """Number of rows."""
     seed: int = 0
-    """Another seed gives other rows."""
+    """Seed of the rows."""
     options: tuple[str, ...] = ()
-    """Options of the task, written name=value, such as min_numbers=3; values are JSON, and what is
-    no JSON is text."""
+    """Options of the task, written name=value, such as min_numbers=3; values are JSON, and
+    anything else is text."""
     instruction: str = INSTRUCTION
-    """What is asked after the question; empty for nothing."""
+    """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         require(self.count >= 1, f"gym.count must be at least 1, got {self.count}")
         options_from(self.options)
 
 
 def gym_rows(settings: GymSettings) -> list[Row]:
     """The rows of these settings, generated in a child process."""
-    _dataset(settings, options_from(settings.options))  # what cannot work is refused at once
+    _dataset(settings, options_from(settings.options))  # invalid settings are refused at once
     return _rows(_child_entries(settings), settings)
 
 
 def gym_rows_here(settings: GymSettings) -> list[Row]:
-    """Rows generated in this process: for most tasks those of `gym_rows`, and sooner.
+    """Rows generated in this process: faster, and for most tasks the same as those of `gym_rows`.
 
-    Those of tasks that go through a set differ from process to process.
+    Tasks that iterate over a set give other rows in each process.
     """
     return _rows(_entries(settings), settings)
 
 
 def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
-    """The entries, generated where sets have the same order each time."""
+    """The entries, generated in a child process with a fixed hash seed."""
     path = [str(Path(part).absolute()) for part in sys.path]  # also "", which is this folder
     done = subprocess.run(
         [sys.executable, "-c", _CHILD.format(path=path)],
@@ -92,21 +92,21 @@ def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
         said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
         raise ConfigError(
             f"reasoning-gym cannot generate {settings.count} rows of {settings.name} with these "
-            f"options: {said[-1]}; change gym.options, or take another task"
+            f"options: {said[-1]}; change gym.options, or use another task"
         )
-    told = json.loads(done.stdout)
-    if "refused" in told:
-        raise ConfigError(told["refused"])
-    return [_unpacked_entry(entry) for entry in told["entries"]]
+    result = json.loads(done.stdout)
+    if "refused" in result:
+        raise ConfigError(result["refused"])
+    return [_unpacked_entry(entry) for entry in result["entries"]]
 
 
 _CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.tasks.gym import be_child; be_child()"
 
 
 def be_child() -> None:
-    """Generate the entries of the settings on standard input, as a child process does."""
-    told = json.load(sys.stdin)
-    settings = GymSettings(**{**told, "options": tuple(told["options"])})
+    """Main function of the child process: settings on standard input, entries on output."""
+    given = json.load(sys.stdin)
+    settings = GymSettings(**{**given, "options": tuple(given["options"])})
     random.seed(settings.seed)
     try:
         answer: dict[str, object] = {"entries": [packed(entry) for entry in _entries(settings)]}
@@ -124,7 +124,7 @@ def _unpacked_entry(entry: object) -> dict[str, Any]:
 def _entries(settings: GymSettings) -> list[Mapping[str, Any]]:
     """The entries of these settings."""
     dataset = _dataset(settings, options_from(settings.options))
-    # One of the tasks prints dots, and one runs programs that write files where they are run.
+    # One task prints dots, and one runs programs that write files to the current folder.
     with redirect_stdout(StringIO()), TemporaryDirectory() as folder, chdir(folder):
         entries = list(_fair_entries(dataset, settings))
     if settings.name == "time_intervals":
@@ -134,7 +134,7 @@ def _entries(settings: GymSettings) -> list[Mapping[str, Any]]:
 
 
 def _remove_today(metadata: dict[str, Any]) -> None:
-    """Leave the time of day alone, where that is all the question gives."""
+    """Remove the date where the question has only a time of day."""
     if metadata["task_type"].startswith("time"):
         for name in ("start_time", "end_time"):
             metadata[name] = metadata[name].partition(" ")[2]
@@ -150,8 +150,8 @@ def _fair_entries(dataset: Any, settings: GymSettings) -> Iterator[Mapping[str, 
     entries = list(islice(filter(is_fair, drawn), settings.count))
     require(
         len(entries) == settings.count,
-        f"gym.options must give {settings.name} rows that have a right answer; "
-        f"{len(entries)} of {_MOST_DRAWS * settings.count + _MOST_DRAWS} had one; "
+        f"gym.options must give {settings.name} rows that have a right answer, but "
+        f"only {len(entries)} of {_MOST_DRAWS * settings.count + _MOST_DRAWS} had one; "
         "change the options",
     )
     yield from entries
@@ -167,7 +167,7 @@ def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # no
         raise ConfigError(
             f"the task {name} needs reasoning-gym; pip install 'sortedrl[gym]'"
         ) from error
-    # A composite has other tasks for options: join the rows of several settings instead.
+    # A composite takes other tasks as options: combine the rows of several settings instead.
     names = sorted(set(DATASETS) - {"composite"})
     require(name in names, unknown_name("reasoning-gym task", name, names))
     rule_of(name)
@@ -220,7 +220,7 @@ def _row(
 
 
 def _levels(difficulty: object) -> Iterator[float]:
-    """How hard the entry is, if the library says it in a number; mostly it repeats the options."""
+    """The difficulty of the entry, if the library gives it as a number."""
     if isinstance(difficulty, Mapping):
         difficulty = difficulty.get("difficulty")
     if isinstance(difficulty, int | float):

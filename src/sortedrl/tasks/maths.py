@@ -1,7 +1,7 @@
-"""The maths sets: where each one lies, and how its records become rows that `math_reward` scores.
+"""The maths data sets: their sources, and how their records become rows for `math_reward`.
 
-A set is a description, not a class. Its columns are named differently on the hub and in the files
-that go round, so a reader knows both names; a record that has neither is refused with its place.
+Columns have different names on the hub and in other copies of the files, so a reader knows both; a
+record with neither is refused with its place.
 Golds are normalised: no `$`, no thousands separators, `27` instead of `27.0`.
 
 The rows of a set come in its order, so the same settings give the same rows. Only rows of `train`
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,6 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _COUNTED = re.compile(r"(?P<answer>.*\S)\s+\((?P<unit>[^()]*)\)", re.DOTALL)
 _SOLVED_BEFORE = "Final answer: The final answer is"
 _MOST_DIGITS = 18
-_TEST_ONLY: Mapping[str, str] = MappingProxyType({"test": "test"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +37,29 @@ class Example:
     question: str
     answer: str | list[str]
     fields: Mapping[str, object] = field(default_factory=dict)
-    """What else the row has; the reward knows `alternatives`, `error` and `is_measured`."""
+    """Other fields of the row; the reward uses `alternatives`, `error` and `is_measured`."""
     solution: str | None = None
     """A worked solution that ends in the boxed answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MathsSet:
-    """Where a set lies, and how to read one of its records; `None` is a record without a gold."""
+    """A data set: its sources, and how to read one of its records."""
 
-    files: Mapping[str, str]
-    """For each split, its file in the folder of the sets."""
     hub: str
     """Its name on the hub."""
-    subset: str | None = None
-    """Its subset there."""
-    hub_splits: Mapping[str, str]
-    """For each of our splits, what the hub calls it."""
     read: Callable[[Record], Example | None]
+    """Gives the example of a record; `None` for a record without a gold."""
+    hub_splits: Mapping[str, str]
+    """For each of our splits, its name on the hub."""
+    files: Mapping[str, str]
+    """For each split, its file in the folder of the sets."""
+    subset: str | None = None
+    """Its subset on the hub."""
+
+
+def _lines(name: str, splits: Iterable[str] = ("test",)) -> dict[str, str]:
+    return {split: f"{name}/{split}.jsonl" for split in splits}
 
 
 def _gsm8k(record: Record) -> Example:
@@ -72,7 +76,7 @@ def _gsm8k(record: Record) -> Example:
 
 
 def _math(record: Record) -> Example | None:
-    # A few rows of the training set that goes round have lost their answer.
+    # A few rows of a common copy of the training set have no answer.
     if _column(record, "answer") in (None, ""):
         return None
     solution = record.values.get("solution")
@@ -109,8 +113,8 @@ def _minerva(record: Record) -> Example:
     subject, solution = record.values.get("type"), record.values.get("solution")
     box = boxed_answer(solution) if isinstance(solution, str) else None
     if box and _SOLVED_BEFORE in question:
-        # Where a question tells the answers to the parts before it, the file that goes round has
-        # one of those for a gold (34 rows); what is boxed in the solution is right.
+        # If a question states the answers to its earlier parts, a common copy of the file has one
+        # of those as the gold (34 rows); the boxed answer of the solution is right.
         golds = [box.replace("np.", "\\")]
     return Example(
         question=question,
@@ -140,7 +144,7 @@ def _olympiadbench(record: Record) -> Example:
 
 
 def _golds(text: str) -> list[str]:
-    """The answers in the text of one; the text itself where it is a sentence."""
+    """The answers in a text; the text itself if it is a sentence."""
     tidy = tidied(text)
     return [tidy] if " is " in tidy else parts(tidy)
 
@@ -193,70 +197,32 @@ def _mawps(record: Record) -> Example:
     )
 
 
+_TRAIN = {"train": "train"}
+_TEST = {"test": "test"}
+_BOTH = {"train": "train", "test": "test"}
+
 MATHS_SETS: Mapping[str, MathsSet] = MappingProxyType(
     {
-        "gsm8k": MathsSet(
-            files={"train": "gsm8k/train.jsonl", "test": "gsm8k/test.jsonl"},
-            hub="openai/gsm8k",
-            subset="main",
-            hub_splits={"train": "train", "test": "test"},
-            read=_gsm8k,
-        ),
+        "gsm8k": MathsSet("openai/gsm8k", _gsm8k, _BOTH, _lines("gsm8k", _BOTH), subset="main"),
         "math": MathsSet(
-            files={"train": "math_train/math.json"},
-            hub="nlile/hendrycks-MATH-benchmark",
-            hub_splits={"train": "train"},
-            read=_math,
+            "nlile/hendrycks-MATH-benchmark", _math, _TRAIN, {"train": "math_train/math.json"}
         ),
-        "math500": MathsSet(
-            files={"test": "math500/test.jsonl"},
-            hub="HuggingFaceH4/MATH-500",
-            hub_splits=_TEST_ONLY,
-            read=_math,
-        ),
-        "aime24": MathsSet(
-            files={"test": "aime24/test.jsonl"},
-            hub="HuggingFaceH4/aime_2024",
-            hub_splits={"test": "train"},
-            read=_aime,
-        ),
-        "amc23": MathsSet(
-            files={"test": "amc23/test.jsonl"},
-            hub="math-ai/amc23",
-            hub_splits=_TEST_ONLY,
-            read=_amc,
-        ),
+        "math500": MathsSet("HuggingFaceH4/MATH-500", _math, _TEST, _lines("math500")),
+        "aime24": MathsSet("HuggingFaceH4/aime_2024", _aime, {"test": "train"}, _lines("aime24")),
+        "amc23": MathsSet("math-ai/amc23", _amc, _TEST, _lines("amc23")),
         "minerva": MathsSet(
-            files={"test": "minerva/minerva.json"},
-            hub="math-ai/minervamath",
-            hub_splits=_TEST_ONLY,
-            read=_minerva,
+            "math-ai/minervamath", _minerva, _TEST, {"test": "minerva/minerva.json"}
         ),
         "olympiadbench": MathsSet(
-            files={"test": "olympiadbench/test.jsonl"},
-            hub="Hothan/OlympiadBench",
+            "Hothan/OlympiadBench",
+            _olympiadbench,
+            {"test": "train"},
+            _lines("olympiadbench"),
             subset="OE_TO_maths_en_COMP",
-            hub_splits={"test": "train"},
-            read=_olympiadbench,
         ),
-        "svamp": MathsSet(
-            files={"test": "svamp/test.jsonl"},
-            hub="ChilleD/SVAMP",
-            hub_splits={"train": "train", "test": "test"},
-            read=_svamp,
-        ),
-        "asdiv": MathsSet(
-            files={"test": "asdiv/test.jsonl"},
-            hub="EleutherAI/asdiv",
-            hub_splits={"test": "validation"},
-            read=_asdiv,
-        ),
-        "mawps": MathsSet(
-            files={"test": "mawps/test.jsonl"},
-            hub="MU-NLPC/Calc-mawps",
-            hub_splits={"train": "train", "test": "test"},
-            read=_mawps,
-        ),
+        "svamp": MathsSet("ChilleD/SVAMP", _svamp, _BOTH, _lines("svamp")),
+        "asdiv": MathsSet("EleutherAI/asdiv", _asdiv, {"test": "validation"}, _lines("asdiv")),
+        "mawps": MathsSet("MU-NLPC/Calc-mawps", _mawps, _BOTH, _lines("mawps")),
     }
 )
 
@@ -292,7 +258,7 @@ def _texts(record: Record, *names: str) -> list[str]:
 
 
 def _number(record: Record, *names: str) -> str:
-    """A number, however it is kept, as a person writes it."""
+    """A number, stored as text or number, in plain notation."""
     value = _column(record, *names)
     try:
         number = float(str(value).replace(",", ""))
@@ -306,7 +272,7 @@ def _number(record: Record, *names: str) -> str:
 
 
 def _level(record: Record, *names: str) -> int | None:
-    """The level as a whole number: 5, 5.0 or `Level 5`; `None` where it is not known."""
+    """The level as a whole number: 5, 5.0 or `Level 5`; `None` if it is unknown."""
     value = _column(record, *names)
     digits = re.search(r"[0-9]+", str(value))
     if digits is None or digits[0] == "0" or len(digits[0]) > _MOST_DIGITS:
@@ -325,18 +291,17 @@ class MathsSettings:
     """The set: gsm8k, math, math500, aime24, amc23, minerva, olympiadbench, svamp, asdiv or
     mawps."""
     split: str = "test"
-    """train or test; only gsm8k has both in files, math has only train. Training takes train and
-    evaluation test, unless told otherwise."""
+    """train or test; only gsm8k has both in files, math has only train. By default training
+    uses train and evaluation uses test."""
     folder: Path | None = None
-    """The folder with the files of the sets, one folder each; by default they are loaded from
-    the hub."""
+    """Folder with one subfolder per set; by default the sets are loaded from the hub."""
     limit: int | None = None
-    """The first so many rows only."""
+    """Only the first rows, this many."""
     instruction: str = INSTRUCTION
-    """What is asked after the question; empty for nothing."""
+    """Text appended to the question; may be empty."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         require(self.name in MATHS_SETS, unknown_name("maths set", self.name, MATHS_SETS))
         found = MATHS_SETS[self.name]
         splits = found.hub_splits if self.folder is None else found.files
@@ -351,13 +316,13 @@ class MathsSettings:
 
 
 def maths_rows(settings: MathsSettings) -> list[Row]:
-    """The rows of these settings; a record that cannot be used is refused with its place."""
+    """The rows of these settings; raises `DataError` for a record that cannot be used."""
     pairs = islice(maths_examples(settings), settings.limit)
     return [_row(example, place, settings) for place, example in pairs]
 
 
 def maths_examples(settings: MathsSettings) -> Iterator[tuple[str, Example]]:
-    """The examples of the set with their places; records without a gold are left out."""
+    """The examples of the set with their places; records without a gold are skipped."""
     read = MATHS_SETS[settings.name].read
     for record in _records(settings):
         example = read(record)

@@ -1,6 +1,6 @@
-r"""Whether an answer says the same as the gold answer.
+r"""Whether an answer is equal to the gold answer.
 
-Both are tidied, split into parts, and each part is read as the first of these that fits:
+Both are tidied, split into parts, and each part is parsed as the first of these that fits:
 
     a number      with or without a unit: equal by exact value, up to rounding
     the empty set
@@ -9,10 +9,10 @@ Both are tidied, split into parts, and each part is read as the first of these t
     a tuple       or an interval: equal place by place, with the same brackets
     a formula     equal by math-verify
 
-What the gold is decides how the answer is compared. Where it is a number the answer must be one:
-`2 + 3`, `\gcd(12, 18)` and `10/2` are ways to restate a question. Where it is a formula the answer
-must be worked out as far as the gold is, and not be copied from the question. Both rules are off
-with `allow_unevaluated`. The parts of a list may come in any order, the places of a tuple may not.
+The type of the gold decides how the answer is compared. If it is a number the answer must be one:
+`2 + 3`, `\gcd(12, 18)` and `10/2` only restate a question. If it is a formula the answer must be
+evaluated as far as the gold is, and not be copied from the question. Both rules are off with
+`allow_unevaluated`. The parts of a list may come in any order, those of a tuple may not.
 """
 
 from __future__ import annotations
@@ -71,24 +71,24 @@ _LEAD = re.compile(r"[A-Za-z][A-Za-z ]*+(?P<colon>:)? ?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How far an answer may be from the gold."""
+    """The tolerances of the comparison."""
 
     relative: float = 1e-4
-    """Share of the gold by which a rounded number may differ, if that is also less than its last
-    digit counts; from a whole number nothing may differ."""
+    """Relative tolerance of a rounded number, if the difference is also less than one unit in its
+    last digit; whole numbers must be exact."""
     absolute: float = 0.0
-    """Difference that is always allowed."""
+    """Absolute difference that is always allowed."""
     is_measured: bool = False
     """Whether the gold is a measurement, so that a whole number may be a rounded one."""
     allow_unevaluated: bool = False
-    """Whether an expression that is not worked out counts if its value is right."""
+    """Whether an unevaluated expression is right if its value is."""
     question: str = ""
-    """What was asked, so that an answer copied from it is seen."""
+    """The question, to detect answers copied from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the two are equal, and whether the gold was more than text to math-verify."""
+    """Whether the two are equal, and whether math-verify could parse the gold."""
 
     is_equal: bool
     is_gold_read: bool = True
@@ -98,7 +98,7 @@ _EQUAL, _UNEQUAL = Verdict(True), Verdict(False)
 
 
 def compare(gold: str, answer: str, rules: Rules) -> Verdict:
-    """Whether the answer says the same as the gold."""
+    """Whether the answer is equal to the gold."""
     wanted, given = tidied(gold), tidied(answer)
     if folded(wanted) == folded(given):
         return _EQUAL
@@ -118,7 +118,7 @@ def compare(gold: str, answer: str, rules: Rules) -> Verdict:
 
 
 def compare_all(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
-    """Whether every gold part is met by an answer of its own, in any order, and none is left."""
+    """Whether the parts of gold and answer match one to one, in any order."""
     wanted = [part for gold in golds for part in parts(tidied(gold))]
     tidy = [tidied(answer) for answer in answers]
     if any(map(is_too_deep, tidy)):
@@ -133,12 +133,12 @@ def compare_all(golds: list[str], answers: list[str], rules: Rules) -> Verdict:
 
 
 def num_parts(gold: str) -> int:
-    """How many answers a gold asks for."""
+    """The number of values in a gold."""
     return max(len(reading) for reading in _readings(tidied(gold), is_gold=True))
 
 
 def _readings(tidy: str, *, is_gold: bool) -> list[list[str]]:
-    """The lists of parts that a text can be: a comma can separate thousands or parts."""
+    """The possible lists of parts of a text: a comma can separate thousands or parts."""
     found = sides(tidy)
     if len(found) == 2 and found[1].startswith(r"\{") and _is_name(found[0]):
         tidy = found[1]
@@ -154,9 +154,9 @@ def _is_empty(tidy: str) -> bool:
 
 
 def _without_label(wanted: str, given: str) -> str:
-    """The answer without the letter of a choice before it, or the letter alone if that is asked.
+    """The answer without the letter of a choice before it, or only the letter if the gold is one.
 
-    Two letters are no choice.
+    Two letters are not a choice.
     """
     label = _LABEL.fullmatch(without_text_commands(given))
     if label is None:
@@ -211,7 +211,7 @@ def _compare_in_order(golds: list[str], answers: list[str], rules: Rules) -> Ver
 
 
 def _compare_one(gold: str, answer: str, rules: Rules) -> Verdict:
-    """Compare what is no list."""
+    """Compare single values."""
     if folded(gold) == folded(answer):
         return _EQUAL
     wanted, given = _values(gold, rules), _values(answer, rules)
@@ -232,7 +232,7 @@ def _compare_one(gold: str, answer: str, rules: Rules) -> Verdict:
 
 
 def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
-    """Compare what is neither a list nor a number."""
+    """Compare values that are neither lists nor numbers."""
     if folded(gold) == folded(answer):
         return _EQUAL
     if is_words(gold):
@@ -254,7 +254,7 @@ def _compare_values(gold: str, answer: str, rules: Rules) -> Verdict:
 def _compare_numbers(
     golds: list[str], known: list[Numeral], answers: list[str], rules: Rules
 ) -> Verdict:
-    """Whether the answer is the number, or says it of several equal ones."""
+    """Whether the answer is the number, also in a chain of equal numbers."""
     read = [numeral(answer) for answer in answers]
     if rules.allow_unevaluated and read[-1] is None:
         # The library compares decimals after the point: a small gold needs more of them.
@@ -278,7 +278,7 @@ def _compare_numbers(
 
 
 def _restates(wanted: str, number: Numeral, answer: str, rules: Rules) -> bool:
-    """Whether a number with the right value is a division to be done, or the question's own."""
+    """Whether a number with the right value is an unevaluated division, or from the question."""
     gold = numeral(wanted, is_gold=True)
     if rules.allow_unevaluated or gold is None or folded(wanted) == folded(answer):
         return False
@@ -302,7 +302,7 @@ def _compare_formulas(gold: str, answer: str, rules: Rules) -> Verdict:
 
 
 def _is_copied(text: str, rules: Rules) -> bool:
-    """Whether the text stands in the question, and is more than a word or a whole number."""
+    """Whether the text occurs in the question, and is more than a word or a whole number."""
     wanted = folded(text).replace(" ", "")
     if wanted.isalnum() or not wanted or not rules.question:
         return False
@@ -320,15 +320,15 @@ def _is_copied(text: str, rules: Rules) -> bool:
 
 
 def _is_joined(sign: str) -> bool:
-    """Whether what stands beside this sign is part of something longer."""
+    """Whether text next to this character is part of a longer expression."""
     return sign.isalnum() or sign in "\\^_"
 
 
 def _values(tidy: str, rules: Rules) -> list[str] | None:
-    r"""What a part gives for a value: itself, or what `x` or a sum before `=` is said to be.
+    r"""The value of a part: itself, or the right side of `x = ...` and the like.
 
-    Several where a chain gives several numbers. `None` for an equation that gives no value, such
-    as `|x| = 7`, or relates only names.
+    Several if a chain has several numbers. `None` for an equation without a value, such as
+    `|x| = 7`, or one between names only.
     """
     found = sides(tidy)
     if len(found) < 2:
@@ -360,13 +360,13 @@ def _without_lead(tidy: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side of an equation only says what the other side is: `x`, `f(x)`, `Area`."""
+    """Whether a side of an equation only names the other side: `x`, `f(x)`, `Area`."""
     name = _NAME.fullmatch(side)
     return name is not None and re.search("[A-Za-z]", name["head"]) is not None
 
 
 def _has_other_name(gold: str, answer: str) -> bool:
-    """Whether both give a value to a letter, and not to the same: `y = 1`, `x = 1`."""
+    """Whether both assign a value to a letter, but to different ones: `y = 1`, `x = 1`."""
     heads = []
     for text in (gold, answer):
         found = sides(text)
@@ -392,10 +392,9 @@ def _is_asked_for(side: str, equation: str, rules: Rules) -> bool:
 
 
 def same_number(gold: Numeral, answer: Numeral, rules: Rules) -> bool:
-    """Whether the number is the gold one, up to its rounding.
+    """Whether the number equals the gold, up to rounding.
 
-    A per cent sign on one side only may stand for a hundredth. Two units that are known must be
-    the same.
+    A percent sign on one side only may mean a hundredth. Two known units must be the same.
     """
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
@@ -408,7 +407,7 @@ def same_number(gold: Numeral, answer: Numeral, rules: Rules) -> bool:
 
 
 def _is_near(gold: Numeral, value: Fraction, step: Fraction, rules: Rules) -> bool:
-    """Whether a value, of which the last digit counts `step`, is the gold up to rounding."""
+    """Whether a value with the precision `step` equals the gold up to rounding."""
     difference = abs(value - gold.value)
     if difference <= Fraction(rules.absolute):
         return True
@@ -421,5 +420,5 @@ def _is_near(gold: Numeral, value: Fraction, step: Fraction, rules: Rules) -> bo
 
 
 def _magnitude(value: Fraction) -> int:
-    """The power of ten of a number, within one."""
+    """The order of magnitude of a number, within one."""
     return len(str(abs(value.numerator))) - len(str(value.denominator))

@@ -1,11 +1,11 @@
-r"""Formulas, read and compared by math-verify.
+r"""Formulas, parsed and compared by math-verify.
 
-Where the library itself fails, or would take for ever:
+Where the library fails or would take too long:
 
-- an answer that it cannot read, or cannot compare with the gold, is not equal;
-- a gold that it cannot read is no formula: that is `None`, neither equal nor unequal;
+- an answer that it cannot parse, or cannot compare with the gold, is not equal;
+- a gold that it cannot parse is not a formula: the result is `None`, neither equal nor unequal;
 - an answer with a tower of powers, a huge factorial, or a sum where the gold has none is not
-  equal, nor is one that is nested deeper than any answer needs. This catches the plain cases; for
+  equal, nor is one that is nested deeper than any answer needs. This catches the simple cases; for
   the rest the caller needs a time limit.
 """
 
@@ -25,7 +25,7 @@ _LONGEST = 400
 _DEEPEST = 8
 _MOST_BARS = 8
 _OPERATOR = re.compile(r"\\(?:sum|prod|int|oint|lim)(?![A-Za-z])")
-# What is left to be worked out, by kinds: an answer may have those that its gold has.
+# Unevaluated operations, by kind: an answer may have those that its gold has.
 _UNEVALUATED = {
     kind: re.compile(pattern)
     for kind, pattern in {
@@ -63,9 +63,9 @@ _RENAMED = tuple(
 
 
 def same_formula(gold: str, answer: str, *, decimals: int) -> bool | None:
-    """Whether two tidied formulas are equal; `None` if the gold is none that can be read.
+    """Whether two tidied formulas are equal; `None` if the gold cannot be parsed.
 
-    Decimal numbers in them are compared to so many places after the point.
+    Decimal numbers in them are compared to this many decimals.
     """
     if not _TRIGONOMETRY.search(gold):
         gold, answer = without_unit(gold), without_unit(answer)
@@ -90,7 +90,7 @@ def same_formula(gold: str, answer: str, *, decimals: int) -> bool | None:
 
 
 def unevaluated(formula: str) -> set[str]:
-    """The kinds of operations in a formula that are left to be worked out."""
+    """The kinds of unevaluated operations in a formula."""
     return {kind for kind, pattern in _UNEVALUATED.items() if pattern.search(formula)}
 
 
@@ -104,7 +104,7 @@ def _depth(formula: str) -> int:
 
 
 def _costs(formula: str) -> Iterator[str]:
-    """The kinds of things in a formula that sympy could work on for ever."""
+    """The kinds of things in a formula that sympy might not finish."""
     if _OPERATOR.search(formula):
         yield "operator"
     if _FACTORIAL.search(formula):
@@ -146,7 +146,7 @@ def _exponent(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _parsed(formula: str) -> list[Any]:
-    """What math-verify makes of a formula: sympy objects, or only text where it fails."""
+    """A formula parsed by math-verify: sympy objects, or only text if it fails."""
     if _TRIGONOMETRY.search(formula):
         formula = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", formula)
     # Only an i that stands alone is read as the imaginary unit.

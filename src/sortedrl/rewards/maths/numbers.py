@@ -1,22 +1,23 @@
-r"""Plain numbers as people write them, read exactly: `1,080`, `1\frac{3}{4}`, `7 \times 10^{37}`.
+r"""Plain numbers as people write them, parsed exactly: `1,080`, `1\frac{3}{4}`, `7 \times 10^{37}`.
 
     number      sign, then 1080 | 1,080 | 1 080 | 0.5 | 0.1\overline{6} | 3/4 | \frac34 | 1 3/4
                            | 1\frac34 | 5e3 | 5 \times 10^3 | 10^{-3}
     with it     a currency before it; behind it a percent or degree sign, `million`, a unit
 
-Nothing is evaluated here: `2 + 3`, `5!` and `\sqrt{25}` are no plain numbers. A unit is words, and
-words that change the value (`5 squared`, `5 and a half`), that look like variables (`5 x`, `5 i`)
-or that name another number are none. No number has more than 1,000 digits.
+Nothing is evaluated here: `2 + 3`, `5!` and `\sqrt{25}` are not plain numbers. A unit consists of
+words; words that change the value (`5 squared`, `5 and a half`), that look like variables (`5 x`,
+`5 i`) or that name another number are not units. No number has more than 1,000 digits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-from sortedrl.rewards.maths.reading import without_text_commands
+from sortedrl.rewards.maths.reading import tidied, without_text_commands
 
 _GREATEST_LENGTH = 200
 _GREATEST_POWER = 400
@@ -52,6 +53,14 @@ _FORMS: tuple[tuple[Form, re.Pattern[str]], ...] = (
     ),
     ("plain", re.compile(rf"{_PLAIN}(?P<more> ?\\ldots)?(?![0-9])")),
 )
+# Where a number may start in a text: not inside a word, a name with an index, a power, an argument
+# of a command, a time, a date or a decimal comma.
+_START = re.compile(
+    r"(?<![0-9A-Za-z_^.{\\])(?<![0-9][:,/-])(?<![A-Za-z_^{]-)"
+    r"(?:(?<![0-9)\]}] )(?<![)\]}])[-+])?(?=\\frac|\.?[0-9])"
+)
+_ENDS_INSIDE = re.compile(r"[_^]|[:,/-][0-9]|\.[0-9]|\\[A-Za-z]")
+_ATTACHED = re.compile(r" ?%|[A-Za-z]++")
 _CURRENCY = re.compile(r"(?:USD|EUR|GBP|INR|Rs\.?|US) ?(?=[-0-9.])")
 _UNIT_TOKEN = re.compile(
     r"(?P<word>[A-Za-z]++(?:-[A-Za-z]{3,}+)?|\\(?:AA|Omega|mu|ell)(?![A-Za-z]))"
@@ -94,39 +103,16 @@ _PARTS = "third fourth fifth sixth seventh eighth ninth tenth hundredth thousand
 _NO_LAST_WORD = frozenset(_PARTS.split())  # 5 third graders are five, 1 third is not one
 _ORDINALS = frozenset(["st", "nd", "rd", "th"])
 # Spellings of one unit, so that 5 m is not 5 km; other words are units of which nothing is known.
+_SPELLINGS = """
+    mm millimeter millimetre; cm centimeter centimetre; dm decimeter decimetre; m meter metre;
+    km kilometer kilometre; in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram;
+    kg kilogram; oz ounce; lb pound; ml milliliter millilitre; L l liter litre; gal gallon;
+    ms millisecond; s sec second; min minute; h hr hour; day; week; month; year yr; cent;
+    dollar USD; degree deg; radian rad
+"""
 _UNITS = {
     spelling: spellings.split()[0]
-    for spellings in (
-        "mm millimeter millimetre",
-        "cm centimeter centimetre",
-        "dm decimeter decimetre",
-        "m meter metre",
-        "km kilometer kilometre",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mi mile",
-        "mg milligram",
-        "g gram",
-        "kg kilogram",
-        "oz ounce",
-        "lb pound",
-        "ml milliliter millilitre",
-        "L l liter litre",
-        "gal gallon",
-        "ms millisecond",
-        "s sec second",
-        "min minute",
-        "h hr hour",
-        "day",
-        "week",
-        "month",
-        "year yr",
-        "cent",
-        "dollar USD",
-        "degree deg",
-        "radian rad",
-    )
+    for spellings in _SPELLINGS.split(";")
     for spelling in spellings.split()
 }
 _SHORT_UNITS = (
@@ -144,14 +130,14 @@ class Numeral:
 
     value: Fraction
     step: Fraction
-    """What its last digit counts, where it has a decimal point or a mantissa with a power of ten
-    and so may be rounded; otherwise 0."""
+    """The value of one unit in its last digit, if it has a decimal point or a mantissa with a power
+    of ten and so may be rounded; otherwise 0."""
     form: Form = "plain"
     is_percent: bool = False
     unit: str | None = None
-    """Its unit, where it is one that is known."""
+    """Its unit, if it is a known one."""
     is_division: bool = False
-    """Whether it is a fraction that comes out even, such as 10/2."""
+    """Whether it is a fraction with an integer value, such as 10/2."""
 
     @property
     def is_whole(self) -> bool:
@@ -161,7 +147,7 @@ class Numeral:
 
 @dataclass(slots=True)
 class _Unit:
-    """What stands behind a number, as far as it was read."""
+    """The text after a number, as far as it was parsed."""
 
     scale: int = 1
     is_percent: bool = False
@@ -171,14 +157,14 @@ class _Unit:
 
     @property
     def name(self) -> str | None:
-        """The unit, where it is one that is known."""
+        """The unit, if it is a known one."""
         return next(iter(self.names)) if len(self.names) == 1 else None
 
 
 def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
-    """The plain number that a tidied answer is, with or without a unit; `None` if it is none.
+    """A tidied answer as a plain number, with or without a unit; `None` if it is not one.
 
-    In a gold a unit of one letter, or a short word that is no known unit, is a variable: `2 m`.
+    In a gold a unit of one letter, or a short word that is not a known unit, is a variable: `2 m`.
     """
     if len(tidy) > _GREATEST_LENGTH:
         return None
@@ -208,6 +194,45 @@ def numeral(tidy: str, *, is_gold: bool = False) -> Numeral | None:
                 unit=unit.name,
             )
     return None
+
+
+def last_number(text: str) -> str | None:
+    r"""The last plain number in a text, as it is written there; `None` where there is none.
+
+    A line `#### 42`, as GSM8K ends its solutions, goes before other numbers. Digits that are part
+    of something else are no numbers: `x_2`, `3^4`, `\sqrt{25}`, `B12`, `3:30`, `2024-05-06`, `1,5`.
+
+    >>> last_number("She pays $2 for 9 eggs, so she makes $18. (Not bad!)")
+    '18'
+    >>> last_number("#### 18\nThat took me 3 steps.")
+    '18'
+    """
+    lines = text.splitlines()
+    marked = [line.partition("####")[2] for line in lines if line.lstrip().startswith("####")]
+    plain = [line for line in marked if not re.search("[A-Za-z]", line)]
+    for line in reversed([*lines, *plain]):
+        numbers = list(_numbers(without_text_commands(tidied(line))))
+        if numbers:
+            return numbers[-1]
+    return None
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """The plain numbers of a line, with their signs, and with a unit or percent sign attached."""
+    place = 0
+    while (start := _START.search(text, place)) is not None:
+        matches = (pattern.match(text, start.end()) for _, pattern in _FORMS)
+        found = next((match for match in matches if match is not None), None)
+        if found is None:
+            place = start.end() + 1
+            continue
+        place = found.end() - found[0].endswith(".")
+        number = text[start.start() : place]
+        attached = _ATTACHED.match(text, place)
+        if attached is not None:
+            number, place = number + attached[0], attached.end()
+        if _ENDS_INSIDE.match(text, place) is None and numeral(number) is not None:
+            yield number
 
 
 def _signed(text: str) -> tuple[int, str, str | None] | None:
@@ -247,7 +272,7 @@ def without_unit(tidy: str) -> str:
 
 
 def _number(groups: dict[str, str | None], form: Form) -> Numeral | None:
-    """The number of one form; `None` where it is out of all proportion, or makes no sense."""
+    """The number of one form; `None` if it is too large or malformed."""
     if form == "fraction":
         over, under = _integer(groups["over"]), _integer(groups["under"])
         mixed = groups["mixed"]
@@ -281,7 +306,7 @@ def _integer(digits: str | None) -> int:
 
 
 def _unit(text: str, *, is_gold: bool) -> _Unit | None:
-    """What stands behind a number, read to its end; `None` where that is more than a unit."""
+    """The text after a number, parsed to its end; `None` if it is more than a unit."""
     text = text.replace("per cent", "percent").replace("a.m", "am").replace("p.m", "pm")
     found = _Unit()
     place, ends_open = 0, False
@@ -340,7 +365,7 @@ def _take_sign(found: _Unit, token: re.Match[str]) -> bool:
 
 
 def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool) -> bool:
-    """Whether a word behind a number is a unit, or part of one, and no variable."""
+    """Whether a word after a number is a unit, or part of one, and not a variable."""
     lower = word.lower()
     if not _NO_UNIT.isdisjoint(lower.split("-")) or (is_first and lower in _NO_FIRST_WORD):
         return False
@@ -360,5 +385,5 @@ def _is_unit_word(word: str, *, is_attached: bool, is_gold: bool, is_first: bool
 
 
 def _is_initials(word: str) -> bool:
-    """Whether the word is two letters that can stand before another one: 3 DS games."""
+    """Whether the word is two capital letters that qualify another word: 3 DS games."""
     return len(word) == 2 and word.isupper() and word not in _ABBREVIATIONS

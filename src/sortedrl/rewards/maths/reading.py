@@ -1,11 +1,11 @@
-r"""Answers as they are written: the boxes of a response, one spelling for each text, its parts.
+r"""Parsing of answers: the boxes of a response, normalised text, and the parts of an answer.
 
-A box is complete when its braces balance, so an answer that was cut off is no answer. `\fbox` and
+A box is complete when its braces balance, so a truncated box is not an answer. `\fbox` and
 `\framebox` are boxes too, and so is a bare `\boxed 5`.
 
 `tidied` keeps the meaning and drops the layout: `\dfrac`, `\left(`, `$`, thin spaces and Unicode
-signs become the plain form, text stays in `\text{...}`. Every text is read a fixed number of
-times, left to right: white space is collapsed first, and no pattern can match one text in two ways.
+signs become the plain form, text stays in `\text{...}`. Every text is scanned a fixed number of
+times, left to right: white space is collapsed first, and no pattern can backtrack.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GREATEST_GAP = 200
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A complete box: where it stands, and where its content does."""
+    """A complete box: its position, and that of its content."""
 
     start: int
     end: int
@@ -47,13 +47,13 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a response answers."""
+    """The answer of a response."""
 
     joined: tuple[str, ...]
-    """The contents of the last complete box and of those before it, as far as nothing but commas,
-    `and` and `or` stands between them: each claims to be the answer, or a part of it."""
+    """The contents of the last complete box and of those before it, as long as only commas,
+    `and` and `or` are between them: each claims to be the answer, or a part of it."""
     near: tuple[str, ...]
-    """The contents of the last boxes that stand near each other, `joined` at their end."""
+    """The contents of the last boxes that are near each other, ending with `joined`."""
 
     @property
     def last(self) -> str:
@@ -64,7 +64,7 @@ class Answer:
 def boxed_answer(
     response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
 ) -> str | None:
-    r"""What stands in the last complete box; `None` where there is none.
+    r"""The content of the last complete box; `None` if there is none.
 
     >>> boxed_answer(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -78,10 +78,11 @@ def boxed_answer(
 def read_answer(
     response: str, *, after_thoughts: bool = True, is_prefilled: bool = False
 ) -> Answer | None:
-    """The boxes at the end of a response; `None` where there is none.
+    """The boxes at the end of a response; `None` if there is none.
 
-    After `</think>` only what follows counts, and thoughts that never end hold no answer;
-    `is_prefilled` says that the prompt ends in `<think>`. Both are off without `after_thoughts`.
+    Only text after the thoughts counts, and thoughts that never end contain no answer;
+    `is_prefilled` means that the prompt ends in `<think>`. With `after_thoughts` off, all text
+    counts.
     """
     text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
     boxes = _boxes(text)
@@ -93,6 +94,11 @@ def read_answer(
         joined=contents[-1 - _num_last(gaps, _is_separator) :],
         near=contents[-1 - _num_last(gaps, lambda gap: len(gap) <= _GREATEST_GAP) :],
     )
+
+
+def has_box(text: str) -> bool:
+    """Whether a box is begun in the text, complete or not."""
+    return any(token["box"] for token in _BOX_TOKEN.finditer(text))
 
 
 def _num_last(gaps: list[str], is_small: Callable[[str], bool]) -> int:
@@ -243,25 +249,25 @@ def tidied(answer: str) -> str:
 
 
 def folded(tidy: str) -> str:
-    """The tidied answer without text commands, idle braces and idle spaces.
+    """The tidied answer without text commands, redundant braces and redundant spaces.
 
-    A space between two digits is not idle: `1 1/2` is not `11/2`.
+    A space between two digits is not redundant: `1 1/2` is not `11/2`.
     """
     return _IDLE_SPACE.sub("", _ONE_IN_BRACES.sub(r"\1", _TEXT.sub(r"\1", tidy)))
 
 
 def spelled(tidy: str) -> str:
-    """The tidied answer as words are compared: small letters, no idle spaces, stops or quotes."""
+    """The tidied answer for comparison as words: lower case, no extra spaces, stops or quotes."""
     return _IDLE_SPACE.sub("", _MARKS.sub("", _TEXT.sub(r"\1", tidy))).casefold()
 
 
 def without_text_commands(tidy: str) -> str:
-    r"""The tidied answer with what stands in `\text{...}` set off by spaces."""
+    r"""The tidied answer with `\text{...}` replaced by its content between spaces."""
     return " ".join(_TEXT_COMMAND.sub(r" \1 ", tidy).split())
 
 
 def is_words(tidy: str) -> bool:
-    r"""Whether the answer is text and no formula: `\text{even}`, `Mrs. Hilt`, `3:30 p.m.`."""
+    r"""Whether the answer is text and not a formula: `\text{even}`, `Mrs. Hilt`, `3:30 p.m.`."""
     bare = _TEXT.sub(r" \1 ", tidy)
     if _MATHEMATICS.search(bare) or not re.search("[A-Za-z]", bare):
         return False
@@ -290,7 +296,7 @@ def without_thousands(tidy: str) -> str:
 
 
 def bracketed(tidy: str) -> tuple[str, list[str]] | None:
-    """The brackets of a tuple or an interval, such as `(]`, and what stands between its commas."""
+    """The brackets of a tuple or an interval, such as `(]`, and its elements."""
     if len(tidy) < 2 or tidy[0] not in "([" or tidy[-1] not in ")]":
         return None
     inside = tidy[1:-1]
@@ -299,7 +305,7 @@ def bracketed(tidy: str) -> tuple[str, list[str]] | None:
 
 
 def sides(tidy: str) -> list[str]:
-    r"""What stands between `=`, `\approx` and `\in` outside brackets."""
+    r"""The sides of `=`, `\approx` and `\in` outside brackets."""
     return _split(tidy, at="equals")
 
 
@@ -328,7 +334,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _split(text: str, *, at: str = "between") -> list[str]:
-    """What stands between the separators outside all brackets."""
+    """The text between the separators outside all brackets."""
     pieces, start = [], 0
     for piece, depth in _depths(text):
         if piece[at] and depth == 0:

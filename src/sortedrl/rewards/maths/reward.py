@@ -1,12 +1,12 @@
-r"""The reward of a mathematical answer: what stands in the last `\boxed{...}`, compared with gold.
+r"""The reward of a mathematical answer: the content of the last `\boxed{...}` against the gold.
 
-The fields of the prompt that count:
+Fields of the prompt:
 
     answer          the gold: text, a number, or a list of parts that must all be given
-    alternatives    other golds, each as good as the first
-    error           the absolute error that is allowed
+    alternatives    other golds, equally valid
+    error           the allowed absolute error
     is_measured     whether the gold is a measurement, so that whole numbers may be rounded
-    prompt          the question, so that an expression copied from it is seen
+    prompt          the question, to detect expressions copied from it
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 from sortedrl.rewards.maths.equality import Rules, Verdict, compare, compare_all, num_parts
-from sortedrl.rewards.maths.reading import Answer, read_answer, tidied
+from sortedrl.rewards.maths.numbers import last_number as number_at_end
+from sortedrl.rewards.maths.reading import Answer, has_box, read_answer, tidied
 from sortedrl.rewards.pool.score import NoScoreError
-from sortedrl.rewards.tags import starts_in_thoughts
+from sortedrl.rewards.tags import conclusion, starts_in_thoughts
 from sortedrl.types import Prompt
 
 _LONGEST_ANSWER = 2000
 
 
 class _OutOfTimeError(BaseException):
-    """The comparison took too long; no `except Exception` of a library may catch it."""
+    """The comparison timed out; not an `Exception`, so that no library catches it."""
 
 
 def math_reward(
@@ -41,24 +42,31 @@ def math_reward(
     relative_error: float = 1e-4,
     after_thoughts: bool = True,
     allow_unevaluated: bool = False,
+    last_number: bool = False,
     time_limit_seconds: float = 5.0,
 ) -> dict[str, float]:
-    r"""`right`, `wrong`, or `no_answer` where no box is complete; also `correct` and `answered`.
+    r"""`right`, `wrong`, or `no_answer` without a complete box; also `correct` and `answered`.
 
-    Where the gold is a plain number the answer must be one, and elsewhere it must be worked out as
-    far as the gold; `allow_unevaluated` takes any expression with the right value, as evaluations
-    in the field do. Where the gold is a list, the parts may stand in several boxes.
+    If the gold is a plain number the answer must be one, otherwise it must be evaluated as far as
+    the gold; `allow_unevaluated` accepts any expression with the right value, as most evaluations
+    do. If the gold is a list, its parts may be in several boxes.
 
-    A gold that math-verify cannot read counts only if the answer has the same text; then the part
-    `unread_gold` is 1. A row without a gold is an error. An answer that math-verify cannot read
-    is wrong, and so is one that takes longer than the limit; then the part `timed_out` is 1. The
-    limit needs the main thread: elsewhere the caller must have one.
+    With `last_number` a response without any box is scored by the last number in it (see
+    `numbers.last_number`), as GSM8K is usually evaluated; a box that was cut off is no answer.
+
+    If math-verify cannot parse the gold, only the same text is right, and the part `unread_gold`
+    is 1. A row without a gold is an error. An answer that math-verify cannot parse is wrong; so is
+    one that takes longer than the limit, with the part `timed_out` set to 1. The limit works in
+    the main thread only: elsewhere the caller needs its own.
     """
     golds = _golds(prompt)
     rules = _rules(prompt, relative_error=relative_error, allow_unevaluated=allow_unevaluated)
-    answer = read_answer(
-        response, after_thoughts=after_thoughts, is_prefilled=starts_in_thoughts(prompt)
-    )
+    is_prefilled = starts_in_thoughts(prompt)
+    text = conclusion(response, is_prefilled=is_prefilled) if after_thoughts else response
+    answer = read_answer(text, after_thoughts=False)
+    if answer is None and last_number and not has_box(text):
+        number = number_at_end(text)
+        answer = None if number is None else Answer((number,), (number,))
     if answer is None or not answer.last:
         return {"reward": no_answer, "correct": 0.0, "answered": 0.0}
     verdicts = []
@@ -84,8 +92,8 @@ def lowest_math_reward(options: Mapping[str, float]) -> float:
 def _compare(gold: str | list[str], answer: Answer, rules: Rules) -> Verdict:
     """Compare with the last box, or with several.
 
-    A list may be given in boxes that stand near each other. Where one thing is asked for, boxes
-    that are joined by `or` must all be right.
+    A list may be given in boxes that are near each other. If the gold is one value, boxes joined
+    by `or` must all be right.
     """
     golds = [gold] if isinstance(gold, str) else gold
     if len(golds) == 1 and num_parts(golds[0]) == 1:
@@ -114,7 +122,7 @@ def _is_too_long(boxes: Sequence[str]) -> bool:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise in the block when its time is over, where signals can be had and are not in use."""
+    """Raise in the block when its time is over, if a timer signal is available and unused."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
         yield
@@ -175,7 +183,7 @@ def _rules(prompt: Prompt, *, relative_error: float, allow_unevaluated: bool) ->
 
 
 def _question(prompt: Prompt) -> str:
-    """The text that was asked, of all messages but the system's."""
+    """The text of all user messages."""
     asked = prompt.fields.get("prompt")
     if isinstance(asked, Sequence) and not isinstance(asked, str):
         messages = [one for one in asked if isinstance(one, Mapping) and one.get("role") == "user"]

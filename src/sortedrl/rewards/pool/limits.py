@@ -1,13 +1,13 @@
-"""Process limits of rewards: everything a worker starts is found, measured and killed with it.
+"""Process limits of rewards: all processes that a worker starts are tracked and killed with it.
 
     pool ── guard ── worker ── what the reward starts
                └──── what it leaves behind: daemons, processes in sessions of their own
 
-On Linux every worker has a guard, a process that adopts whatever loses its parent below it. So
-everything a worker starts stays under its guard, and is killed when the worker ends, the pool
-releases it, or the pool's process is killed. The guard runs none of the reward's code.
+On Linux every worker has a guard, a subreaper process that adopts orphaned descendants. So all
+processes of a worker stay under its guard, and are killed when the worker ends, the pool releases
+it, or the pool's process is killed. The guard runs no code of the reward.
 
-A worker that kills its guard gets away: a reward is trusted, the answers it scores are not.
+A worker that kills its guard escapes: the reward is trusted, the answers it scores are not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 IS_GUARDED = sys.platform == "linux"
-"""Whether this system has what a guard needs."""
+"""Whether this system supports guards."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY = "/dev/shm/"
@@ -35,9 +35,10 @@ _LISTS_CHILDREN = (_PROC / "self" / "task" / str(os.getpid()) / "children").exis
 
 
 def guarded(descriptor: int) -> None:
-    """Go on in a child process; this one becomes its guard, and never returns.
+    """Fork; the child returns, and this process becomes its guard and never returns.
 
-    `descriptor` is the socket to the pool. When the pool closes it the guard kills everybody.
+    `descriptor` is the socket to the pool. When the pool closes it, the guard kills all
+    descendants.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = os.fork()
@@ -58,7 +59,7 @@ def guarded(descriptor: int) -> None:
 
 
 def _wait_for_descendants(root: int) -> None:
-    """Give those that end with their parent a moment: Python's one gives shared memory back."""
+    """Give processes that end with their parent a moment, such as Python's resource tracker."""
     for _ in range(_MOMENTS):
         if not any(map(_is_alive, _descendants(root))):
             return
@@ -66,9 +67,9 @@ def _wait_for_descendants(root: int) -> None:
 
 
 def kill_descendants(root: int) -> dict[int, int]:
-    """Kill all processes below one; gives the statuses of those that were our own children.
+    """Kill all descendants of a process; returns the statuses of our own children.
 
-    All are stopped before any is killed, so that none starts another meanwhile.
+    All are stopped before any is killed, so that none can start another one.
     """
     statuses: dict[int, int] = {}
     stopped: set[int] = set()
@@ -88,7 +89,7 @@ def kill_descendants(root: int) -> dict[int, int]:
                 if not pid:
                     break
                 statuses[pid] = status
-        # Seen twice, since a process that loses its parent can be missed once.
+        # Checked twice, since a process that is being reparented can be missed once.
         quiet_rounds = 0 if any(map(_is_alive, found)) else quiet_rounds + 1
         if quiet_rounds == 2:
             break
@@ -97,16 +98,16 @@ def kill_descendants(root: int) -> dict[int, int]:
 
 @dataclass(slots=True)
 class ProcessTree:
-    """A process with everything below it, and the files in shared memory that they made."""
+    """A process with its descendants, and the shared-memory files that they created."""
 
     root: int
     _files_before: frozenset[str] = field(default_factory=lambda: frozenset(_shared_files()))
     _files: dict[str, int] = field(default_factory=dict)
 
     def memory_bytes(self) -> int:
-        """Their private and shared memory; a page that several of them share counts once.
+        """Their private and shared memory; a shared page counts once.
 
-        Files in shared memory count even when nobody has them open any more.
+        Shared-memory files count even if no process has them open any more.
         """
         private = shared = 0
         open_files: dict[tuple[int, int], int] = {}
@@ -124,7 +125,7 @@ class ProcessTree:
         return private + max(shared, sum(open_files.values()))
 
     def remove_files(self) -> None:
-        """Remove the files in shared memory that they were seen to make."""
+        """Remove the shared-memory files that they were seen to create."""
         for path, inode in self._files.items():
             with suppress(OSError):
                 found = Path(path).stat()
@@ -153,7 +154,7 @@ def _shared_files() -> Iterator[str]:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """The processes below one, parents first."""
+    """The descendants of a process, parents first."""
     waiting = [root]
     while waiting:
         for child in _children(waiting.pop()):
@@ -175,7 +176,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    """What the system tells about the memory of a process, in bytes."""
+    """The memory counters of a process, in bytes."""
     with suppress(OSError):
         for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()[1:]:
             name, _, size = line.partition(":")
@@ -187,7 +188,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on; nothing for a process that is gone."""
+    """State, parent and so on; empty for a process that has ended."""
     with suppress(OSError):
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,8 +1,8 @@
-"""The reward pool: answers in, scores out in the order in which they are done.
+"""The reward pool: scores answers in worker processes, in order of completion.
 
-A thread of its own supervises the workers, so that scoring goes on while the engine generates.
-`submit` and `cancel` never wait. `PoolScorer` puts the pool behind the protocol of the loop: every
-complete answer is scored while others are generated.
+A supervisor thread runs the workers, so scoring continues while the engine generates. `submit` and
+`cancel` never block. `PoolScorer` implements the `Scorer` protocol of the loop on top of the pool:
+every complete answer is scored while others are generated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Self
 from sortedrl.config.train import RewardSettings
 from sortedrl.errors import RewardError, SortedRLError
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.rewards.pool.score import Call, Failure, Outcome, Score
+from sortedrl.rewards.pool.score import Call, CallResult, Failure, Score
 from sortedrl.rewards.pool.workers import WorkerGroup, WorkerStats
 from sortedrl.types import Key, Prompt, Scoring, Trajectory
 
@@ -34,7 +34,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(slots=True)
 class PoolStats:
-    """What the pool did so far."""
+    """Counters of the pool."""
 
     scored: int = 0
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class RewardPool:
         self._folder = folder
         self._changed = threading.Condition()
         self._news: deque[Call | int | tuple[int, ...]] = deque()
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, CallResult] = {}
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
         self._error: SortedRLError | None = None
@@ -83,7 +83,7 @@ class RewardPool:
             raise
 
     def submit(self, prompt: Prompt, response: str, *, sample_index: int = 0) -> int:
-        """Start to score an answer; gives its ticket."""
+        """Start scoring an answer; returns its ticket."""
         with self._changed:
             self._raise_error()
             if self._is_closing:
@@ -97,51 +97,51 @@ class RewardPool:
         return ticket
 
     def cancel(self, ticket: int) -> None:
-        """Forget an answer; nothing will come of it, and nobody waits for it."""
+        """Cancel an answer; it gets no result."""
         with self._changed:
-            self._outcomes.pop(ticket, None)
+            self._results.pop(ticket, None)
             if self._open.pop(ticket, None) is None:
                 return
             self._news.append(ticket)
         self._wake()
 
-    def completed(self) -> list[Outcome]:
-        """What is done and was not given out yet, in the order in which it was done."""
+    def completed(self) -> list[CallResult]:
+        """The results that were not returned yet, in order of completion."""
         with self._changed:
             self._raise_error()
-            outcomes = list(self._outcomes.values())
-            self._outcomes.clear()
-        return outcomes
+            results = list(self._results.values())
+            self._results.clear()
+        return results
 
-    def wait(self, tickets: Sequence[int]) -> list[Outcome]:
-        """The outcomes of these answers, in this order, once all are done; they go first."""
+    def wait(self, tickets: Sequence[int]) -> list[CallResult]:
+        """Wait for these answers; returns their results in this order. They get priority."""
         with self._changed:
-            unknown = [t for t in tickets if t not in self._open and t not in self._outcomes]
+            unknown = [t for t in tickets if t not in self._open and t not in self._results]
             if unknown:
-                raise ValueError(f"tickets {unknown} were cancelled, given out, or never submitted")
+                raise ValueError(f"tickets {unknown} were cancelled, returned, or never submitted")
             if self._open.keys() - set(tickets):
                 self._news.append(tuple(tickets))
                 self._wake()
             self._changed.wait_for(
-                lambda: self._error is not None or all(t in self._outcomes for t in tickets)
+                lambda: self._error is not None or all(t in self._results for t in tickets)
             )
             self._raise_error()
-            return [self._outcomes.pop(ticket) for ticket in tickets]
+            return [self._results.pop(ticket) for ticket in tickets]
 
     @property
     def failure_reward(self) -> float:
-        """What an answer gets whose scoring failed, where it gets a reward."""
+        """The reward of an answer whose scoring failed."""
         if self.settings.failure_reward is not None:
             return self.settings.failure_reward
         return min(0.0, self._lowest if self._lowest is not None else 0.0)
 
     @property
     def num_open(self) -> int:
-        """Answers submitted and not done yet."""
+        """Answers that are submitted and not done yet."""
         return len(self._open)
 
     def close(self) -> None:
-        """End the workers; what is not done is dropped."""
+        """Stop the workers; unfinished answers are dropped."""
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -160,7 +160,7 @@ class RewardPool:
         self.close()
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:
-        """The group delivers a score."""
+        """Record a score."""
         self.stats.scored += 1
         self.stats.seconds += seconds
         lowest = self._lowest_scored
@@ -168,7 +168,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds)
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
-        """The group delivers a failure: it is counted, written down and warned of."""
+        """Count and log a failure."""
         if call.ticket not in self._open:
             return
         self.stats.failures[failure] += 1
@@ -183,7 +183,7 @@ class RewardPool:
         self._done(call, score, seconds=seconds, failure=failure)
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
-        """The group delivers an exception of the function, or what is no score: the run stops."""
+        """Stop the run: the function raised an exception or returned an invalid score."""
         if self._error is not None:
             return
         call = calls[0]
@@ -206,7 +206,7 @@ class RewardPool:
     def _done(
         self, call: Call, score: Score | None, *, seconds: float, failure: Failure | None = None
     ) -> None:
-        outcome = Outcome(
+        result = CallResult(
             ticket=call.ticket,
             score=score,
             began=call.began,
@@ -216,7 +216,7 @@ class RewardPool:
         )
         with self._changed:
             if self._open.pop(call.ticket, None) is not None:
-                self._outcomes[call.ticket] = outcome
+                self._results[call.ticket] = result
                 self._changed.notify_all()
 
     def _stop(self, error: SortedRLError) -> None:
@@ -233,7 +233,7 @@ class RewardPool:
         try:
             os.write(self._wake_writer.fileno(), b".")
         except (BlockingIOError, OSError):
-            return  # it is awake, or gone
+            return  # it is awake, or has ended
 
     def _supervise(self) -> None:
         group = WorkerGroup(self._source, self.settings, self)
@@ -250,8 +250,8 @@ class RewardPool:
                         self._changed.notify_all()
         except SortedRLError as error:
             self._stop(error)
-        except Exception as error:  # noqa: BLE001  whoever waits for a score must not wait for ever
-            broken = RewardError(f"the reward pool cannot go on: {error!r}")
+        except Exception as error:  # noqa: BLE001  callers that wait for a score must be released
+            broken = RewardError(f"the reward pool failed: {error!r}")
             broken.__cause__ = error
             self._stop(broken)
         finally:
@@ -272,13 +272,14 @@ class RewardPool:
     def _consequence(self) -> str:
         if self.settings.on_failure == "skip":
             return "the answer gets no reward (reward.on_failure is 'skip')"
-        told = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
+        text = f"the answer gets the reward {self.failure_reward:g} (failure_reward)"
         if self._lowest_scored is not None and self.failure_reward > self._lowest_scored:
-            told += (
-                f", which is more than the {self._lowest_scored:g} that the function gave another: "
-                "set failure_reward to the reward of a wrong answer, so that failing does not pay"
+            text += (
+                f", which is more than the {self._lowest_scored:g} that the function gave another "
+                "answer: set failure_reward to the reward of a wrong answer, so that failing does "
+                "not pay"
             )
-        return told
+        return text
 
     def _write_failure(self, call: Call, failure: Failure) -> None:
         if self._folder is not None:
@@ -311,7 +312,7 @@ def _wake_pipe() -> tuple[Connection, Connection]:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """An answer at the pool, and when it came there: on the pool's clock and on the run's."""
+    """A submitted answer, and its submission time on the pool's clock and on the run's."""
 
     number: int
     pool_seconds: float
@@ -319,7 +320,7 @@ class _Ticket:
 
 
 class PoolScorer:
-    """Hands answers to a pool as text, and gives them back with their rewards."""
+    """Scores trajectories with a reward pool."""
 
     def __init__(
         self,
@@ -328,48 +329,48 @@ class PoolScorer:
         text: Callable[[Trajectory], str],
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text` is an answer as a person reads it, `seconds` the time of the run."""
+        """`text` decodes an answer, `seconds` is the clock of the run."""
         self._pool = pool
         self._text = text
         self._seconds = seconds
         self._tickets: dict[Key, _Ticket] = {}
 
     def submit(self, trajectory: Trajectory) -> None:
-        """Start to score a complete answer; never waits."""
+        """Start scoring a complete answer; never blocks."""
         number = self._pool.submit(
             trajectory.prompt, self._text(trajectory), sample_index=trajectory.sample_index
         )
         self._tickets[trajectory.key] = _Ticket(number, time.monotonic(), self._seconds())
 
     def cancel(self, trajectory: Trajectory) -> None:
-        """Forget an answer that will be renewed before it is trained on."""
+        """Cancel an answer that will be renewed before it is trained on."""
         ticket = self._tickets.pop(trajectory.key, None)
         if ticket is not None:
             self._pool.cancel(ticket.number)
 
     def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """Wait for these answers and give them back, in order, with their rewards.
+        """Wait for these answers; returns them in order with their rewards.
 
-        One that was not submitted, as after a restart, is submitted now.
+        Answers that were not submitted (after a restart) are submitted now.
         """
         for trajectory in trajectories:
             if trajectory.key not in self._tickets:
                 self.submit(trajectory)
         tickets = [self._tickets.pop(trajectory.key) for trajectory in trajectories]
-        outcomes = self._pool.wait([ticket.number for ticket in tickets])
+        results = self._pool.wait([ticket.number for ticket in tickets])
         return [
-            _scored(trajectory, ticket, outcome)
-            for trajectory, ticket, outcome in zip(trajectories, tickets, outcomes, strict=True)
+            _scored(trajectory, ticket, result)
+            for trajectory, ticket, result in zip(trajectories, tickets, results, strict=True)
         ]
 
 
-def _scored(trajectory: Trajectory, ticket: _Ticket, outcome: Outcome) -> Trajectory:
-    """The answer with its reward, if it got one."""
-    waited = max(0.0, outcome.began - ticket.pool_seconds)
+def _scored(trajectory: Trajectory, ticket: _Ticket, result: CallResult) -> Trajectory:
+    """The answer with its reward, if any."""
+    waited = max(0.0, result.began - ticket.pool_seconds)
     scoring = Scoring(
-        worker=outcome.worker, start=ticket.run_seconds + waited, seconds=outcome.seconds
+        worker=result.worker, start=ticket.run_seconds + waited, seconds=result.seconds
     )
-    if outcome.score is None:
+    if result.score is None:
         return replace(trajectory, scoring=scoring)
-    score = outcome.score
+    score = result.score
     return replace(trajectory, reward=score.reward, reward_parts=score.parts, scoring=scoring)

@@ -1,4 +1,4 @@
-"""The value that a reward function returns, checked; and the record of one call.
+"""Validation of the values that reward functions return; and the record of one call.
 
 A function may return a number, or named parts. A number may be of any type that has a float value,
 such as a numpy scalar or a tensor of one element:
@@ -6,11 +6,11 @@ such as a numpy scalar or a tensor of one element:
     {"format": 1.0, "answer": 2.0}                    the reward is the sum of the parts
     {"reward": 3.0, "length": 112, "correct": 1.0}    `reward` is the reward, the rest is logged
 
-A part named `correct` says whether the answer counts as right in an evaluation.
+A part named `correct` decides whether the answer counts as right in an evaluation.
 
 A batched function returns one of these for each answer, as a list, an array or a tensor, or it
-returns named parts with such a column each. A reward is finite and at most `LARGEST_REWARD` in
-size: one larger value would decide a whole update.
+returns named parts with such a column each. A reward must be finite and at most
+`LARGEST_REWARD` in magnitude: one larger value would dominate a whole update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
 class NoScoreError(ValueError):
-    """What a function returned is no reward."""
+    """A function returned an invalid reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Array(Protocol):
 
 
 def checked_score(returned: object) -> Score:
-    """The score a function returned; a `NoScoreError` says why it is none."""
+    """The score that a function returned; raises `NoScoreError` if it is not valid."""
     if not isinstance(returned, Mapping):
         return Score(_reward(returned, "a reward"))
     if not returned:
@@ -69,9 +69,9 @@ def checked_score(returned: object) -> Score:
 
 
 def values_of_batch(returned: object, num_answers: int) -> list[object]:
-    """What a batched function returned for each answer; a `NoScoreError` says why it is not that.
+    """The value for each answer that a batched function returned, not yet validated.
 
-    Each value is still to be checked.
+    Raises `NoScoreError` if there is not one value per answer.
     """
     if isinstance(returned, Mapping) and returned:
         columns = {name: values_of_batch(column, num_answers) for name, column in returned.items()}
@@ -128,15 +128,15 @@ def _number(value: object, what: str) -> float:
 
 
 Failure = Literal["timeout", "memory", "died"]
-"""A call that ran into its time limit, or twice into the memory limit or the end of its worker."""
+"""A call that timed out, or that twice exceeded the memory limit or ended its worker."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """An answer to be scored.
 
-    `crashes` counts the workers that died, or ran out of memory, over it: after the first it is
-    tried once more, alone.
+    `crashes` counts the workers that died or ran out of memory while scoring it: after the first,
+    it is retried once, alone.
     """
 
     ticket: int
@@ -145,27 +145,27 @@ class Call:
     response: str
     began: float = 0.0
     worker: int = 0
-    """The number of the worker that has it or had it last."""
+    """The number of the last worker that had it."""
     work: int = 0
-    """Numbers the calls of the function: answers that share one have the same."""
+    """Number of the function call; answers of one batch share it."""
     crashes: int = 0
     is_alone: bool = False
     is_cancelled: bool = False
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Its name in messages."""
         return f"answer {self.sample_index} to prompt {self.prompt.id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a call; `score` is `None` where the answer gets no reward."""
+class CallResult:
+    """The result of a call; `score` is `None` if the answer gets no reward."""
 
     ticket: int
     score: Score | None
     began: float
-    """When it was given to the worker, on the clock `time.monotonic`."""
+    """When it was sent to the worker, on the clock `time.monotonic`."""
     seconds: float
     worker: int
     failure: Failure | None = None

@@ -1,9 +1,9 @@
-"""A worker process: loads a reward function, scores the answers it is sent, and reports each.
+"""A worker process: loads a reward function, scores answers, and reports each result.
 
     parent -> worker    Setup, then Work after Work
     worker -> parent    Ready or Refused, then one Report for each answer, as it is done
 
-When the socket closes the worker ends at once, with everything it started.
+When the socket closes, the worker exits at once, with all processes it started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ending = Literal["raised", "no_score", "memory", "timeout"]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     source: RewardSource
     time_limit_seconds: float
@@ -50,12 +50,12 @@ class Ready:
 
     style: CallStyle
     lowest: float | None
-    """The lowest reward it says it gives."""
+    """The lowest reward that it gives, if known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The function cannot be used; `is_setting` if the address is wrong, not the code."""
+    """The function cannot be loaded; `is_setting` if the address is wrong, not the code."""
 
     message: str
     is_setting: bool
@@ -72,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What became of one answer: a score, or how the call ended without one."""
+    """The result for one answer: a score, or how the call ended without one."""
 
     ticket: int
     seconds: float
@@ -84,7 +84,7 @@ class Report:
 
 
 def main(descriptor: int) -> None:
-    """Serve the parent at the other end of the socket until it goes away."""
+    """Serve the parent at the other end of the socket until it closes."""
     if IS_GUARDED:
         guarded(descriptor)
     connection = Connection(descriptor)
@@ -168,13 +168,13 @@ async def _serve_async(
         except NoScoreError as error:
             _report_end(connection, work, began, "no_score", error)
         except TimeoutError as error:
-            # One of the user's own is not ours: it came before the limit.
+            # A TimeoutError of the user's code comes before the limit.
             is_ours = time.perf_counter() - began >= limit
             _report_end(connection, work, began, "timeout" if is_ours else "raised", error)
         except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
             _report_end(connection, work, began, "raised", error)
         except SystemExit:
-            os._exit(1)  # the thread that waits for work would keep the process alive
+            os._exit(1)  # the receiving thread would keep the process alive
         else:
             _report_scores(connection, work, began, returned, is_batched=is_batched)
 
@@ -192,7 +192,7 @@ def _arguments(work: Work, *, is_batched: bool) -> tuple[object, object]:
 def _report_scores(
     connection: Connection, work: Work, began: float, returned: object, *, is_batched: bool
 ) -> None:
-    """A report for each answer; what is no score is reported for the answer it was given to."""
+    """Report each answer; an invalid score is reported for its own answer."""
     num_answers = len(work.tickets)
     seconds = (time.perf_counter() - began) / num_answers
     try:
@@ -214,7 +214,7 @@ def _report_end(
 ) -> None:
     seconds, words = time.perf_counter() - began, str(error)
     if ending == "raised":
-        # The first frame is this module's: nobody wants to read it.
+        # The first frame is in this module: leave it out.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         words = "".join(traceback.format_exception(type(error), error, trace))
     for ticket in work.tickets:
@@ -224,7 +224,7 @@ def _report_end(
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Let the process grow by that much, so that one call cannot take the machine's memory."""
+    """Limit the memory that the process may allocate beyond what it uses now."""
     for used in _data_bytes():
         most = used + extra_bytes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -233,7 +233,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _data_bytes() -> Iterator[int]:
-    """The private memory of this process, where the system tells."""
+    """The private memory of this process, if the system reports it."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,12 +1,12 @@
-"""The group of worker processes: started, given work, measured, killed and replaced.
+"""The worker processes of a pool: start, dispatch, limits, kill and replace.
 
     waiting -> under way -> delivered          a score, or a failure
                  |  the worker died, or answers that shared a call failed together
                  v
-               alone -> under way -> delivered  tried once more, with a worker to itself
+               alone -> under way -> delivered  retried once, alone on a worker
 
-Every call that was accepted is delivered exactly once, unless it is cancelled or the function
-raises. A worker that dies, or is killed for a call that takes too long, is replaced.
+Every accepted call is delivered exactly once, unless it is cancelled or the function raises. A
+worker that dies, or is killed because a call timed out, is replaced.
 `WorkerGroup` is used by one thread, without locks.
 """
 
@@ -35,7 +35,7 @@ from sortedrl.rewards.pool.score import Call, Failure, Score
 from sortedrl.rewards.pool.worker import Ready, Refused, Report, Setup, Work
 
 _LOAD_SECONDS = 300.0
-_GRACE_SECONDS = 1.0  # an async worker ends its overdue calls itself; and for cancelled calls
+_GRACE_SECONDS = 1.0  # async workers time out their own calls; also for cancelled calls
 _MEASURE_SECONDS = 0.2
 
 
@@ -50,7 +50,7 @@ Said = Ready | Refused | Report
 
 
 class WorkerLostError(Exception):
-    """The process is gone, or does not listen."""
+    """The process has ended, or does not receive."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,21 +63,21 @@ class WorkerProcess:
     connection: Connection
     tree: ProcessTree
     under_way: list[int] = field(default_factory=list)
-    """Tickets of the answers it is scoring."""
+    """Tickets of the answers being scored."""
     style: CallStyle | None = None
     """How its function is called; `None` until it is loaded."""
     is_ending: bool = False
-    """It ran out of memory and ends by itself: it is given no more work."""
+    """It ran out of memory and is exiting: it gets no more work."""
     loaded_bytes: int = 0
-    """The memory it took to load it."""
+    """Memory in use after loading."""
     began: float = 0.0
-    """When it was started, or given the oldest of its present work."""
+    """When it was started, or got the oldest of its current work."""
 
     @classmethod
     def start(cls, setup: Setup, *, number: int, now: float) -> WorkerProcess:
-        """A new process, in a group of its own, that loads the function."""
+        """A new process, in its own process group, that loads the function."""
         ours, theirs = socket.socketpair()
-        # A worker whose socket stays full does not listen any more: do not wait for it for ever.
+        # A worker whose socket stays full no longer receives: do not block on it.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         path = [part or str(Path.cwd()) for part in sys.path]
         # One thread each: the engine needs the other cores.
@@ -88,7 +88,7 @@ class WorkerProcess:
                 [sys.executable, "-c", boot],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints must not get between the results of a command
+                stdout=2,  # output of a reward must not mix with the output of a command
                 start_new_session=True,
                 env=environment,
             )
@@ -98,14 +98,14 @@ class WorkerProcess:
         return worker
 
     def send(self, work: Work) -> None:
-        """Give it work; `WorkerLostError` if it cannot take it."""
+        """Send work; raises `WorkerLostError` if that fails."""
         try:
             self.connection.send(work)
         except OSError as error:
             raise WorkerLostError from error
 
     def said(self) -> Sequence[Said]:
-        """Everything it said since; `WorkerLostError` once it is gone."""
+        """All messages received since; raises `WorkerLostError` once it has ended."""
         heard: list[Said] = []
         try:
             while self.connection.poll():
@@ -116,17 +116,17 @@ class WorkerProcess:
         return heard
 
     def grown_bytes(self) -> int:
-        """The memory it takes with everything it started, beyond what loading the function took."""
+        """Memory of the process tree, beyond what loading the function took."""
         return self.tree.memory_bytes() - self.loaded_bytes if IS_GUARDED else 0
 
     def hang_up(self) -> None:
-        """Close the socket: the guard kills everything, and ends."""
+        """Close the socket: the guard kills the process tree and exits."""
         if IS_GUARDED:
             self.tree.memory_bytes()  # the last look at its files in shared memory
         self.connection.close()
 
     def end(self) -> int:
-        """Kill it with everything it started, and give its exit status."""
+        """Kill the process tree; returns the exit status."""
         self.hang_up()
         if IS_GUARDED:
             with suppress(subprocess.TimeoutExpired):
@@ -140,21 +140,21 @@ class WorkerProcess:
 
 
 class Delivery(Protocol):
-    """Where the group brings what it did."""
+    """Receives the results of the group."""
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:
-        """The function gave a score."""
+        """The function returned a score."""
 
     def failed(self, call: Call, failure: Failure, *, seconds: float, detail: str) -> None:
-        """The call came to nothing."""
+        """The call failed."""
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
-        """The function raised for one of these, or gave something that is no score."""
+        """The function raised for one of these, or returned an invalid score."""
 
 
 @dataclass(slots=True)
 class WorkerStats:
-    """What happened to the workers."""
+    """Counters of the workers."""
 
     started: int = 0
     killed: int = 0
@@ -185,7 +185,7 @@ class WorkerGroup:
         self._num_works = 0
         self._next_measure = 0.0
         self.lowest: float | None = None
-        """The lowest reward that the function says it gives, once it is loaded."""
+        """The lowest reward that the function gives, if known, once it is loaded."""
 
     def start(self) -> None:
         """Start the workers; they are not ready yet."""
@@ -202,20 +202,20 @@ class WorkerGroup:
         self._waiting.append(call)
 
     def cancel(self, ticket: int) -> None:
-        """Drop an answer; if it is being scored, what comes of it is ignored."""
+        """Drop an answer; if it is being scored, its result is ignored."""
         call = self._calls.get(ticket)
         if call is not None:
             call.is_cancelled = True
 
     def hurry(self, tickets: Sequence[int]) -> None:
-        """Somebody waits for these: they go before the others."""
+        """Give these priority: a caller is waiting for them."""
         wanted = set(tickets)
         first = [call for call in self._waiting if call.ticket in wanted]
         rest = [call for call in self._waiting if call.ticket not in wanted]
         self._waiting = deque([*first, *rest])
 
     def turn(self, wake: Connection) -> None:
-        """Hand out work, then sleep until somebody has something to say or a limit is reached."""
+        """Dispatch work, then wait until a message arrives or a limit is reached."""
         self._hand_out()
         by_connection = {worker.connection: worker for worker in self._workers}
         for found in wait([wake, *by_connection], self._seconds_to_limit()):
@@ -225,7 +225,7 @@ class WorkerGroup:
         self._fill_up()
 
     def end(self) -> None:
-        """Kill everybody."""
+        """Kill all workers."""
         for worker in self._workers:
             worker.hang_up()
         for worker in self._workers:
@@ -239,14 +239,14 @@ class WorkerGroup:
             time_limit_seconds=self._settings.time_limit_seconds,
             memory_bytes=None if memory is None else int(memory * (1 << 30)),
         )
-        # whoever replaces a worker takes over its number
+        # a replacement gets the number of the worker it replaces
         missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
         for number in sorted(missing):
             self._workers.append(WorkerProcess.start(setup, number=number, now=self._clock()))
             self.stats.started += 1
 
     def _hand_out(self) -> None:
-        """Give work to whoever has the least, until nobody can take more or nothing waits."""
+        """Dispatch to the least loaded workers until all are busy or nothing waits."""
         while self._waiting or self._alone:
             for worker in sorted(self._workers, key=lambda worker: len(worker.under_way)):
                 if calls := self._work_for(worker):
@@ -341,7 +341,7 @@ class WorkerGroup:
             )
         elif report.ending == "memory":
             self._crashed(call, "memory", self._too_much())
-        elif is_shared:  # which of them is to blame cannot be seen
+        elif is_shared:  # the answer at fault is unknown
             self._retry_alone(call)
         else:
             self._fail(call, "timeout", self._too_long())
@@ -351,7 +351,7 @@ class WorkerGroup:
             self._kill(worker)
 
     def _crashed(self, call: Call, failure: Failure, detail: str) -> None:
-        """A worker was lost over this answer, and perhaps others: it is tried once more, alone."""
+        """A worker was lost while scoring this answer: it is retried once, alone."""
         call.crashes += 1
         if call.crashes > 1:
             self._fail(call, failure, detail)
@@ -374,7 +374,7 @@ class WorkerGroup:
         self._alone.append(call)
 
     def _lost(self, worker: WorkerProcess) -> None:
-        """A worker is gone: its answers are tried once more, each alone."""
+        """A worker has ended: each of its answers is retried once, alone."""
         calls = self._dismissed(worker)
         status = worker.end()
         if worker.style is None:
@@ -409,13 +409,13 @@ class WorkerGroup:
                 for ticket in worker.under_way
             ):
                 self._end_overdue(worker)
-            elif self._is_in_the_way(worker, now):
+            elif self._is_blocking(worker, now):
                 self._dismissed(worker)
                 self._kill(worker)
         self._enforce_memory(now)
 
     def _enforce_memory(self, now: float) -> None:
-        """End workers that take too much together with what they started."""
+        """Kill workers whose process tree exceeds the memory limit."""
         limit = self._settings.memory_gib
         if limit is None or now < self._next_measure:
             return
@@ -428,10 +428,10 @@ class WorkerGroup:
                     self._crashed(call, "memory", self._too_much())
 
     def _end_overdue(self, worker: WorkerProcess) -> None:
-        """A call takes too long.
+        """A call timed out.
 
-        Where others are under way too, any of them may be to blame: one that shares its call, or an
-        async one that does not let the others go on. Then each is tried again alone.
+        If others are running too, any of them may be at fault: one in the same batch, or an async
+        one that blocks the others. Then each is retried alone.
         """
         is_shared = len(worker.under_way) > 1
         calls = self._dismissed(worker)
@@ -442,11 +442,11 @@ class WorkerGroup:
             else:
                 self._fail(call, "timeout", self._too_long())
 
-    def _is_in_the_way(self, worker: WorkerProcess, now: float) -> bool:
-        return self._could_be_in_the_way(worker) and now >= worker.began + _GRACE_SECONDS
+    def _is_blocking(self, worker: WorkerProcess, now: float) -> bool:
+        return self._could_block(worker) and now >= worker.began + _GRACE_SECONDS
 
-    def _could_be_in_the_way(self, worker: WorkerProcess) -> bool:
-        """Whether a worker is only busy with answers nobody wants, while others wait."""
+    def _could_block(self, worker: WorkerProcess) -> bool:
+        """Whether a worker is only busy with cancelled answers while others wait."""
         return (
             bool(worker.under_way)
             and bool(self._waiting or self._alone)
@@ -468,7 +468,7 @@ class WorkerGroup:
             if worker.style is None:
                 moments.append(worker.began + _LOAD_SECONDS)
                 continue
-            if self._could_be_in_the_way(worker):
+            if self._could_block(worker):
                 moments.append(worker.began + _GRACE_SECONDS)
             limit = self._limit(worker.style)
             moments += [self._calls[ticket].began + limit for ticket in worker.under_way]

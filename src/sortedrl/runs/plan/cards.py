@@ -78,7 +78,7 @@ class Card:
         bandwidth = _HOST_BANDWIDTH if layout.offload else layout.devices * self.bandwidth
         return replace(
             costs,
-            hand_over_seconds=0.0 if layout.devices == 1 else costs.hand_over_seconds,
+            weight_sync_seconds=0.0 if layout.devices == 1 else costs.weight_sync_seconds,
             update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
         )
 

@@ -14,7 +14,7 @@ from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.core.buffer import open_group
 from sortedrl.runs.plan.cards import Card, Demand
 from sortedrl.runs.plan.memory import MemoryPlan
-from sortedrl.simulate.compare import Outcome, simulate
+from sortedrl.simulate.compare import SimulationResult, simulate
 from sortedrl.simulate.costs import Costs, CostSettings
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.simulate.settings import Simulation
@@ -169,7 +169,7 @@ def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
     )
 
 
-def _hours(outcome: Outcome, course: SchedulePlan) -> float:
+def _hours(outcome: SimulationResult, course: SchedulePlan) -> float:
     run = outcome.metrics.run
     return run.seconds / run.trajectories * course.trajectories / 3600
 
@@ -204,7 +204,7 @@ def _simulation(
 
 
 def _course(
-    outcome: Outcome, *, num_rows: int, epochs: int, max_updates: int | None
+    outcome: SimulationResult, *, num_rows: int, epochs: int, max_updates: int | None
 ) -> SchedulePlan:
     simulation, metrics = outcome.simulation, outcome.metrics
     schedule, prompts = simulation.schedule, num_rows * epochs

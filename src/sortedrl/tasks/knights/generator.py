@@ -1,10 +1,10 @@
 """Puzzles with exactly one solution, drawn from a seed.
 
-Every puzzle belongs to the split asked for, and no two of one call share a canonical key.
+All puzzles belong to the requested split, and no two of one call share a canonical key.
 The first puzzles of a longer call are those of a shorter one.
 
 A solution is drawn first, then a form for each speaker, then statements of that form until one
-fits the speaker's role: so knights and knaves, and the forms of both, come out about even.
+fits the speaker's role: so knights and knaves, and their forms, are about equally frequent.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Shape:
     """What statements look like."""
 
     forms: tuple[Form, ...] = FORMS
-    """Forms that statements, and their parts, may have; claims inside others are always there."""
+    """Allowed forms of statements and their parts; claims inside others are always allowed."""
     width: int = 2
     """Most parts of an and, and of an or."""
     depth: int = 1
     """Most connectives on the way down to a claim: 1 joins claims, 2 joins such joins."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         require(bool(self.forms), f"knights.forms must name at least one of {', '.join(FORMS)}")
         for form in self.forms:
             require(form in FORMS, unknown_name("form", form, FORMS))
@@ -82,7 +82,7 @@ def generate(
     test_share: float = 0.1,
     advance: Callable[[], None] | None = None,
 ) -> list[Puzzle]:
-    """`count` different puzzles; a `ConfigError` if so many cannot be found.
+    """`count` different puzzles; raises `ConfigError` if there are not so many.
 
     `advance` is called for each.
     """
@@ -96,7 +96,7 @@ def generate(
     keys: set[str] = set()
     tries = fruitless = 0
     while len(found) < count:
-        # The more are known, the longer the wait for one of the few that are left.
+        # The more are known, the longer it takes to find one of the few that are left.
         if fruitless > _FRUITLESS_TRIES + 20 * len(keys):
             raise ConfigError(
                 f"{count} different {split} puzzles with {people} people were asked for, but only "
@@ -123,7 +123,7 @@ def generate(
 class _Draw:
     """Draws puzzles; of the generator's methods only `random` is used.
 
-    Its other methods may give something else in another version of Python.
+    Its other methods may differ between Python versions.
     """
 
     def __init__(self, generator: random.Random, shape: Shape, people: int) -> None:
@@ -133,7 +133,7 @@ class _Draw:
         self._inner_forms = tuple(form for form in shape.forms if form != "claim")
 
     def puzzle(self) -> Puzzle | None:
-        """A puzzle with one solution, or `None` where this try did not give one."""
+        """A puzzle with one solution, or `None` if this try failed."""
         solution = tuple(self._random() < 0.5 for _ in range(self._people))
         number = number_of(solution)
         statements: list[Statement] = []
@@ -188,7 +188,7 @@ class _Draw:
 
 
 def _says_something(statement: Statement, truth: int, speaker: int, people: int) -> bool:
-    """Whether a speaker tells us anything by it, and every word of it counts."""
+    """Whether the statement has information, and no part of it is redundant."""
     own = knight_sets(people)[speaker]
     if truth == own or truth == everything(people) ^ own:
         return False
@@ -196,7 +196,7 @@ def _says_something(statement: Statement, truth: int, speaker: int, people: int)
 
 
 def _every_part_counts(statement: Statement, truth: int, people: int) -> bool:
-    """Whether everyone mentioned matters, and no part of an `and` or `or` could be left out."""
+    """Whether everyone mentioned matters, and no part of an `and` or `or` is redundant."""
     if isinstance(statement, Claim):
         return True
     knights = knight_sets(people)

@@ -12,9 +12,9 @@ person 0 changes fastest. A statement is the set of the numbers under which it i
 
 Two puzzles have the same canonical key exactly if renaming and reordering the people, and
 reordering the parts of `and`, `or` and `<=>`, turns one into the other. People are coloured by what
-they say and by who speaks of them, until the colours are stable. Where people still share a colour,
-each of them is singled out in turn, and the smallest text that results is the key. People whose
-exchange changes nothing stand for each other, so puzzles full of symmetry stay quick as well.
+they say and by who speaks of them, until the colours are stable (colour refinement). If people
+still share a colour, each of them is individualised in turn, and the smallest text is the key.
+Interchangeable people are tried only once, so symmetric puzzles are fast too.
 """
 
 from __future__ import annotations
@@ -287,11 +287,11 @@ def split_of_key(key: str, test_share: float) -> Split:
 
 
 def require_share(test_share: float) -> None:
-    """Refuse a share that leaves one of the splits empty, or next to empty."""
+    """Refuse a share that leaves one of the splits almost empty."""
     require(
         0.001 <= test_share <= 0.999,
-        f"knights.test_share must lie in 0.001..0.999, got {test_share}; without a test set, keep "
-        "any share and train on the split 'train'",
+        f"knights.test_share must lie in 0.001..0.999, got {test_share}; if you need no "
+        "test set, keep the default and use the split 'train'",
     )
 
 

@@ -1,8 +1,8 @@
 """Rows of Knights and Knaves: generated, in words or compact, or from published Parquet files.
 
-Generated rows go round the numbers of people, so every stretch of them is spread evenly over the
+Generated rows cycle through the numbers of people, so every range of rows is spread evenly over the
 levels. The same settings give the same rows, and rows of `train` and `test` never share a puzzle,
-not even under other names, whatever their seeds and counts.
+not even under other names, for any seeds and counts.
 
 The prompt of a published row is made from its column `quiz`; ready-made prompts in the file are
 ignored. Every row is checked: its solution must be the only one of its statements.
@@ -51,9 +51,9 @@ class KnightsSettings:
     count: int = 1000
     """Puzzles in all, spread evenly over the numbers of people."""
     seed: int = 0
-    """Another seed gives other puzzles."""
+    """Seed of the puzzles."""
     split: Split = "train"
-    """Which part of all puzzles to draw from; the two have no puzzle in common."""
+    """train or test; the two have no puzzle in common."""
     test_share: float = 0.1
     """Share of all puzzles that belongs to test; keep it the same for both splits."""
     forms: tuple[Form, ...] = FORMS
@@ -66,13 +66,13 @@ class KnightsSettings:
     """words: English sentences and a chat prompt.
     compact: a few symbols, for a tiny model trained from scratch."""
     haste: float = 0.0
-    """Style compact only: the chance that the teacher of the responses gives up after a failed
-    try, and answers wrongly. Who imitates such a teacher has much to learn from rewards."""
+    """Style compact only: probability that a worked response gives up after a failed try and
+    answers wrongly. A model that imitates such responses can improve by rewards."""
     roles: tuple[str, str] = ("knight", "knave")
     """The words for those who tell the truth and those who lie; style words only."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Check the values."""
         low, high = self.people
         require(
             MIN_PEOPLE <= low <= high <= MAX_PEOPLE,
@@ -89,7 +89,7 @@ class KnightsSettings:
         require(
             self.style == "words" or self.roles == ("knight", "knave"),
             f"knights.roles needs style 'words', got {' and '.join(self.roles)} with style "
-            "'compact', which has letters instead; leave roles out",
+            "'compact', which uses letters instead; leave roles out",
         )
         require(
             0 <= self.haste < 1 and (self.haste == 0 or self.style == "compact"),
@@ -108,9 +108,9 @@ class KnightsSettings:
 def knights_rows(
     settings: KnightsSettings, *, advance: Callable[[float], None] | None = None
 ) -> list[Row]:
-    """The rows of these settings; a `ConfigError` if there are not so many different puzzles.
+    """The rows of these settings; raises `ConfigError` if there are not so many puzzles.
 
-    `advance` is told what share of them is there.
+    `advance` receives the share that is done.
     """
     low, high = settings.people
     number_found = itertools.count(1)
@@ -147,7 +147,7 @@ def row_in_words(
     text: str,
     place: str,
 ) -> Row:
-    """A row that asks a language model for the solution of the puzzle the text words."""
+    """A row that asks a language model for the solution of the puzzle in the text."""
     system = _SYSTEM.format(a_knight=roles.a(True))
     return Row(
         prompt=({"role": "system", "content": system}, {"role": "user", "content": text}),
@@ -201,8 +201,8 @@ _Value = TypeVar("_Value")
 def published_rows(path: Path, *, split: Split | None = None) -> list[Row]:
     """The rows of a Parquet file, or of all such files in a folder and the folders inside it.
 
-    Of a folder the files whose names begin with another split than `split` are left out.
-    Their place is `file:row`, with rows counted from 1.
+    In a folder, files whose names begin with another split than `split` are skipped.
+    The place of a row is `file:row`, with rows counted from 1.
     """
     if not path.is_dir():
         return _rows(path)
@@ -214,8 +214,8 @@ def published_rows(path: Path, *, split: Split | None = None) -> list[Row]:
     if not files:
         raise DataError(
             path,
-            f"must hold files of the split {split!r}, found only {found[0].name} and the like; "
-            f"write split={others[0]} to take them all the same",
+            f"must hold files of the split {split!r}, found only others such as {found[0].name}; "
+            f"write split={others[0]} to use them anyway",
         )
     return [row for file in files for row in _rows(file)]
 
@@ -237,7 +237,7 @@ def _checked_row(record: Mapping[str, object], place: str) -> Row:
     puzzle = parse_puzzle(_value(record, "statements", str))
     if not puzzle.people == len(names) == len(solution):
         raise ValueError(
-            "names, solution and statements must be as many as there are people, got "
+            "names, solution and statements must have one entry per person, got "
             f"{len(names)}, {len(solution)} and {puzzle.people}"
         )
     if len(set(names)) < len(names):
@@ -255,7 +255,7 @@ def _checked_row(record: Mapping[str, object], place: str) -> Row:
 
 
 def _value(record: Mapping[str, object], column: str, kind: type[_Value]) -> _Value:
-    """A value of the row; a `TypeError` where it is missing or of another type."""
+    """A value of the row; raises `TypeError` if it is missing or of another type."""
     if column not in record:
         raise TypeError(unknown_name("column", column, record))
     value = record[column]

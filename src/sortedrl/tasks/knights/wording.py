@@ -1,17 +1,16 @@
-"""A puzzle in plain English: its people, its statements, its solution, and a way to find it.
+"""A puzzle in plain English: its people, its statements, its solution, and a worked response.
 
-No name is a part of another, so that a name found in a text is always the person meant.
+No name is a substring of another, so that a name in a text is unambiguous.
 
-The words determine the puzzle: `reading.read_puzzle` gives it back, part by part.
+The text determines the puzzle: the tests parse it back.
 Claims joined once are worded plainly (`Ada is a knight and Bruno is a knave`).
-Inside another statement a join says first what it joins and how many parts follow
-(`both ... and ...`, `at least one of these three holds: ...`), so that no reader has to guess
-where it ends.
+A nested join first states its kind and the number of its parts (`both ... and ...`, `at least one
+of these three holds: ...`), so its end is unambiguous.
 
-A trace, to be imitated before reinforcement learning starts, gives people roles in turn, knight
-first. As soon as a speaker's role and words cannot both stand, whatever the others are, the last
-role is taken back. So each line follows from the roles it names and one statement, and hard puzzles
-take many more lines than easy ones.
+A trace, for supervised training before reinforcement learning, assigns roles in turn, knight first.
+As soon as a speaker's role contradicts their statement, whatever the others are, the last role is
+revoked (backtracking). So each line follows from the roles it names and one statement, and hard
+puzzles take many more lines than easy ones.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ class Roles:
     lying: str = "knave"
 
     def __post_init__(self) -> None:
-        """Refuse words that a text could not tell apart."""
+        """Refuse words that a text could not distinguish."""
         for word in (self.truthful, self.lying):
             require(
                 re.fullmatch(r"[a-z]+", word) is not None,
-                f"knights.roles must be two nouns, each one word in small letters, got {word!r}",
+                f"knights.roles must be two nouns, each one word in lower case, got {word!r}",
             )
         require(
             self.truthful not in self.lying and self.lying not in self.truthful,
-            "knights.roles must be two words of which none is a part of the other, got "
+            "knights.roles must be two words, neither of them part of the other, got "
             f"{self.truthful!r} and {self.lying!r}",
         )
 
@@ -139,7 +138,7 @@ _QUESTIONS = (
 
 
 def quiz(puzzle: Puzzle, names: Sequence[str], *, roles: Roles = KNIGHTS, seed: int = 0) -> str:
-    """The puzzle as a text; the seed picks among ways to say the same."""
+    """The puzzle as a text; the seed picks among equivalent wordings."""
     generator = random.Random(seed)
     words = {
         "knight": roles.truthful,
@@ -164,7 +163,7 @@ def quiz(puzzle: Puzzle, names: Sequence[str], *, roles: Roles = KNIGHTS, seed: 
 
 
 def phrase(statement: Statement, names: Sequence[str], *, roles: Roles = KNIGHTS) -> str:
-    """What somebody says, without a capital or a full stop."""
+    """A statement in words, without a capital or a full stop."""
     if _is_plain(statement) or isinstance(statement, Claim):
         return _inner(statement, names, roles)
     parts = [_inner(part, names, roles) for part in statement.parts]
@@ -201,7 +200,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def _inner(statement: Statement, names: Sequence[str], roles: Roles) -> str:
-    """The statement in words that show where it ends, whatever follows."""
+    """The statement in words that show where it ends."""
     if isinstance(statement, Claim):
         return f"{names[statement.person]} is {roles.a(statement.is_knight)}"
     first, *others = statement.parts
@@ -228,7 +227,7 @@ def _inner(statement: Statement, names: Sequence[str], roles: Roles) -> str:
 
 
 def _enumerated(statement: Compound, parts: Sequence[str]) -> str:
-    """The parts after a colon; semicolons set them apart where they have commas of their own."""
+    """The parts after a colon, separated by semicolons if they contain commas."""
     word = "or" if statement.kind == "or" else "and"
     if all(map(_is_plain, statement.parts)):
         return _joined(parts, word)
@@ -264,14 +263,14 @@ _OPENING = "I give out roles one person at a time, and take the last one back if
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The roles of the first people, and the speaker whose words rule them out, if one does."""
+    """The roles of the first people, and the speaker whose statement rules them out, if any."""
 
     roles: Assignment
     ruled_out_by: int | None
 
 
 def steps(puzzle: Puzzle) -> Iterator[Step]:
-    """Everything tried, in order, up to the first solution; a `ValueError` if there is none."""
+    """All steps up to the first solution; raises `ValueError` if there is none."""
     fitting = [fitting_set(puzzle, speaker) for speaker in range(puzzle.people)]
     if not (yield from _steps((), everything(puzzle.people), fitting)):
         raise ValueError(f"a puzzle must have a solution to be explained, got {puzzle.text}")
@@ -295,7 +294,7 @@ def trace(puzzle: Puzzle, names: Sequence[str], *, roles: Roles = KNIGHTS) -> st
 
 
 def _steps(given: Assignment, possible: int, fitting: list[int]) -> Generator[Step, None, bool]:
-    """Tries both roles of the next person; its result says whether a solution was reached."""
+    """Try both roles of the next person; returns whether a solution was reached."""
     people, person = len(fitting), len(given)
     if person == people:
         return True

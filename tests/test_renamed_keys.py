@@ -1,0 +1,60 @@
+"""Keys of older versions: refused in files and in flags, with the new name."""
+
+import pytest
+
+from sortedrl.cli import arguments
+from sortedrl.cli.train import _given
+from sortedrl.config import toml
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.toml import settings_over
+from sortedrl.config.train import TrainSettings
+from sortedrl.errors import ConfigError, DataError
+
+RENAMED = {"cluster.old_workers": "cluster.rollout_workers", "places": "[cluster]: set its kind"}
+
+
+@pytest.fixture(autouse=True)
+def _renamed(monkeypatch):
+    monkeypatch.setattr(toml, "RENAMED_KEYS", RENAMED)
+    monkeypatch.setattr(arguments, "RENAMED_KEYS", RENAMED)
+
+
+def test_an_old_key_in_a_file_is_refused_with_the_new_one(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(DataError, match=r"cluster\.old_workers is now cluster\.rollout_workers;"):
+        settings_over(TrainSettings(), {"cluster": {"old_workers": 2}}, path=path)
+    with pytest.raises(DataError, match=r"cluster\.old_workers is now cluster\.rollout_workers;"):
+        settings_over(Cluster(), {"old_workers": 2}, path=path, section="cluster.")
+
+
+def test_an_old_section_in_a_file_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(DataError, match=r"places is now \[cluster\]: set its kind; change it"):
+        settings_over(TrainSettings(), {"places": {"number": 2}}, path=tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--cluster.old-workers", "2"], "--cluster.old-workers is now --cluster.rollout-workers;"),
+        (["--cluster.old_workers=2"], "--cluster.old-workers is now --cluster.rollout-workers;"),
+        (["--places.number", "2"], r"places is now \[cluster\]: set its kind"),
+        (["--places.no-number"], r"places is now \[cluster\]: set its kind"),
+    ],
+)
+def test_an_old_flag_is_refused_with_the_new_one(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        _given(flags)
+
+
+def test_a_flag_without_its_section_is_known_too():
+    from sortedrl.cli.cluster import run
+
+    with pytest.raises(ConfigError, match="--old-workers is now --rollout-workers;"):
+        run(["check", "--old-workers", "2"])
+
+
+def test_what_was_never_a_key_is_unknown(tmp_path):
+    with pytest.raises(DataError, match=r"unknown key 'cluster\.older_workers'"):
+        settings_over(
+            TrainSettings(), {"cluster": {"older_workers": 2}}, path=tmp_path / "run.toml"
+        )
