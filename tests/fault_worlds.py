@@ -204,6 +204,13 @@ class Run(Family):
         """What it has said to the person who waits."""
         return self._log.read_text()
 
+    def says(self, words, *, seconds=120):
+        """Whether it says this; after a kill another process says how to resume."""
+        end = time.monotonic() + seconds
+        while words not in self.err and time.monotonic() < end:
+            time.sleep(0.05)
+        return words in self.err
+
     @property
     def updates(self):
         """Updates that are written down."""
