@@ -215,7 +215,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
     assert "mean@1" in printed
     assert "before against after, paired by prompt" in printed
     assert "note: before" in printed
-    assert "only 0.0 % of the responses give an answer in the form asked for" in printed
+    assert "only 0.0 % of the responses give an answer in the requested format" in printed
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
         (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "rihgt=1"], "'rihgt'"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "right"], "name=value"),
-        (["no/such/model", "--tasks", PUZZLES], "no/such/model has no tokenizer"),
+        (["no/such/model", "--tasks", PUZZLES], "cannot load a tokenizer from no/such/model"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(

@@ -84,7 +84,7 @@ def test_the_model_is_one_for_transformers_and_says_what_the_trainer_says(
     said(capsys, run_words(tmp_path / "next", "--max-updates", "1", model=tmp_path / "run/model"))
 
 
-@pytest.mark.parametrize("words", [(), ("--lora.rank", "2", "--algorithm.kl", "0.1")])
+@pytest.mark.parametrize("words", [(), ("--lora.rank", "2", "--algorithm.kl-coef", "0.1")])
 def test_a_gguf_file_is_trained_saved_resumed_and_trained_on(capsys, tmp_path, gguf_file, words):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     said(capsys, run_words(whole, *words, "--max-updates", "3", model=gguf_file))
@@ -118,7 +118,10 @@ def test_gradient_checkpointing_computes_twice_and_changes_nothing(capsys, tmp_p
 
 def test_fewer_tokens_in_a_pass_change_nothing_but_rounding(capsys, tmp_path):
     for name, tokens in (("many", "16384"), ("few", "64")):
-        said(capsys, run_words(tmp_path / name, "--passes.tokens", tokens, "--max-updates", "1"))
+        said(
+            capsys,
+            run_words(tmp_path / name, "--passes.micro-batch-tokens", tokens, "--max-updates", "1"),
+        )
     first, second = metrics(tmp_path / "many"), metrics(tmp_path / "few")
     assert first[0]["grad_norm"] == pytest.approx(second[0]["grad_norm"], rel=1e-4)
     assert first[0]["fill"] < second[0]["fill"]
@@ -161,7 +164,7 @@ def test_the_model_is_evaluated_before_the_first_update_now_and_then_and_at_the_
     words = evaluated([1, 5, 6, 7], "--evaluation.every", "2", "--max-updates", "5")
     _, err = said(capsys, run_words(tmp_path / "run", *words, reward="scripted"))
     assert scores(tmp_path / "run") == {0: 0.5, 2: 0, 4: 1, 5: 0.5}
-    assert f"after update 4: {HELD_OUT} 100.0 %" in err
+    assert f"after update 4: 100.0 %  {HELD_OUT[:40]}" in err
     said(capsys, run_words(tmp_path / "without", "--max-updates", "5"))
     assert weights(tmp_path / "run") == weights(tmp_path / "without"), "questions change nothing"
 
@@ -244,7 +247,7 @@ def test_json_is_one_object_and_nothing_else_on_standard_output(world, tmp_path)
     assert found["folder"] == str(tmp_path / "run")
     lines = [line for line in ended.stderr.splitlines() if line.startswith("update ")]
     assert [line.split()[1] for line in lines] == ["1", "2"]
-    for word in ("reward", "length", "bubble", "goodput", "stale", "left"):
+    for word in ("reward", "length", "bubble", "/s", "left"):
         assert word in lines[0]
     assert "\x1b" not in ended.stderr, "no colours and no live panel where nobody looks"
 
@@ -350,5 +353,5 @@ def test_a_server_that_is_not_there_is_refused_with_its_address(tmp_path, capsys
     url = "http://127.0.0.1:9"
     words = run_words("out", "--rollout.engine", "servers", "--rollout.urls", url)
     _, err = said(capsys, words, code=2)
-    assert f"{url} does not answer" in err
+    assert f"{url} does not respond" in err
     assert "start a vLLM or SGLang server there first" in err

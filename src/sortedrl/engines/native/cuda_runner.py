@@ -1,0 +1,321 @@
+"""Forward passes on a GPU: the whole pass, from rows to sampled tokens, as one CUDA graph.
+
+The host only sends which rows run (one small copy in) and reads the sampled tokens (one small copy
+out). The input token of a row may be one that the host has not read yet, because the device keeps
+the last token of every slot. Passes come in a few sizes; the first pass of a size runs eagerly, the
+second is captured, all later ones are replays.
+
+Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sortedrl.engines.native.attention_kernels import (
+    SPLIT_TOKENS,
+    KernelRows,
+    paged_attention,
+    tokens_per_tile,
+    write_cache,
+)
+from sortedrl.engines.native.hf_model import HFModel, attention_shape
+from sortedrl.engines.native.matmul import ProductTimer, fewest_rows, fp32_logits, no_split_k
+from sortedrl.engines.native.planner import Plan, RowSpan
+from sortedrl.engines.native.sampler import SampledTokens, floors
+from sortedrl.engines.native.sampler_kernels import sample
+from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
+from sortedrl.engines.sampling import CacheSize
+from sortedrl.models.attention_interface import AttentionInputs
+from sortedrl.models.offload import Offloader
+
+_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_BIG_ROWS = 512
+_MOST_PADDED = 128
+_TOKENS, _POSITIONS, _SLOTS, _TILE_STARTS, _TILE_COUNTS, _EXPECTED, _COMMIT = range(7)
+_TAKE_LAST = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The key of a CUDA graph."""
+
+    rows: int
+    sampled: int
+    splits: int
+    is_filtered: bool
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """The CUDA graph of one size, and its output."""
+
+    graph: torch.cuda.CUDAGraph
+    results_4Q: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """Results that are being copied to the host."""
+
+    results_4Q: NDArray[numpy.int32]
+    arrived: torch.cuda.Event
+
+
+class CudaRunner:
+    """Runs plans on a GPU, one pass ahead of the host."""
+
+    lag = 1
+    _is_recordable = True
+
+    def __init__(
+        self, hf_model: HFModel, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
+    ) -> None:
+        """Allocate the KV cache and the transfer buffers; graphs are captured on demand."""
+        layers, heads, dim = attention_shape(hf_model.config)
+        device, places = hf_model.device, size.num_blocks * size.block_tokens
+        self._hf_model = hf_model
+        self._device = device
+        self._max_rows = _rounded(max_rows)
+        self._attention = _CudaPagedAttention(
+            [
+                (
+                    torch.zeros(heads, places, dim, dtype=hf_model.dtype, device=device),
+                    torch.zeros(heads, places, dim, dtype=hf_model.dtype, device=device),
+                )
+                for _ in range(layers)
+            ],
+            block_tokens=size.block_tokens,
+        )
+        self._tile_tokens = tokens_per_tile(hf_model.config.num_attention_heads // heads)
+        self._rows = torch.zeros(7, self._max_rows, dtype=torch.int32, device=device)
+        self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._slots = SlotState(slots, -(-hf_model.max_context // size.block_tokens) + 1, device)
+        self._host_rows = deque(
+            pinned((7, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
+        )
+        self._host_results = deque(
+            pinned((4, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
+        )
+        self._offloader = Offloader(keep_values=False)
+        self._recorded: dict[_Size, _Recorded | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
+        self._fewest = self._measured_fewest()
+        if is_compiled:
+            hf_model.compile_layers()
+
+    def weights_changed(self) -> None:
+        """Nothing to do: graphs read the parameters in place."""
+
+    def release(self) -> None:
+        """Free the KV cache, and the graphs that hold its address."""
+        torch.cuda.synchronize(self._device)
+        # A known size is captured again at its next pass.
+        self._recorded = dict.fromkeys(self._recorded)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._offloader.offload(self._attention.tensors)
+
+    def restore(self) -> None:
+        """Allocate the KV cache again."""
+        self._offloader.onload()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> _Ticket:
+        """Start a pass behind those in flight."""
+        size = self._fill(plan)
+        if size in self._recorded and self._is_recordable:
+            recorded = self._recorded[size] or self._record(size)
+            recorded.graph.replay()
+            results_4Q = recorded.results_4Q
+        else:
+            self._recorded[size] = None
+            results_4Q = self._run(size)
+        self._host_results.rotate(1)
+        host = self._host_results[0].flatten()[: 4 * size.sampled].view(4, size.sampled)
+        host.copy_(results_4Q, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return _Ticket(host.numpy(), arrived)
+
+    def collect(self, ticket: object) -> SampledTokens:
+        """Wait for the results of a pass."""
+        assert isinstance(ticket, _Ticket), "tickets come from launch"
+        ticket.arrived.synchronize()
+        numbers = ticket.results_4Q.view(numpy.float32)
+        return SampledTokens(
+            tokens=ticket.results_4Q[0].tolist(),
+            logprobs=numbers[1].tolist(),
+            gaps=numbers[2].tolist(),
+            expected_logprobs=numbers[3].tolist(),
+        )
+
+    def _fill(self, plan: Plan) -> _Size:
+        """Fill the host buffer with the rows of a plan, and start its copy."""
+        self._host_rows.rotate(1)
+        host = self._host_rows[0].numpy()
+        host[_TOKENS : _TILE_COUNTS + 1] = 0
+        host[_SLOTS] = self._slots.padding_slot
+        host[_EXPECTED:] = -1
+        spans = plan.spans
+        for span in spans:
+            self._slots.update(span.slot, span.request)
+        singles = next((i for i, p in enumerate(spans) if p.num_rows > 1), len(spans))
+        _fill_singles(host, spans[:singles])
+        row = tile = singles
+        for span in spans[singles:]:
+            _fill_span(host, span, row)
+            for start in range(0, span.num_rows, self._tile_tokens):
+                host[_TILE_STARTS, tile] = row + start
+                host[_TILE_COUNTS, tile] = min(self._tile_tokens, span.num_rows - start)
+                tile += 1
+            row += span.num_rows
+        longest = max(span.start + span.num_rows for span in spans)
+        is_filtered = any(span.request.sampling.is_filtered for span in plan.sampled)
+        self._rows.copy_(self._host_rows[0], non_blocking=True)
+        self._slots.send()
+        rows = _rounded(max(plan.num_rows, self._fewest))
+        # Passes with prefill are few and big: fewer sizes, so that graphs are reused.
+        fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
+        sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
+        splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
+        return _Size(rows, sampled, splits, is_filtered)
+
+    def _measured_fewest(self) -> int:
+        """The number of rows below which a pass gets slower."""
+        if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
+            return 1
+        sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
+        with no_split_k():
+            return fewest_rows(sizes, ProductTimer(self._hf_model.model, self._hf_model.replaced))
+
+    def _record(self, size: _Size) -> _Recorded:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results_4Q = self._run(size)
+        recorded = self._recorded[size] = _Recorded(graph, results_4Q)
+        return recorded
+
+    def _run(self, size: _Size) -> Tensor:
+        """The pass itself."""
+        rows = self._rows[:, : size.rows]
+        slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
+        last_R = self._last_tokens_S[slots_R]
+        tokens_R = torch.where(rows[_TOKENS] == _TAKE_LAST, last_R, rows[_TOKENS])
+        self._attention.rows = KernelRows(
+            slots_R=slots_R,
+            positions_R=positions_R,
+            tile_starts_R=rows[_TILE_STARTS],
+            tile_counts_R=rows[_TILE_COUNTS],
+            block_tables=self._slots.block_tables,
+        )
+        self._attention.num_splits = size.splits
+        keep_Q = torch.arange(size.sampled, device=self._device)
+        with self._hf_model.patched(), no_split_k():
+            logits_QV = self._hf_model.forward(
+                tokens_R.long(), positions_R.long(), keep_Q, self._attention
+            )
+        draw, keep = self._slots.sampler_inputs(
+            slots_R[: size.sampled],
+            positions_Q=positions_R[: size.sampled],
+            expected_Q=rows[_EXPECTED, : size.sampled],
+        )
+        if size.is_filtered:
+            floors_Q = floors(logits_QV, draw, keep)
+        else:
+            floors_Q = torch.full_like(draw.inverse_temperatures_Q, -torch.inf)
+        chosen = sample(
+            logits_QV,
+            draw,
+            floors_Q=floors_Q,
+            commit_slots_Q=rows[_COMMIT, : size.sampled],
+            last_tokens_S=self._last_tokens_S,
+        )
+        numbers = (chosen.logprobs_Q, chosen.gaps_Q, chosen.expected_logprobs_Q)
+        return torch.stack((chosen.tokens_Q, *(n.view(torch.int32) for n in numbers)))
+
+
+class _CudaPagedAttention:
+    """The attention of a pass on the GPU."""
+
+    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
+        """The cache of every layer; the rows are set before each pass."""
+        self.rows: KernelRows | None = None
+        self.num_splits = 1
+        self._caches = caches
+        self._block_tokens = block_tokens
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all layers."""
+        return [tensor for pair in self._caches for tensor in pair]
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Write the new keys and values, then attend for each tile."""
+        assert self.rows is not None, "the rows are set before each pass"
+        keys_KND, values_KND = self._caches[inputs.layer]
+        write_cache(
+            inputs.k_1KRD,
+            inputs.v_1KRD,
+            keys_KND,
+            values_KND,
+            rows=self.rows,
+            block_tokens=self._block_tokens,
+        )
+        return paged_attention(
+            inputs.q_1HRD,
+            keys_KND,
+            values_KND,
+            rows=self.rows,
+            block_tokens=self._block_tokens,
+            scale=inputs.scale,
+            window=inputs.window,
+            num_splits=self.num_splits,
+        )
+
+
+def _fill_singles(host: NDArray[numpy.int32], spans: Sequence[RowSpan]) -> None:
+    """Fill spans of one row, a tile each: in most passes that is all of them."""
+    count = len(spans)
+    starts = [span.start for span in spans]
+    slots = [span.slot for span in spans]
+    host[_TOKENS, :count] = [
+        _TAKE_LAST if start >= len(span.request.tokens) else span.request.tokens[start]
+        for start, span in zip(starts, spans, strict=True)
+    ]
+    host[_POSITIONS, :count] = starts
+    host[_SLOTS, :count] = slots
+    host[_COMMIT, :count] = [span.slot if span.is_speculative else -1 for span in spans]
+    host[_TILE_STARTS, :count] = range(count)
+    host[_TILE_COUNTS, :count] = 1
+    for row, span in enumerate(spans):
+        if not span.is_speculative:
+            _fill_expected(host, span, row)
+
+
+def _fill_span(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:
+    end, rows = span.start + span.num_rows, slice(row, row + span.num_rows)
+    host[_TOKENS, rows] = span.request.tokens[span.start : end]
+    host[_POSITIONS, rows] = range(span.start, end)
+    host[_SLOTS, rows] = span.slot
+    if span.is_speculative:
+        host[_COMMIT, row] = span.slot
+    _fill_expected(host, span, row)
+
+
+def _fill_expected(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:
+    if span.is_sampled:
+        expected = span.request.tokens[span.start + 1 : span.start + span.num_rows + 1]
+        host[_EXPECTED, row : row + len(expected)] = expected
+
+
+def _rounded(count: int) -> int:
+    """The next size of pass."""
+    return next((size for size in _SIZES if size >= count), -(-count // 1024) * 1024)

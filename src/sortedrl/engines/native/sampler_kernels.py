@@ -1,0 +1,171 @@
+"""Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
+
+The twin of `sampling.choose` and `noise`: the same bits, and the same token up to the rounding of
+two logarithms.
+
+Axes: Q rows to choose for, S slots, V tokens of the vocabulary, C chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sortedrl.engines.native import noise
+from sortedrl.engines.native.sampler import SamplerInputs, SamplerOutput
+
+CHUNK_TOKENS = 4096
+
+_kernel: Callable[[Callable[..., Any]], Any] = triton.jit
+
+_GOLDEN_64 = tl.constexpr(noise.GOLDEN_64)
+_FIRST_64, _SECOND_64 = map(tl.constexpr, noise.ROUND_64)
+_GOLDEN_32 = tl.constexpr(noise.GOLDEN_32)
+_FIRST_32, _SECOND_32 = map(tl.constexpr, noise.ROUND_32)
+_MASK_31 = tl.constexpr(noise.MASK_31)
+_LARGEST = tl.constexpr(noise.LARGEST)
+_SERIES_BELOW = tl.constexpr(noise.SERIES_BELOW)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+def sample(
+    logits_QV: Tensor,
+    draw: SamplerInputs,
+    *,
+    floors_Q: Tensor,
+    commit_slots_Q: Tensor,
+    last_tokens_S: Tensor,
+) -> SamplerOutput:
+    """The token of largest perturbed logit in each row, written also to its commit slot.
+
+    An inverse temperature of 0 is the greedy choice, without noise and scored at temperature 1.
+    Log-probabilities are over the whole vocabulary; tokens whose logit is below the floor are
+    only kept from being chosen. A gap is by how many nats the expected token (-1: none) fell
+    short of the chosen one: 0 if they are the same, infinite if it lies below the floor. A commit
+    slot of -1 writes nowhere.
+    """
+    num_rows, vocabulary = logits_QV.shape
+    chunks = triton.cdiv(vocabulary, CHUNK_TOKENS)
+    inputs = (
+        logits_QV,
+        draw.streams_Q,
+        draw.positions_Q,
+        draw.inverse_temperatures_Q,
+        floors_Q,
+    )
+    targets = (draw.expected_Q, commit_slots_Q, last_tokens_S)
+    assert logits_QV.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (*inputs[1:], *targets))
+    best_tokens_QC = logits_QV.new_empty(num_rows, chunks, dtype=torch.int32)
+    best_QC = torch.empty_like(best_tokens_QC, dtype=torch.float32)
+    partial = (best_tokens_QC, best_QC, torch.empty_like(best_QC), torch.empty_like(best_QC))
+    tokens_Q = torch.empty_like(draw.expected_Q, dtype=torch.int32)
+    logprobs_Q = torch.empty_like(tokens_Q, dtype=torch.float32)
+    results = (tokens_Q, logprobs_Q, torch.empty_like(logprobs_Q), torch.empty_like(logprobs_Q))
+    _choose_in_chunk[(num_rows, chunks)](
+        *inputs, *partial, vocabulary, logits_QV.stride(0), CHUNK=CHUNK_TOKENS, num_warps=4
+    )
+    _choose[(num_rows,)](
+        *inputs, *targets, *partial, *results, vocabulary, logits_QV.stride(0),
+        chunks, C_PAD=triton.next_power_of_2(chunks), num_warps=1,
+    )  # fmt: skip
+    return SamplerOutput(*results)
+
+
+@_kernel
+def _row_key(stream: tl.tensor, position: tl.tensor) -> tl.tensor:
+    state = (stream ^ position.to(tl.int64)).to(tl.uint64) + _GOLDEN_64
+    state = (state ^ (state >> 30)) * _FIRST_64
+    state = (state ^ (state >> 27)) * _SECOND_64
+    return state ^ (state >> 31)
+
+
+@_kernel
+def _gumbel(key: tl.tensor, tokens: tl.tensor) -> tl.tensor:
+    bits = tokens.to(tl.uint32) * _GOLDEN_32 + key.to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * _FIRST_32
+    bits = (bits ^ (bits >> 15) ^ (key >> 32).to(tl.uint32)) * _SECOND_32
+    words = (bits ^ (bits >> 15)) & _MASK_31
+    w = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-31, _LARGEST)
+    series = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4))))
+    return -tl.log(tl.where(w < _SERIES_BELOW, series, -tl.log(1 - w)))
+
+
+@_kernel
+def _choose_in_chunk(
+    logits_QV: tl.tensor, streams_Q: tl.tensor, positions_Q: tl.tensor,
+    inverse_temperatures_Q: tl.tensor, floors_Q: tl.tensor,
+    best_tokens_QC: tl.tensor, best_QC: tl.tensor, largest_QC: tl.tensor, sums_QC: tl.tensor,
+    vocabulary: tl.tensor, logits_stride: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = tokens < vocabulary
+    logits = tl.load(logits_QV + row * logits_stride + tokens, mask=mask, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    inverse = tl.load(inverse_temperatures_Q + row)
+    scaled = logits * tl.where(inverse > 0.0, inverse, 1.0)
+    gumbel = _gumbel(_row_key(tl.load(streams_Q + row), tl.load(positions_Q + row)), tokens)
+    perturbed = scaled + tl.where(inverse > 0.0, gumbel, 0.0)
+    perturbed = tl.where(logits < tl.load(floors_Q + row), float("-inf"), perturbed)
+    best = tl.max(perturbed, 0)
+    best_token = tl.min(tl.where(perturbed == best, tokens, _NO_TOKEN), 0)
+
+    largest = tl.max(scaled, 0)
+    origin = tl.where(largest == float("-inf"), 0.0, largest)
+    target = row * tl.num_programs(1) + chunk
+    tl.store(best_tokens_QC + target, best_token)
+    tl.store(best_QC + target, best)
+    tl.store(largest_QC + target, largest)
+    tl.store(sums_QC + target, tl.sum(tl.exp(scaled - origin), 0))
+
+
+@_kernel
+def _choose(
+    logits_QV: tl.tensor, streams_Q: tl.tensor, positions_Q: tl.tensor,
+    inverse_temperatures_Q: tl.tensor, floors_Q: tl.tensor,
+    expected_Q: tl.tensor, commit_slots_Q: tl.tensor, last_tokens_S: tl.tensor,
+    best_tokens_QC: tl.tensor, best_QC: tl.tensor, largest_QC: tl.tensor, sums_QC: tl.tensor,
+    tokens_Q: tl.tensor, logprobs_Q: tl.tensor, gaps_Q: tl.tensor, expected_logprobs_Q: tl.tensor,
+    vocabulary: tl.tensor, logits_stride: tl.tensor,
+    num_chunks: tl.tensor, C_PAD: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, C_PAD)
+    mask = chunks < num_chunks
+    source = row * num_chunks + chunks
+    best_C = tl.load(best_QC + source, mask=mask, other=float("-inf"))
+    best_tokens_C = tl.load(best_tokens_QC + source, mask=mask, other=_NO_TOKEN)
+    largest_C = tl.load(largest_QC + source, mask=mask, other=float("-inf"))
+    sums_C = tl.load(sums_QC + source, mask=mask, other=0.0)
+    best = tl.max(best_C, 0)
+    token = tl.min(tl.where(best_C == best, best_tokens_C, _NO_TOKEN), 0)
+    largest = tl.max(largest_C, 0)
+    log_sum = tl.log(tl.sum(sums_C * tl.exp(largest_C - largest), 0))
+
+    # A row of NaN has no best token: it must not send the loads below out of bounds.
+    token = tl.minimum(token, vocabulary - 1)
+    expected = tl.load(expected_Q + row)
+    expected = tl.where(expected >= 0, expected, token)
+    inverse = tl.load(inverse_temperatures_Q + row)
+    scoring = tl.where(inverse > 0.0, inverse, 1.0)
+    logits_V = logits_QV + row * logits_stride
+    scaled = tl.load(logits_V + token).to(tl.float32) * scoring
+    expected_logit = tl.load(logits_V + expected).to(tl.float32)
+    expected_scaled = expected_logit * scoring
+    gumbel = _gumbel(_row_key(tl.load(streams_Q + row), tl.load(positions_Q + row)), expected)
+    perturbed = expected_scaled + tl.where(inverse > 0.0, gumbel, 0.0)
+    perturbed = tl.where(expected_logit < tl.load(floors_Q + row), float("-inf"), perturbed)
+    tl.store(tokens_Q + row, token)
+    tl.store(logprobs_Q + row, scaled - largest - log_sum)
+    tl.store(gaps_Q + row, tl.where(expected == token, 0.0, best - perturbed))
+    tl.store(expected_logprobs_Q + row, expected_scaled - largest - log_sum)
+    slot = tl.load(commit_slots_Q + row)
+    tl.store(last_tokens_S + slot, token, mask=slot >= 0)

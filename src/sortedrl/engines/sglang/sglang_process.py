@@ -1,0 +1,257 @@
+"""SGLang in child processes, driven through its tokenizer manager.
+
+    request -> SGLang's manager (our event loop) -> scheduler and model (child processes) -> tokens
+
+A child that dies ends every stream with `EngineLost`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sortedrl.engines.installed import SGLANG
+from sortedrl.engines.sglang import containment
+from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, SglangStream, server_context
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.weight_files import named_tensors
+from sortedrl.errors import EngineError, EngineLost
+from sortedrl.types import Weights
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+_Result = TypeVar("_Result")
+_DRAIN_SECONDS = 0.1
+_FLUSH_TRIES = 100
+_FLUSH_PAUSE_SECONDS = 0.1
+_ON_A_CPU: Mapping[str, object] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+}
+
+
+class SglangProcess:
+    """An SGLang engine that lives and dies with this object."""
+
+    def __init__(self, engine: Engine, *, name: str, limits: BackendLimits) -> None:
+        """Use a running engine; see `start`."""
+        self.name = name
+        self.limits = limits
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._request_ids: dict[str, str] = {}
+        self._aborted: set[str] = set()
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[str] = self._loop.create_future()
+        self._processes = containment.processes_of(engine)
+        for process in self._processes:
+            ending = f"its process {process.pid} ended, see its log above"
+            self._loop.add_reader(process.sentinel, self._lose, ending)
+        # SGLang's own way to run this task exits the process at the first error.
+        self._manager.event_loop = self._loop
+        self._reader = self._loop.create_task(self._manager.handle_loop())
+        self._reader.add_done_callback(self._reader_ended)
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        model: str,
+        slots: int,
+        context: int,
+        dtype: str,
+        seed: int,
+        memory_share: float | None,
+        device: str,
+        options: Mapping[str, object],
+    ) -> SglangProcess:
+        """Start SGLang with a model: a folder or a hub name; takes half a minute or more.
+
+        `memory_share` is how much of the device's memory it may take, `options` are further
+        arguments of SGLang by their names there. This blocks the event loop: SGLang's processes die
+        with the thread that starts them, so it must be the thread of the loop.
+        """
+        version = SGLANG.check_installed()
+        ours: dict[str, object] = {
+            "model_path": model,
+            "skip_tokenizer_init": True,
+            "max_running_requests": slots,
+            "context_length": server_context(context),
+            "dtype": dtype,
+            "random_seed": seed,
+            "device": device,
+            "enable_priority_scheduling": True,
+            "tokenizer_worker_num": 1,
+            "dp_size": 1,
+        }
+        if memory_share is not None:
+            ours["mem_fraction_static"] = memory_share
+        # A running request is not preempted for one that came later.
+        usual: dict[str, object] = {"disable_priority_preemption": True, "log_level": "error"}
+        # The trainer needs the CPU while no request is running.
+        usual["sleep_on_idle"] = True
+        settings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if device == "cpu":
+            usual |= _ON_A_CPU
+            usual["max_total_tokens"] = slots * server_context(context)
+            settings["SGLANG_USE_CPU_ENGINE"] = "1"
+        with containment.restored_globals(settings):
+            from sglang.srt.server_args import ServerArgs
+
+            SGLANG.check_options(options, known=ServerArgs.__struct_fields__, fixed=ours)
+            try:
+                engine = containment.start(usual | dict(options) | ours)
+            except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
+                raise EngineError(
+                    f"SGLang {version} did not start with {model}: {error}; see its log above"
+                ) from error
+        manager = engine.tokenizer_manager
+        limits = BackendLimits(
+            slots=slots,
+            context=min(context, manager.max_req_input_len),
+            vocabulary=manager.model_config.vocab_size,
+        )
+        return cls(engine, name=f"SGLang {version}", limits=limits)
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the engine is gone."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        state = SglangStream(request, priority_sign=HIGH_FIRST)
+        try:
+            while not state.is_over:
+                self._refuse_if_lost()
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
+                    return
+                call = GenerateReqInput(**state.next_body())
+                self._request_ids[request.id] = state.request_id
+                async with aclosing(self._manager.generate_request(call, None)) as chunks:
+                    async for chunk in chunks:
+                        self._refuse_if_lost()
+                        yield state.delta(chunk)
+        except ValueError as error:
+            raise EngineError(f"{self.name} refused a request: {error}") from error
+        finally:
+            self._request_ids.pop(request.id, None)
+            self._aborted.discard(request.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Abort these requests: each stream ends with its tokens so far."""
+        self._refuse_if_lost()
+        # Kept for a request whose stream has not started yet.
+        self._aborted.update(ids)
+        for id_ in ids:
+            if id_ in self._request_ids:
+                self._manager.abort_request(self._request_ids[id_])
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Load these weights and reset the prefix cache."""
+        from sglang.srt.managers.io_struct import (
+            BeginWeightUpdateReqInput,
+            EndWeightUpdateReqInput,
+            UpdateWeightsFromTensorReqInput,
+        )
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # No request is running, so these had ended before their abort.
+        self._aborted.clear()
+        # Sharing moves CPU memory, and that of the trainer must stay in place. On a GPU nothing
+        # moves: the child reads the tensor in place.
+        tensors = [
+            (name, tensor.clone() if tensor.device.type == "cpu" else tensor)
+            for name, tensor in named_tensors(weights).items()
+        ]
+        workers = range(self._engine.server_args.tp_size)
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(tensors) for _ in workers
+            ],
+            # SGLang would exit instead of waiting for a request that is being aborted.
+            flush_cache=False,
+            weight_version=str(weights.version),
+        )
+        manager = self._manager
+        await self._weight_call(manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        try:
+            await self._weight_call(manager.update_weights_from_tensor(update))
+        finally:
+            await self._weight_call(manager.end_weight_update(EndWeightUpdateReqInput()))
+        for _ in range(_FLUSH_TRIES):
+            flushed = await self._unless_lost(manager.flush_cache())
+            if flushed.success:
+                return
+            await asyncio.sleep(_FLUSH_PAUSE_SECONDS)
+        raise EngineError(
+            f"{self.name} cannot flush its cache: it still holds aborted requests after "
+            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s"
+        )
+
+    async def close(self) -> None:
+        """End SGLang's own processes, and remove the files they leave."""
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        self._lose("it was closed")
+        containment.kill(self._processes)
+        # Read what is in flight, or the socket warns that messages are lost.
+        await asyncio.wait([self._reader], timeout=_DRAIN_SECONDS)
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        manager, ports = self._manager, self._engine.port_args
+        manager.cuda_vmm_feature_transport.shutdown()
+        for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler):
+            socket.close(linger=0)
+        self._engine.send_to_rpc.close(linger=0)
+        for address in (
+            ports.tokenizer_ipc_name,
+            ports.scheduler_input_ipc_name,
+            ports.detokenizer_ipc_name,
+            ports.rpc_ipc_name,
+            ports.metrics_ipc_name,
+        ):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
+        containment.restore_sigquit()
+
+    async def _weight_call(self, call: Awaitable[tuple[bool, str]]) -> None:
+        is_done, message = await self._unless_lost(call)
+        if not is_done:
+            raise EngineError(f"{self.name} did not load the new weights: {message}")
+
+    async def _unless_lost(self, call: Awaitable[_Result]) -> _Result:
+        """The result of a call; without this a call to a dead process would never return."""
+        task = asyncio.ensure_future(call)
+        both: tuple[asyncio.Future[Any], ...] = (task, self._end)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        self._refuse_if_lost()
+        return task.result()
+
+    def _lose(self, reason: str) -> None:
+        """End every stream, now and from now on."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        if self._end.done():
+            return
+        self._end.set_result(reason)
+        for process in self._processes:
+            self._loop.remove_reader(process.sentinel)
+        # The streams wait for the scheduler: send them the abort that it would send.
+        for request_id in list(self._manager.rid_to_state):
+            self._manager._handle_abort_req(AbortReq(rid=request_id))
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled():
+            self._lose(f"its responses cannot be read: {reader.exception()!r}")
+
+    def _refuse_if_lost(self) -> None:
+        if self._end.done():
+            raise EngineLost(f"{self.name} is gone: {self._end.result()}")
