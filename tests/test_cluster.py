@@ -308,7 +308,7 @@ def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(ope
     with pytest.raises(ConfigError, match="in a pool once"):
         fleet.pool.add(joined)
     joined.version = 4
-    with pytest.raises(ConfigError, match="must have the weights of version 3, as the pool"):
+    with pytest.raises(ConfigError, match="must have the weights of the pool, version 3, got version 4"):
         fleet.pool.add(replace_member(joined))
 
 
