@@ -54,7 +54,7 @@ workers = 1
 
 [cluster]
 rollout_workers = 2
-patience_seconds = 20
+worker_timeout_seconds = 20
 {cluster}
 """
 ENVIRONMENT = {
