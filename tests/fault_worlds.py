@@ -56,7 +56,7 @@ workers = 1
 
 [cluster]
 rollout_workers = {workers}
-patience_seconds = 20
+worker_timeout_seconds = 20
 {cluster}
 """
 ENVIRONMENT = {
