@@ -15,14 +15,14 @@ from typing import get_type_hints
 import pytest
 
 from sortedrl.cli import COMMANDS, main
-from sortedrl.cli.arguments import parse, settings_from, source_and_flags
+from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.spec import options_from
 from sortedrl.config.toml import settings_over, toml_text
 from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.settings import Simulation, simulation_from
 
 DOTTED = ("train", "sft")
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**18, 10**400, 0.5, -0.0, 1e308, -1e308, math.nan, math.inf)
@@ -272,7 +272,7 @@ def test_a_source_may_stand_anywhere_and_a_flag_beats_it(tmp_path):
     )
     path = tmp_path / "mine.toml"
     path.write_text(toml_text({"preset": "six", "engine": {"slots": 2}}))
-    assert settings_from(str(path)).engine.slots == 2
+    assert simulation_from(str(path)).engine.slots == 2
 
 
 def test_every_setting_of_a_file_can_be_a_flag_too():
@@ -321,7 +321,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "words",
     [
-        ["train"],
+        ["train", "--model", "tiny"],
         ["demo"],
         ["sft"],
         ["eval", "tiny", "--tasks", "knights_knaves:count=2"],

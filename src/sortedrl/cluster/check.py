@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -20,7 +21,6 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from sortedrl import __version__
 from sortedrl.cluster.placement import (
     BundlePlacement,
     Claim,
@@ -65,7 +65,7 @@ def machine() -> Machine:
     return Machine(
         host=socket.gethostname(),
         versions={
-            "sortedrl": __version__,
+            "sortedrl": import_module("sortedrl").__version__,
             "python": platform.python_version(),
             "ray": package_version("ray"),
             "torch": package_version("torch"),

@@ -128,10 +128,15 @@ def settings_over(
     """
     try:
         table = under_new_keys(table) if takes_old_keys else table
-        settings = replaced(default, _values(type(default), table, section=section))
-        check_values(settings)
+        return settings_with(default, table, section=section)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
+
+
+def settings_with(default: _Settings, table: Mapping[str, Any], *, section: str = "") -> _Settings:
+    """The settings with the values of these tables, which are checked like those of a file."""
+    settings = replaced(default, _values(type(default), table, section=section))
+    check_values(settings)
     return settings
 
 

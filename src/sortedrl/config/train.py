@@ -383,7 +383,8 @@ class TrainSettings:
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     threads: PositiveInt | None = None
-    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    """CPU threads; by default one for each core that no reward worker needs. Tiny models are
+    fastest with 1."""
     precision: PrecisionChoice = "auto"
     """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU. The optimiser
     updates fp32 master weights; in float16 the loss is scaled, so that small gradients are not
