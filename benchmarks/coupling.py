@@ -5,7 +5,7 @@
     python benchmarks/coupling.py --model FOLDER --json result.json
 
 A model is trained in fp32 with AdamW. Copies of its weights in fp32, fp16 and bf16, rounded plainly
-or held (coupling_study/rounding.py), write answers at version 0, and look at them again after
+or held (coupling_study/copies.py), write answers at version 0, and look at them again after
 each update: which share of an answer is kept at which tolerance, which tokens a tolerance lets in,
 and how far each copy is from the weights that are trained. A copy that hardly moves keeps much and
 follows little: look at both.
@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from coupling_study.settings import parse
+from provenance import provenance
 
 if TYPE_CHECKING:
     from coupling_study.settings import Arithmetic, Settings
@@ -51,13 +52,14 @@ def broken_promises(findings: Findings, *, device: str) -> list[str]:
 
 def save(study: Study, settings: Settings, *, seconds: float) -> None:
     """Everything that is known so far, where the settings say."""
-    from coupling_study.facts import facts
     from coupling_study.recommend import recommend
 
     if settings.json is None:
         return
     result = {
-        **facts(settings, device=study.device, seconds=seconds),
+        **provenance(study.device),
+        "settings": asdict(settings),
+        "seconds": seconds,
         **asdict(study.findings),
         "recommendations": [asdict(one) for one in recommend(study.findings, settings)],
     }

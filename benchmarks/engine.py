@@ -191,8 +191,8 @@ def main() -> None:
     import torch
 
     from engine_peers import models
-    from engine_peers.circumstances import circumstances
-    from engine_peers.drawing import draw
+    from engine_peers.drawing import described, draw
+    from provenance import provenance
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -200,7 +200,10 @@ def main() -> None:
         settings.model, device=settings.device, dtype=settings.dtype, seed=settings.seed
     )
     workload = draw(settings, vocabulary=model.config.vocab_size)
-    facts = circumstances(settings, workload)
+    facts = provenance(settings.device) | {
+        "settings": asdict(settings),
+        "workload": described(workload),
+    }
     _say(f"{settings.model}: {len(workload.lengths)} answers, {workload.tokens:,} tokens")
     bandwidth = models.copy_bandwidth(settings.device)
     results = compare(settings, model, workload)

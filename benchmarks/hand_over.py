@@ -33,7 +33,7 @@ from sortedrl.cluster.placement import Placement, blueprint
 from sortedrl.cluster.weight_sync import HandOver
 from sortedrl.cluster.worker import SimulatedRecipe
 from sortedrl.config.cluster import Cluster, HandOverWay
-from sortedrl.engines.pool import Member
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.types import Weights
 
 _MEGABYTE = 1 << 20
@@ -49,7 +49,7 @@ class CopyingRecipe:
         """It is given them."""
         return True
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A simulated engine with tensors of its own."""
         torch.set_num_threads(1)
         engine = SimulatedRecipe(slots=1, max_tokens=1).engine()

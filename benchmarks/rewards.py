@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sortedrl.config.train import RewardSettings
 from sortedrl.engines.generation import fresh_trajectories
-from sortedrl.engines.native import NativeEngine
+from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.rewards.functions import RewardSource, load
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt, Trajectory
@@ -165,14 +165,10 @@ def _overlap(given: Arguments) -> list[dict[str, object]]:
 
     def write(done: Callable[[Trajectory], object]) -> None:
         """Long-tailed answers, complete at different times."""
-        requests = [
-            engine.request(trajectory, tolerance=None, limit=limit)
-            for trajectory, limit in zip(
-                fresh_trajectories(prompts, samples_per_prompt=1, seed=0), lengths, strict=True
-            )
-        ]
-        engine.enqueue(requests)
-        left = len(requests)
+        trajectories = fresh_trajectories(prompts, samples_per_prompt=1, seed=0)
+        for trajectory, limit in zip(trajectories, lengths, strict=True):
+            engine.submit([trajectory], tolerance=None, sampling=Sampling(max_tokens=limit))
+        left = len(trajectories)
         while left:
             for trajectory in engine.step().finished:
                 done(trajectory)

@@ -160,7 +160,7 @@ def opened_engine(
 ) -> Iterator[RolloutEngine]:
     """An engine with the model, closed afterwards."""
     from sortedrl.engines.native import NativeEngine
-    from sortedrl.engines.streaming.engine import StreamedEngine
+    from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 
     context = world.prompt_tokens + world.max_tokens
     cache = (world.slots + 1) * (context + _CONTEXT_SPARE) * token_bytes(model)
@@ -185,12 +185,12 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
     name, given = parts(spec)
     options: dict[str, object] = {key: value for key, value in given.items() if key != "queue"}
     if name == "vllm":
-        from sortedrl.engines.vllm.process import VllmProcess
+        from sortedrl.engines.vllm.vllm_process import VllmProcess
 
         options["kv_cache_memory_bytes"] = cache
         if world.device == "cuda":
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        return await VllmProcess.opened(
+        return await VllmProcess.start(
             model=folder,
             slots=world.slots,
             context=context,
@@ -199,9 +199,9 @@ async def opened_backend(spec: str, folder: str, world: World, *, context: int, 
             memory_share=0.05,
             options=options,
         )
-    from sortedrl.engines.sglang.process import SglangProcess
+    from sortedrl.engines.sglang.sglang_process import SglangProcess
 
-    return await SglangProcess.opened(
+    return await SglangProcess.start(
         model=folder,
         slots=world.slots,
         context=context,

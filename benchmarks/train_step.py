@@ -26,11 +26,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -394,8 +394,9 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from engine_peers.circumstances import circumstances
+    from engine_peers.drawing import described
     from engine_peers.peer import Workload
+    from provenance import provenance
 
     torch.set_num_threads(1)
     results = []
@@ -414,7 +415,10 @@ def main() -> None:
             dtype="bfloat16" if settings.device == "cuda" else "float32",
             threads=1,
         )
-        facts = circumstances(cast("Any", settings), workload)
+        facts = provenance(settings.device) | {
+            "settings": asdict(settings),
+            "workload": described(workload),
+        }
         facts["results"] = results
         settings.json.write_text(json.dumps(facts, indent=2, default=str) + "\n")
 

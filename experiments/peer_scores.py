@@ -46,8 +46,8 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
 
     from sortedrl.data.stream import tokenized
     from sortedrl.engines.native import NativeEngine
-    from sortedrl.engines.native.weights import read_safetensors
     from sortedrl.evaluation.runner import Question
+    from sortedrl.models.loading import read_safetensors
     from sortedrl.rewards.pool.pool import RewardPool
     from sortedrl.runs.build_training import trained_model
     from sortedrl.runs.tasks import tokenizer_of, training_tasks

@@ -7,6 +7,7 @@ pass at the second. The sizes differ by the rows of a pass and by the longest co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sortedrl.engines.native import NativeEngine
 from sortedrl.types import Prompt, Segment, Trajectory
@@ -32,12 +33,9 @@ def _run_down(engine: NativeEngine, *, longest: int) -> list[Trajectory]:
     long = _trajectory(count, cached=max(1, longest))
     limits = [*(1 + number % engine.slots for number in range(count - 1)), longest + 2 * count]
     ordered = [long, *trajectories]
-    engine.enqueue(
-        [
-            engine.request(trajectory, tolerance=None, limit=limit)
-            for trajectory, limit in zip(ordered, [limits[-1], *limits[:-1]], strict=True)
-        ]
-    )
+    for trajectory, limit in zip(ordered, [limits[-1], *limits[:-1]], strict=True):
+        sampling = replace(engine.sampling, max_tokens=limit)
+        engine.submit([trajectory], tolerance=None, sampling=sampling)
     finished: list[Trajectory] = []
     while len(finished) < count:
         finished += engine.step().finished

@@ -50,12 +50,11 @@ class LawfulRecipe:
         return True
 
     def engine(self):
-        from conformance import STOPS, TEMPERATURE, limit_of, model
-
+        from sortedrl.engines.conformance import STOPS, TEMPERATURE, limit_of, reference_model
         from sortedrl.engines.native import NativeEngine
 
         return NativeEngine(
-            model(0),
+            reference_model(0),
             slots=self.slots,
             max_tokens=limit_of,
             stop_tokens=STOPS,

@@ -198,26 +198,26 @@ class LaggingRunner:
         self._unread = defaultdict(list)
 
     def launch(self, plan):
-        requests = {piece.request for piece in plan.pieces}
+        requests = {span.request for span in plan.spans}
         for request in requests:
             request.tokens += self._unread[request]
         choice = self._runner.launch(plan)
         for request in requests:
             del request.tokens[len(request.tokens) - len(self._unread[request]) :]
         row = 0
-        for piece in plan.sampled:
-            if piece.is_speculative:
-                self._unread[piece.request].append(int(choice.tokens_Q[row]))
-            row += piece.num_rows
+        for span in plan.sampled:
+            if span.is_speculative:
+                self._unread[span.request].append(int(choice.tokens_Q[row]))
+            row += span.num_rows
         return plan, choice
 
     def collect(self, ticket):
         plan, choice = ticket
-        for piece in plan.sampled:
-            if piece.is_speculative:
-                del self._unread[piece.request][0]
-                if not self._unread[piece.request]:
-                    del self._unread[piece.request]
+        for span in plan.sampled:
+            if span.is_speculative:
+                del self._unread[span.request][0]
+                if not self._unread[span.request]:
+                    del self._unread[span.request]
         return self._runner.collect(choice)
 
     def weights_changed(self):

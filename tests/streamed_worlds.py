@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sortedrl.core.randomness import mix
-from sortedrl.engines.streaming.backend import Limits, Piece
+from sortedrl.engines.streaming.backend import BackendLimits, Delta
 from sortedrl.errors import EngineLost
 from sortedrl.types import Prompt, Trajectory
 
@@ -21,8 +21,8 @@ LOST = "the script ends here"
 
 def token_at(prompt, place):
     """The token that any weights write there."""
-    word = mix(prompt, place)
-    return STOP if word % 12 == 0 else 1 + word % (VOCABULARY - 1)
+    bits = mix(prompt, place)
+    return STOP if bits % 12 == 0 else 1 + bits % (VOCABULARY - 1)
 
 
 def logprob_at(version, place):
@@ -78,9 +78,9 @@ class Script:
     logprob_of_place: tuple[int, float | None] | None = None
     """A place, and what its token has for a log-probability."""
     extra_tokens: int = 0
-    """Tokens beyond what was asked for, in the last piece."""
+    """Tokens beyond what was asked for, in the last delta."""
     ends_unasked: int | None = None
-    """The place where a stream ends without a word."""
+    """The place where a stream ends without a finish reason."""
     refuses_weights: BaseException | None = None
     says_length: bool = False
     """Whether a stop token that is the last one allowed is called the limit."""
@@ -88,27 +88,27 @@ class Script:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    ask: object
+    request: object
     prompt: int
     place: int
     left: int
-    pieces: deque = field(default_factory=deque)
+    deltas: deque = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: bool = False
 
-    def put(self, piece):
-        self.pieces.append(piece)
+    def put(self, delta):
+        self.deltas.append(delta)
         self.news.set()
 
 
 class ScriptedBackend:
-    """Writes a piece for every unit of fuel, `slots` answers at a time by priority."""
+    """Writes a delta for every unit of fuel, `slots` answers at a time by priority."""
 
     name = "scripted engine"
 
     def __init__(self, script):
         self.script = script
-        self.limits = Limits(slots=script.slots, context=CONTEXT, vocabulary=VOCABULARY)
+        self.limits = BackendLimits(slots=script.slots, context=CONTEXT, vocabulary=VOCABULARY)
         self.version = 0
         self.asked = []
         self.most_at_once = 0
@@ -122,34 +122,34 @@ class ScriptedBackend:
     async def opened(cls, script):
         return cls(script)
 
-    def grant(self, pieces):
-        """Let it write so many pieces more; may be called from any thread."""
-        self._loop.call_soon_threadsafe(self._burn, pieces)
+    def grant(self, deltas):
+        """Let it write so many deltas more; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._burn, deltas)
 
     def kill(self):
         """Die in the middle of everything; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._die)
 
-    async def stream(self, ask):
-        self.asked.append(ask)
+    async def stream(self, request):
+        self.asked.append(request)
         if self.script.start_seconds is not None:
             await asyncio.sleep(self.script.start_seconds)
         self._refuse_dead()
-        place = len(ask.tokens) - PROMPT_TOKENS
-        job = _Job(ask, prompt=ask.tokens[0], place=place, left=ask.max_tokens)
-        self._jobs[ask.id] = job
+        place = len(request.tokens) - PROMPT_TOKENS
+        job = _Job(request, prompt=request.tokens[0], place=place, left=request.max_tokens)
+        self._jobs[request.id] = job
         self._burn(0)
         try:
-            while not (job.is_over and not job.pieces):
+            while not (job.is_over and not job.deltas):
                 await job.news.wait()
                 job.news.clear()
-                while job.pieces:
-                    piece = job.pieces.popleft()
-                    if isinstance(piece, Exception):
-                        raise piece
-                    yield piece
+                while job.deltas:
+                    delta = job.deltas.popleft()
+                    if isinstance(delta, Exception):
+                        raise delta
+                    yield delta
         finally:
-            self._jobs.pop(ask.id, None)
+            self._jobs.pop(request.id, None)
 
     async def abort(self, ids):
         self._refuse_dead()
@@ -168,7 +168,7 @@ class ScriptedBackend:
             if script.last_word:
                 self._write(job, is_abort=script.says_abort)
             if not job.is_over:
-                self._end(job, Piece(tokens=(), logprobs=(), end="abort"))
+                self._end(job, Delta(tokens=(), logprobs=(), end="abort"))
 
     async def load_weights(self, weights):
         self._refuse_dead()
@@ -187,18 +187,20 @@ class ScriptedBackend:
         self._fuel += more
         while self._fuel > 0:
             open_jobs = [job for job in self._jobs.values() if not job.is_over]
-            running = sorted(open_jobs, key=lambda job: job.ask.priority)[: self.script.slots]
+            running = sorted(open_jobs, key=lambda job: job.request.priority)[: self.script.slots]
             if not running:
                 return
             for job in running:
                 if self._fuel > 0:
                     self._fuel -= 1
                     self._write(job)
-            started = [job for job in open_jobs if job.place > len(job.ask.tokens) - PROMPT_TOKENS]
+            started = [
+                job for job in open_jobs if job.place > len(job.request.tokens) - PROMPT_TOKENS
+            ]
             self.most_at_once = max(self.most_at_once, sum(not job.is_over for job in started))
 
     def _write(self, job, *, is_abort=False):
-        """The next piece of an answer."""
+        """The next delta of an answer."""
         tokens, logprobs, end = [], [], None
         script = self.script
         while len(tokens) < script.piece_tokens and end is None:
@@ -212,7 +214,7 @@ class ScriptedBackend:
                 logprobs.append(logprob_at(self.version, job.place))
             job.place += 1
             job.left -= 1
-            if tokens[-1] in job.ask.stop_tokens and not (script.says_length and not job.left):
+            if tokens[-1] in job.request.stop_tokens and not (script.says_length and not job.left):
                 end = "stop"
             elif not job.left:
                 end = "length"
@@ -220,16 +222,16 @@ class ScriptedBackend:
             tokens += [1] * script.extra_tokens
             logprobs += [-1.0] * script.extra_tokens
         end = "abort" if is_abort else end
-        piece = Piece(tokens=tokens, logprobs=logprobs, end=end, reused_tokens=1)
+        delta = Delta(tokens=tokens, logprobs=logprobs, end=end, num_cached_tokens=1)
         if end is None:
-            job.put(piece)
+            job.put(delta)
         else:
-            self._end(job, piece)
+            self._end(job, delta)
 
-    def _end(self, job, piece):
+    def _end(self, job, delta):
         job.is_over = True
-        if piece is not None:
-            job.pieces.append(piece)
+        if delta is not None:
+            job.deltas.append(delta)
         job.news.set()
 
     def _die(self):

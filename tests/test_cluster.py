@@ -24,7 +24,6 @@ from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.fleet import ElasticEngine, Fleet
 from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.remote_engine import Twins
 from sortedrl.cluster.worker import LogFolder, SimulatedRecipe
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
@@ -36,8 +35,7 @@ from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.pool.members import Terms
-from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost, RequestError
+from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.lengths import LengthSettings
@@ -45,7 +43,7 @@ from sortedrl.types import Weights
 from worlds import CountingScorer
 
 sys.path.append(str(Path(__file__).parent / "engines"))
-import conformance
+from sortedrl.engines import conformance
 
 TWO = Cluster(
     rollout_workers=2,
@@ -155,7 +153,7 @@ def lawful(ray_here):
         report=lambda _: None,
     )
     # The worker itself is what is tried: its pool has nothing to do.
-    yield conformance.World(opening=lambda: one.workers[0], precision=5e-5)
+    yield conformance.EngineUnderTest(opening=lambda: one.workers[0], precision=5e-5)
     one.close()
     placement.remove()
 
@@ -166,7 +164,7 @@ def lawful(ray_here):
     ids=lambda law: law.__name__,
 )
 def test_a_remote_engine_keeps_the_laws_of_every_engine(law, lawful):
-    conformance.holds(law, lawful)
+    conformance.check(law, lawful)
 
 
 # --- the same answers -----------------------------------------------------------------------------
@@ -378,28 +376,6 @@ def test_a_bug_in_an_engine_reaches_the_caller_and_loses_nothing(open_fleet):
     assert not fleet.warnings
     stopped = {t.key for t in fleet.pool.interrupt()}
     assert done.keys() | stopped == {t.key for t in work}
-
-
-def test_a_batch_is_checked_by_one_worker_for_all_of_the_same_recipe():
-    twins, terms, asked = Twins(), Terms(tolerance=None), []
-
-    def refuse(trajectories, terms):
-        asked.append(trajectories)
-        raise RequestError("impossible")
-
-    def refuse_none(trajectories, terms):
-        asked.append(trajectories)
-
-    batch = fresh_all((1, 2))
-    for _ in range(3):
-        twins.check(batch, terms, ask=refuse_none)
-    assert len(asked) == 1
-    twins.check(list(batch), terms, ask=refuse_none)
-    twins.check(batch, Terms(tolerance=1.0), ask=refuse_none)
-    assert len(asked) == 3
-    for _ in range(2):
-        with pytest.raises(RequestError, match="impossible"):
-            twins.check(batch, terms, ask=refuse)
 
 
 def test_a_worker_that_does_not_answer_is_lost(open_fleet):

@@ -12,7 +12,7 @@ from sortedrl.cli import engines, main
 from sortedrl.engines import installed
 from sortedrl.engines import installed as versions
 from sortedrl.engines.installed import Device
-from sortedrl.engines.self_test.process import Verdict
+from sortedrl.engines.self_test.launcher import Verdict
 
 PASSED = Verdict(
     reason=None, seconds=31.4, slots=4, largest_gap=7.6e-6, tokens_per_second=1234.5, name="mine"
@@ -85,10 +85,11 @@ def test_an_engine_that_is_missing_is_listed_with_the_way_to_install_it(
     code, out = outcome(capsys)
     assert code == 0
     assert asked == [("native", 60.0)]
-    assert "vllm needs vllm, not installed:\n  pip install 'sortedrl[vllm]'\n" in out
-    assert "sglang needs sglang, not installed:\n  pip install 'sortedrl[sglang]'\n" in out
+    for name in ("vllm", "sglang"):
+        needs = f"{name} needs {name}, which is not installed. Run:"
+        assert f"{needs}\n  pip install 'sortedrl[{name}]'\n" in out
     assert re.search(r"native +torch 2\.13\.0 +cpu +passed +31\.4 +7\.6e-06 +1,234", out)
-    assert "promises nothing for yours" in flat(out)
+    assert "no indication for yours" in flat(out)
 
 
 def test_the_bare_package_lists_too_and_says_what_is_missing():
@@ -160,8 +161,11 @@ def test_a_version_that_was_not_tried_is_marked(with_packages, capsys):
     assert code == 0
     assert "vllm 0.99.0, untested" in out
     tested = versions.VLLM.tested
-    assert f"vllm: vllm 0.99.0 was not tried with this version of sortedrl; {tested} was" in out
-    assert "native: transformers 5.11.0 was not tried" in out
+    assert (
+        f"vllm: vllm 0.99.0 is untested with this version of sortedrl; tested versions: {tested}"
+        in (flat(out))
+    )
+    assert "native: transformers 5.11.0 is untested" in out
     assert "sglang 0.5.21 " in out
 
 
@@ -190,7 +194,7 @@ def test_a_server_says_that_it_was_given_no_weights(with_packages, with_verdicts
     code, out = outcome(capsys, "--only", "vllm", "--urls", "http://a:1")
     assert code == 0
     assert re.search(r"http://a:1 +vLLM 0\.32\.0 +its own +passed +2\.0 +50 *\n", out)
-    assert "Servers were given no weights" in out
+    assert "Servers: loading weights was not tested" in out
 
 
 def test_json_has_everything_that_was_found(with_packages, with_verdicts, capsys):

@@ -350,5 +350,5 @@ def test_a_server_that_is_not_there_is_refused_with_its_address(tmp_path, capsys
     url = "http://127.0.0.1:9"
     words = run_words("out", "--rollout.engine", "servers", "--rollout.urls", url)
     _, err = said(capsys, words, code=2)
-    assert f"{url} does not answer" in err
+    assert f"{url} does not respond" in err
     assert "start a vLLM or SGLang server there first" in err

@@ -25,7 +25,7 @@ from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import ConfigError, EngineError, EngineLost, RequestError
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
@@ -36,6 +36,13 @@ IMPOSSIBLE = -1
 CALLS = ("step", "submit", "interrupt", "load_weights")
 WAIT_SECONDS = 20.0
 ENDLESS = 1 << 30
+LIMITS = RequestLimits(
+    engine="scripted",
+    vocabulary=ENDLESS + 1,
+    context=1 << 40,
+    max_tokens=ENDLESS,
+    sampling=Sampling(),
+)
 
 
 def full_length(trajectory):
@@ -55,16 +62,17 @@ def full_answer(trajectory):
 
 
 def terms_of(trajectory):
-    """How a trajectory is always submitted: tolerance, sampling and limit."""
-    if trajectory.prompt.id % 2:
-        return trajectory.prompt.id / 8, Sampling(temperature=0.5), 100 + trajectory.prompt.id
-    return (None if trajectory.prompt.id % 4 else 0.25), None, None
+    """How a trajectory is always submitted: tolerance and sampling."""
+    number = trajectory.prompt.id
+    if number % 2:
+        return number / 8, Sampling(temperature=0.5, max_tokens=100 + number)
+    return (None if number % 4 else 0.25), None
 
 
 class Scripted:
     """Writes one token for each of its answers in a step, and does what the test tells it to."""
 
-    def __init__(self, name="scripted", *, slots=2, spare=0, keeps_terms=False, extra=False):
+    def __init__(self, name="scripted", *, slots=2, queue_depth=0, keeps_terms=False, extra=False):
         self.name = name
         self.slots = slots
         self.version = 0
@@ -81,23 +89,19 @@ class Scripted:
         self.is_mute = False
         """Whether it gives nothing back once it is lost."""
         self._keeps_terms = keeps_terms
-        self._room = slots + spare
+        self._room = slots + queue_depth
         self._extra = extra
         self._lost = None
         self._unreported = 0
         self._work = {}
         self._thread = None
 
-    def check(self, trajectories, *, tolerance, sampling, max_tokens):
-        for trajectory in trajectories:
-            if IMPOSSIBLE in trajectory.prompt.tokens:
-                raise RequestError(f"trajectory {trajectory.key} is impossible")
+    @property
+    def request_limits(self):
+        return (LIMITS,)
 
-    def submit(self, trajectories, *, tolerance):
-        self._take(trajectories, (tolerance, None, None))
-
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        self._take(trajectories, (tolerance, sampling, max_tokens))
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        self._take(trajectories, (tolerance, sampling))
 
     def step(self):
         if self.steps == self.holds_after:
@@ -257,7 +261,7 @@ class World:
     """Members, and what happens to them in which order."""
 
     slots: tuple
-    spare: int
+    queue_depth: int
     extra: bool
     mute: bool
     acts: tuple
@@ -276,7 +280,7 @@ ACTS = st.one_of(
 worlds = st.builds(
     World,
     slots=st.lists(st.sampled_from((2, 3, 1)), min_size=1, max_size=4).map(tuple),
-    spare=st.sampled_from((0, 1, 2)),
+    queue_depth=st.sampled_from((0, 1, 2)),
     extra=st.booleans(),
     mute=st.booleans(),
     acts=st.lists(ACTS, min_size=5, max_size=25).map(tuple),
@@ -294,12 +298,21 @@ class Program:
     def __init__(self, world):
         self.world = world
         self.members = [
-            Scripted(f"m{n}", slots=slots, spare=world.spare, keeps_terms=True, extra=world.extra)
+            Scripted(
+                f"m{n}",
+                slots=slots,
+                queue_depth=world.queue_depth,
+                keeps_terms=True,
+                extra=world.extra,
+            )
             for n, slots in enumerate(world.slots)
         ]
         self.warnings = []
         self.pool = EnginePool(
-            self.members, warn=self.warnings.append, spare=world.spare, patience_seconds=60
+            self.members,
+            warn=self.warnings.append,
+            queue_depth=world.queue_depth,
+            timeout_seconds=60,
         )
         self.at_home = deque(answer_to(n // 2, n % 2) for n in range(40))
         self.out = {}
@@ -333,14 +346,9 @@ class Program:
         for _ in range(min(count, len(self.at_home))):
             trajectory = self.at_home.popleft()
             self.out[trajectory.key] = trajectory
-            tolerance, sampling, max_tokens = terms_of(trajectory)
+            tolerance, sampling = terms_of(trajectory)
             try:
-                if sampling is None:
-                    self.pool.submit([trajectory], tolerance=tolerance)
-                else:
-                    self.pool.submit_with(
-                        [trajectory], tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-                    )
+                self.pool.submit([trajectory], tolerance=tolerance, sampling=sampling)
             except EngineLost:
                 assert len(self.warnings) == len(self.members)
                 self.at_home.append(self.out.pop(trajectory.key))
@@ -422,7 +430,7 @@ class Program:
 @example(
     World(
         slots=(1, 1),
-        spare=0,
+        queue_depth=0,
         extra=True,
         mute=False,
         acts=(("submit", 6), ("kill", 0, "step"), ("step", 5), ("load",), ("submit", 8)),
@@ -464,11 +472,11 @@ def test_what_exceeds_the_slots_is_taken_by_the_first_free_slot_of_any_member(op
     assert free.submitted == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
-def test_spare_work_waits_in_the_members(open_pool):
-    members = [Scripted(slots=1, spare=1) for _ in range(2)]
+def test_queued_work_waits_in_the_engines(open_pool):
+    members = [Scripted(slots=1, queue_depth=1) for _ in range(2)]
     for member in members:
         member.hangs_at.add("step")
-    pool = open_pool(*members, spare=1)
+    pool = open_pool(*members, queue_depth=1)
     assert pool.slots == 2
     pool.submit([answer_to(prompt) for prompt in range(5)], tolerance=None)
     for member in members:
@@ -539,8 +547,8 @@ def test_the_warning_says_who_is_lost_and_what_becomes_of_its_work(open_pool):
         member.gate.set()
     finished_by(pool, 9)
     assert pool.warnings == [
-        "engine 2 of 3 (server 1) is lost: the connection was refused; its 3 answers go on "
-        "elsewhere with the tokens they had, 6 slots are left"
+        "engine 2 of 3 (server 1) is lost: the connection was refused; 3 answers continue "
+        "elsewhere with their tokens so far, 6 slots are left"
     ]
     pool.close()
     assert members[1].is_closed
@@ -577,7 +585,7 @@ def test_without_a_member_everything_can_still_be_taken_back(open_pool):
 @pytest.mark.parametrize("call", ["step", "submit"])
 def test_a_member_that_hangs_is_left_behind_and_its_work_taken_as_it_was_submitted(call, open_pool):
     hung, sound = Scripted("hung", slots=2), Scripted("sound", slots=2)
-    pool = open_pool(hung, sound, patience_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1)
     hung.hangs_at.add(call)
     pool.submit([begun(answer_to(prompt)) for prompt in range(6)], tolerance=None)
     done = finished_by(pool, 6)
@@ -585,8 +593,8 @@ def test_a_member_that_hangs_is_left_behind_and_its_work_taken_as_it_was_submitt
     assert sum(t.decoded_tokens for t in done.values()) == sum(len(t.tokens) for t in done.values())
     assert pool.slots == 2
     assert pool.warnings == [
-        "engine 1 of 2 (hung) is lost: it has not answered for 1 s; its 2 answers go on "
-        "elsewhere with the tokens they had when it got them, 2 slots are left"
+        "engine 1 of 2 (hung) is lost: no response for 1 s; 2 answers continue "
+        "elsewhere with the tokens they came with, 2 slots are left"
     ]
     hung.gate.set()
     assert pool.interrupt() == []
@@ -594,7 +602,7 @@ def test_a_member_that_hangs_is_left_behind_and_its_work_taken_as_it_was_submitt
 
 def test_a_member_that_hangs_when_interrupted_gives_its_work_back_as_it_was_submitted(open_pool):
     hung, sound = Scripted("hung", slots=1), Scripted("sound", slots=1)
-    pool = open_pool(hung, sound, patience_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1)
     hung.hangs_at.add("interrupt")
     work = [begun(endless(prompt)) for prompt in range(3)]
     pool.submit(work, tolerance=None)
@@ -610,7 +618,7 @@ def test_a_member_that_hangs_when_interrupted_gives_its_work_back_as_it_was_subm
 
 def test_a_member_that_hangs_with_new_weights_does_not_keep_them_from_the_others(open_pool):
     hung, sound = Scripted("hung"), Scripted("sound")
-    pool = open_pool(hung, sound, patience_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1)
     hung.hangs_at.add("load_weights")
     pool.load_weights(Weights(1))
     assert (pool.version, sound.version, hung.version) == (1, 1, 0)
@@ -619,21 +627,21 @@ def test_a_member_that_hangs_with_new_weights_does_not_keep_them_from_the_others
 
 def test_a_lost_member_that_hangs_when_asked_for_its_work_is_not_waited_for(open_pool):
     lost, sound = Scripted("lost"), Scripted("sound")
-    pool = open_pool(lost, sound, patience_seconds=1)
+    pool = open_pool(lost, sound, timeout_seconds=1)
     lost.error_at["step"] = EngineLost("broken pipe")
     lost.hangs_at.add("interrupt")
     pool.submit([answer_to(prompt) for prompt in range(4)], tolerance=None)
     finished_by(pool, 4)
     (warning,) = pool.warnings
     assert warning.startswith(
-        "engine 1 of 2 (lost) is lost: broken pipe, and then it has not answered for 1 s; "
-        "its 2 answers go on elsewhere with the tokens they had when it got them"
+        "engine 1 of 2 (lost) is lost: broken pipe, and then no response for 1 s; "
+        "2 answers continue elsewhere with the tokens they came with"
     )
 
 
 def test_tokens_that_a_hung_member_told_of_stay_in_the_count_of_what_was_decoded(open_pool):
     hung, sound = Scripted("hung", slots=3), Scripted("sound", slots=1)
-    pool = open_pool(hung, sound, patience_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1)
     hung.holds_after = 2
     work = [t for t in map(answer_to, range(20)) if full_length(t) > 2][:4]
     pool.submit(work, tolerance=None)
@@ -652,10 +660,10 @@ def test_an_impossible_trajectory_is_refused_with_all_that_came_with_it(open_poo
     pool = open_pool(*members)
     pool.submit([answer_to(0), answer_to(1)], tolerance=None)
     batch = [answer_to(2), answer_to(3), answer_to(4, tokens=(IMPOSSIBLE,))]
-    with pytest.raises(RequestError, match="impossible"):
+    with pytest.raises(RequestError, match="got -1"):
         pool.submit(batch, tolerance=None)
-    with pytest.raises(RequestError, match="impossible"):
-        pool.submit_with(batch, tolerance=None, sampling=Sampling(), max_tokens=5)
+    with pytest.raises(RequestError, match="got -1"):
+        pool.submit(batch, tolerance=None, sampling=Sampling(max_tokens=5))
     assert finished_by(pool, 2).keys() == {(0, 0), (1, 0)}
     assert pool.interrupt() == []
     pool.submit(batch[:2], tolerance=None)
@@ -757,11 +765,11 @@ def test_one_member_that_cannot_be_closed_does_not_keep_the_others_open(open_poo
 
 def test_closing_waits_for_a_hung_member_no_longer_than_the_patience(open_pool):
     hung = Scripted("hung")
-    pool = open_pool(hung, Scripted(), patience_seconds=0.3)
+    pool = open_pool(hung, Scripted(), timeout_seconds=0.3)
     hung.hangs_at.add("submit")
     pool.submit([answer_to(0)], tolerance=None)
     pool.close()
-    assert pool.warnings == ["engine 1 of 2 (hung) hangs, and is left behind without being closed"]
+    assert pool.warnings == ["engine 1 of 2 (hung) hangs, and is abandoned without being closed"]
 
 
 def test_a_pool_can_be_a_member_of_a_pool(open_pool):
@@ -786,7 +794,7 @@ def test_impossible_pools_are_refused():
     for message, members in cases.items():
         with pytest.raises(ConfigError, match=message):
             EnginePool(members, warn=print)
-    for options in ({"patience_seconds": 0}, {"spare": -1}, {"names": ["a", "b"]}):
+    for options in ({"timeout_seconds": 0}, {"queue_depth": -1}, {"names": ["a", "b"]}):
         with pytest.raises(ConfigError):
             EnginePool([one], warn=print, **options)
 
@@ -891,7 +899,7 @@ def test_two_native_engines_write_what_one_writes_to_the_bit(seed, slots, kills_
     random = Random(seed)
     work, options, alone, models = native_world()
     members = [Native(model, slots=slots, **options) for model in models]
-    with EnginePool(members, warn=lambda _: None, spare=random.choice((0, 1))) as pool:
+    with EnginePool(members, warn=lambda _: None, queue_depth=random.choice((0, 1))) as pool:
         pool.submit(random.sample(work, len(work)), tolerance=None)
         done, decoded = {}, 0
         while len(done) < len(work):

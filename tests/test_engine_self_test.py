@@ -12,16 +12,7 @@ import pytest
 import torch
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.self_test.checks import (
-    MAX_TOKENS,
-    SelfTestFailed,
-    check,
-    check_as_it_is,
-    made_pair,
-    write_model,
-)
-from sortedrl.engines.self_test.opening import opened, served_vocabulary
-from sortedrl.engines.self_test.process import (
+from sortedrl.engines.self_test.launcher import (
     STAGE,
     Verdict,
     from_line,
@@ -29,6 +20,16 @@ from sortedrl.engines.self_test.process import (
     to_line,
     watched,
 )
+from sortedrl.engines.self_test.scenario import (
+    MAX_TOKENS,
+    NonConforming,
+    check,
+    check_as_it_is,
+    made_pair,
+    write_model,
+)
+from sortedrl.engines.self_test.tiny_engines import start_engine
+from sortedrl.engines.servers import served_vocabulary
 from sortedrl.errors import EngineError
 from sortedrl.types import Segment, Weights
 
@@ -69,13 +70,8 @@ class Sound:
     def version(self):
         return self.engine.version
 
-    def submit(self, trajectories, *, tolerance):
-        self.engine.submit(trajectories, tolerance=tolerance)
-
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        self.engine.submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        self.engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self):
         return self.engine.step()
@@ -106,11 +102,9 @@ def shifted(trajectory, *, by):
 class ShiftsGreedyLogprobs(Sound):
     is_greedy = False
 
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        self.is_greedy = True
-        super().submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        self.is_greedy = sampling is not None
+        super().submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self):
         step = super().step()
@@ -175,10 +169,10 @@ class GivesAnAnswerTwice(Sound):
 
 
 class ForgetsWhatWasWritten(Sound):
-    def submit(self, trajectories, *, tolerance):
+    def submit(self, trajectories, *, tolerance, sampling=None):
         # Other noise, or the same weights would write the same answers again.
         anew = [replace(t, segments=(), attempt=len(t.segments)) for t in trajectories]
-        super().submit(anew, tolerance=tolerance)
+        super().submit(anew, tolerance=tolerance, sampling=sampling)
 
 
 class StampsTheNewestVersion(Sound):
@@ -198,31 +192,31 @@ class CountsTooMuch(Sound):
 
 
 class IsNeverGreedy(Sound):
-    def submit_with(self, trajectories, *, tolerance, sampling, max_tokens):
-        warm = Sampling(temperature=1.0)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=warm, max_tokens=max_tokens)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        warm = None if sampling is None else replace(sampling, temperature=1.0)
+        super().submit(trajectories, tolerance=tolerance, sampling=warm)
 
 
 class IgnoresTheTemperature(Sound):
-    def submit(self, trajectories, *, tolerance):
-        warm = Sampling(temperature=1.0)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=warm, max_tokens=MAX_TOKENS)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        warm = Sampling(temperature=1.0, max_tokens=MAX_TOKENS) if sampling is None else sampling
+        super().submit(trajectories, tolerance=tolerance, sampling=warm)
 
 
 class IgnoresTheLimit(Sound):
-    def submit(self, trajectories, *, tolerance):
-        sampling = Sampling(temperature=0.8)
-        super().submit_with(trajectories, tolerance=tolerance, sampling=sampling, max_tokens=40)
+    def submit(self, trajectories, *, tolerance, sampling=None):
+        short = Sampling(temperature=0.8, max_tokens=40) if sampling is None else sampling
+        super().submit(trajectories, tolerance=tolerance, sampling=short)
 
 
 def test_the_native_engine_passes(models, folder):
-    figures = checked(opened("native", folder, **CPU), models)
+    figures = checked(start_engine("native", folder, **CPU), models)
     assert figures.largest_gap < 1e-4
     assert figures.tokens_per_second > 0
 
 
 def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(models, folder):
-    engine = IsThroughBeforeItStops(opened("native", folder, **CPU))
+    engine = IsThroughBeforeItStops(start_engine("native", folder, **CPU))
     checked(engine, models)
     assert engine.interruptions > 2
     assert engine.version == 1
@@ -234,22 +228,22 @@ def test_an_engine_that_was_faster_than_the_interruption_is_interrupted_again(mo
         (ShiftsLogprobs, "nats off a plain forward pass at temperature 0.8"),
         (ShiftsGreedyLogprobs, "nats off those of temperature 1"),
         (IgnoresTheTemperature, "nats off a plain forward pass at temperature 0.8"),
-        (KeepsOldWeights, "it writes with other weights"),
-        (KeepsOldVersion, "must have version 1, it says 0"),
+        (KeepsOldWeights, "it uses other weights"),
+        (KeepsOldVersion, "must report version 1, got 0"),
         (LosesAnAnswer, "it lost"),
         (LosesAnInterruptedAnswer, "1 answers did not come back from an interruption"),
-        (LosesTokensWhenInterrupted, "gave back no answer that was begun and not complete"),
+        (LosesTokensWhenInterrupted, "never gave back an answer that was begun and not complete"),
         (GivesAnAnswerTwice, "came back twice"),
-        (ForgetsWhatWasWritten, "others when resumed"),
-        (StampsTheNewestVersion, "a version that did not write them"),
+        (ForgetsWhatWasWritten, "tokens when it was resumed"),
+        (StampsTheNewestVersion, "with the version of other weights"),
         (CountsTooMuch, f"tokens, but its answers have {8 * MAX_TOKENS}"),
-        (IsNeverGreedy, "finds likeliest"),
+        (IsNeverGreedy, "must write the most likely token"),
         (IgnoresTheLimit, f"must end at {MAX_TOKENS} tokens, it ended at 40"),
     ],
 )
 def test_an_engine_that_breaks_a_promise_fails_with_the_reason(kind, said, models, folder):
-    with pytest.raises(SelfTestFailed) as failure:
-        checked(kind(opened("native", folder, **CPU)), models)
+    with pytest.raises(NonConforming) as failure:
+        checked(kind(start_engine("native", folder, **CPU)), models)
     assert said in str(failure.value)
     assert "\n" not in str(failure.value)
 
@@ -259,7 +253,7 @@ def test_a_server_is_tried_without_touching_its_weights(models, folder):
         def load_weights(self, weights):
             raise AssertionError("the weights of a server belong to others")
 
-    engine = HasASacredModel(opened("native", folder, **CPU))
+    engine = HasASacredModel(start_engine("native", folder, **CPU))
     figures = check_as_it_is(engine, vocabulary=models.vocabulary, stage=silent)
     assert figures.largest_gap is None
     assert figures.tokens_per_second > 0
@@ -267,8 +261,8 @@ def test_a_server_is_tried_without_touching_its_weights(models, folder):
 
 @pytest.mark.parametrize("kind", [LosesAnAnswer, GivesAnAnswerTwice, ForgetsWhatWasWritten])
 def test_a_server_can_fail_too(kind, models, folder):
-    engine = kind(opened("native", folder, **CPU))
-    with pytest.raises(SelfTestFailed):
+    engine = kind(start_engine("native", folder, **CPU))
+    with pytest.raises(NonConforming):
         check_as_it_is(engine, vocabulary=models.vocabulary, stage=silent)
 
 
@@ -345,7 +339,7 @@ def test_an_engine_that_hangs_is_ended_with_all_its_children(tmp_path):
     began = time.monotonic()
     verdict = watched(python(program), seconds=3)
     assert time.monotonic() - began < 30
-    assert verdict.reason == "no result within 3 s; it was still busy: starting the engine"
+    assert verdict.reason == "no result within 3 s; last stage: starting the engine"
     assert os.read(reader, 100) == b"started"
     assert is_let_go(reader)
 
@@ -408,11 +402,11 @@ def test_a_server_tells_its_vocabulary_by_what_it_refuses(path, words):
 def test_a_stranger_is_no_server_of_answers():
     with (
         refusing("/v1/completions", "what?") as url,
-        pytest.raises(EngineError, match="must be a server of vLLM or SGLang"),
+        pytest.raises(EngineError, match="must be a vLLM or SGLang server"),
     ):
         asyncio.run(served_vocabulary(url))
 
 
 def test_a_server_that_is_not_there_fails_in_one_line():
     verdict = server_self_test("http://127.0.0.1:9", seconds=120)
-    assert verdict.reason.startswith("http://127.0.0.1:9 does not answer")
+    assert verdict.reason.startswith("http://127.0.0.1:9 does not respond")

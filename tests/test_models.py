@@ -171,17 +171,17 @@ def load_weights(folder):
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
     nowhere = tmp_path / "nothing"
-    with pytest.raises(ModelError, match="cannot be loaded as a causal language model"):
+    with pytest.raises(ModelError, match="as a causal language model"):
         load_model(nowhere, dtype=None, device="cpu")
-    with pytest.raises(ModelError, match="has no tokenizer"):
+    with pytest.raises(ModelError, match="cannot load a tokenizer"):
         load_tokenizer(nowhere)
-    with pytest.raises(ModelError, match=r"cannot be read.*config\.json"):
+    with pytest.raises(ModelError, match=r"cannot read the sizes.*config\.json"):
         shape_of(nowhere)
 
 
 def test_what_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
     T5Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="is no causal language model") as caught:
+    with pytest.raises(ModelError, match="is not a causal language model") as caught:
         shape_of(tmp_path)
     assert len(str(caught.value)) < 400
 
@@ -218,14 +218,14 @@ def test_a_damaged_model_is_refused_in_one_sentence(name, damage, loads, tmp_pat
     tiny_tokenizer().save_pretrained(tmp_path)
     damage(tmp_path / name)
     for load in loads:
-        with pytest.raises(ModelError, match=r"cannot be|has no|is no") as caught:
+        with pytest.raises(ModelError, match=r"cannot|has no|is not") as caught:
             load(tmp_path)
         assert "\n" not in str(caught.value)
 
 
 def test_a_broken_gguf_file_is_refused(tmp_path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + struct.pack("<I", 3))
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="cannot read"):
         shape_of(tmp_path / "broken.gguf")
 
 

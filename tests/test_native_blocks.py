@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sortedrl.engines.native.cache import PADDING_BLOCK, ROOT, BlockPool
+from sortedrl.engines.native.kv_cache import EMPTY_PREFIX, PADDING_BLOCK, BlockPool
 
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
@@ -19,8 +19,8 @@ class Sequence:
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
-    remembered: int = 0
-    content: int = ROOT
+    num_cached_blocks: int = 0
+    prefix_id: int = EMPTY_PREFIX
 
 
 class Blocks(RuleBasedStateMachine):
@@ -55,7 +55,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(tokens=texts, cut=st.integers(0, 3), near=st.integers(0, 12))
     def take_in(self, tokens, cut, near):
         pool, sequence = self.pool, Sequence(tokens)
-        shared = pool.match(tokens, limit=len(tokens) - cut)
+        shared = pool.match_prefix(tokens, limit=len(tokens) - cut)
         assert len(shared.blocks) * self.size <= max(0, len(tokens) - cut)
         for index, block in enumerate(shared.blocks):
             assert self.holds[block] == tuple(tokens[: (index + 1) * self.size])
@@ -64,9 +64,9 @@ class Blocks(RuleBasedStateMachine):
         assert free == pool.num_usable - len(set(self.held()) | set(shared.blocks))
         if needed > free:
             return
-        pool.hold(shared)
+        pool.acquire(shared)
         sequence.blocks += shared.blocks
-        sequence.remembered, sequence.content = len(shared.blocks), shared.content
+        sequence.num_cached_blocks, sequence.prefix_id = len(shared.blocks), shared.prefix_id
         self.sequences.append(sequence)
         self.allocate(sequence, needed, near=near)
         self.write(sequence, len(shared.blocks))
@@ -88,13 +88,13 @@ class Blocks(RuleBasedStateMachine):
     def remember(self, data):
         sequence = data.draw(st.sampled_from(self.sequences))
         full = len(sequence.tokens) // self.size
-        until = data.draw(st.integers(min(sequence.remembered, full), full))
-        for index in range(sequence.remembered, until):
+        until = data.draw(st.integers(min(sequence.num_cached_blocks, full), full))
+        for index in range(sequence.num_cached_blocks, until):
             tokens = sequence.tokens[index * self.size : (index + 1) * self.size]
-            sequence.content = self.pool.remember(
-                sequence.blocks[index], parent=sequence.content, tokens=tokens
+            sequence.prefix_id = self.pool.cache_block(
+                sequence.blocks[index], parent=sequence.prefix_id, tokens=tokens
             )
-            sequence.remembered = index + 1
+            sequence.num_cached_blocks = index + 1
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -109,7 +109,7 @@ class Blocks(RuleBasedStateMachine):
         for sequence in self.sequences:
             self.pool.release(sequence.blocks)
         self.sequences.clear()
-        self.pool.forget()
+        self.pool.reset_prefix_cache()
         self.holds.clear()
 
     @invariant()
@@ -141,10 +141,10 @@ TestBlocks = Blocks.TestCase
 def remembered(pool, tokens):
     """A text that was written, remembered and let go."""
     blocks = pool.allocate(pool.blocks_for(len(tokens)), near=PADDING_BLOCK)
-    content = ROOT
+    content = EMPTY_PREFIX
     for index in range(len(tokens) // pool.block_tokens):
         part = tokens[index * pool.block_tokens : (index + 1) * pool.block_tokens]
-        content = pool.remember(blocks[index], parent=content, tokens=part)
+        content = pool.cache_block(blocks[index], parent=content, tokens=part)
     pool.release(blocks)
     return blocks
 
@@ -160,7 +160,7 @@ def test_the_longest_common_beginning_is_found(known, text, block_tokens):
         for end in range(block_tokens, full + 1, block_tokens):
             if tokens[:end] == text[:end]:
                 longest = max(longest, end)
-    assert len(pool.match(text, limit=len(text)).blocks) * block_tokens == longest
+    assert len(pool.match_prefix(text, limit=len(text)).blocks) * block_tokens == longest
 
 
 def test_blocks_come_one_after_the_other_where_they_can():
@@ -175,27 +175,27 @@ def test_what_was_free_longest_is_given_away_first_and_the_end_of_a_text_before_
     remembered(pool, [1, 2])
     remembered(pool, [3, 4])
     pool.allocate(1, near=PADDING_BLOCK)
-    assert [len(pool.match(t, limit=2).blocks) for t in ([1, 2], [3, 4])] == [1, 2]
+    assert [len(pool.match_prefix(t, limit=2).blocks) for t in ([1, 2], [3, 4])] == [1, 2]
 
 
 def test_a_text_known_by_another_block_stays_known_by_that_one():
     pool = BlockPool(5, block_tokens=2)
     first, second = pool.allocate(2, near=1)
-    content = pool.remember(first, parent=ROOT, tokens=[1, 2])
-    assert pool.remember(second, parent=ROOT, tokens=[1, 2]) == content
-    assert pool.match([1, 2], limit=2).blocks == (first,)
+    content = pool.cache_block(first, parent=EMPTY_PREFIX, tokens=[1, 2])
+    assert pool.cache_block(second, parent=EMPTY_PREFIX, tokens=[1, 2]) == content
+    assert pool.match_prefix([1, 2], limit=2).blocks == (first,)
 
 
 def test_the_same_tokens_after_another_beginning_are_another_content():
     pool = BlockPool(9, block_tokens=2)
     remembered(pool, [1, 2, 5, 6])
-    assert len(pool.match([3, 4, 5, 6], limit=4).blocks) == 0
-    assert len(pool.match([5, 6], limit=2).blocks) == 0
+    assert len(pool.match_prefix([3, 4, 5, 6], limit=4).blocks) == 0
+    assert len(pool.match_prefix([5, 6], limit=2).blocks) == 0
 
 
 def test_a_block_is_not_released_more_often_than_held():
     pool = BlockPool(3, block_tokens=2)
     blocks = pool.allocate(1, near=1)
     pool.release(blocks)
-    with pytest.raises(AssertionError, match="once for each hold"):
+    with pytest.raises(AssertionError, match="once for each reference"):
         pool.release(blocks)

@@ -23,8 +23,8 @@ if not HAS_CUDA:
     importlib.reload(tl)
 
 from native_worlds import ARCHITECTURES, fresh_all, tiny_model  # noqa: E402
-from sortedrl.engines.native import NativeEngine, Sampling, cuda  # noqa: E402
-from sortedrl.engines.native import engine as engine_module  # noqa: E402
+from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner  # noqa: E402
+from sortedrl.engines.native import native_engine as engine_module  # noqa: E402
 from sortedrl.errors import ConfigError  # noqa: E402
 from sortedrl.types import Weights  # noqa: E402
 
@@ -53,13 +53,13 @@ def _no_gpu_needed(monkeypatch):
         return
     monkeypatch.setattr(torch.cuda, "Event", _NoEvent)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda, "unsplit_sums", nullcontext)
-    monkeypatch.setattr(cuda.CudaRunner, "_is_recordable", False)
+    monkeypatch.setattr(cuda_runner, "no_split_k", nullcontext)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_is_recordable", False)
     monkeypatch.setattr(
         engine_module,
         "_runner",
-        lambda driver, size, *, slots, max_rows, is_compiled: cuda.CudaRunner(
-            driver, size=size, slots=slots, max_rows=max_rows, is_compiled=False
+        lambda hf_model, size, *, slots, max_rows, is_compiled: cuda_runner.CudaRunner(
+            hf_model, size=size, slots=slots, max_rows=max_rows, is_compiled=False
         ),
     )
 
@@ -133,12 +133,8 @@ def test_filters_and_greedy_requests_share_a_pass_with_plain_ones():
         Sampling(min_p=0.999),
     )
     trajectories = fresh_all((3,) * len(kinds))
-    engine.enqueue(
-        [
-            engine.request(t, tolerance=None, limit=MAX_TOKENS, sampling=sampling)
-            for t, sampling in zip([plain_again(plain), *trajectories[1:]], kinds, strict=True)
-        ]
-    )
+    for t, sampling in zip([plain_again(plain), *trajectories[1:]], kinds, strict=True):
+        engine.submit([t], tolerance=None, sampling=sampling)
     done = {}
     while len(done) < len(kinds):
         done |= {t.prompt.id: t for t in engine.step().finished}

@@ -60,7 +60,7 @@ from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.engines.native.noise import gumbel, row_keys, stream
-from sortedrl.errors import ConfigError, ModelError, RequestError
+from sortedrl.errors import ConfigError, EngineError, ModelError, RequestError
 from sortedrl.types import Prompt, Step, Weights
 from worlds import CountingScorer, schedules
 
@@ -680,9 +680,9 @@ BAD = {
     "token too large": (fresh([1, VOCABULARY]), 5, r"must lie in 0\.\.127, got 128"),
     "negative token": (fresh([-1]), 5, "got -1"),
     "prompt too long": (fresh([1] * CONTEXT), 5, "has 256 tokens, the model's context has 256"),
-    "no room": (fresh([1]), 0, "at least 1 token, got 0"),
-    "less than no room": (fresh([1]), -3, "at least 1 token, got -3"),
-    "too big for the cache": (fresh([1] * 50), 100, "need 150 places in the cache, which has 128"),
+    "no room": (fresh([1]), 0, "max_tokens must be at least 1, got 0"),
+    "less than no room": (fresh([1]), -3, "max_tokens must be at least 1, got -3"),
+    "too big for the cache": (fresh([1] * 50), 100, "need 150 token slots .*, which has 128"),
 }
 
 
@@ -705,7 +705,7 @@ def test_one_bad_request_leaves_nothing_queued_and_disturbs_nobody(bad, limit, m
         engine.submit([fresh([1], prompt=98), bad], tolerance=None)
     done = finish(engine, [t.key for t in work])
     assert by_key(done.values()) == by_key(undisturbed)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises((RequestError, ConfigError), match=message):
         engine.generate([bad.prompt.tokens], max_tokens=limit, progress=False)
     assert not engine.interrupt()
 
@@ -796,10 +796,10 @@ UNSUITED = {
         ),
         "T5ForConditionalGeneration has an encoder",
     ),
-    "no logits": (lambda: LlamaModel(LlamaConfig(**SIZES)), "LlamaModel gives no logits"),
+    "no logits": (lambda: LlamaModel(LlamaConfig(**SIZES)), "LlamaModel has no output layer"),
     "no attention": (
         lambda: causal(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)),
-        "MambaForCausalLM cannot be exchanged",
+        "MambaForCausalLM cannot be replaced",
     ),
     "double precision": (lambda: tiny_model().double(), "must be in float32, float16 or bfloat16"),
     "capped scores": (lambda: causal(Gemma2Config(**SIZES)), "capped scores"),
@@ -818,7 +818,7 @@ UNSUITED = {
                 rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
             )
         ),
-        "turns its positions by 'dynamic'",
+        "uses rope_type 'dynamic'",
     ),
 }
 
@@ -927,3 +927,57 @@ def test_a_tolerance_below_zero_is_refused(tolerance):
     engine = NativeEngine(shared_model(), slots=1)
     with pytest.raises(RequestError, match="tolerance must be 0 or more nats"):
         engine.submit([fresh([1, 2])], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_scores_are_the_log_probabilities_of_the_present_weights(lag):
+    model = tiny_model()
+    sampling = Sampling(temperature=0.8)
+    engine = NativeEngine(model, slots=3, max_tokens=14, sampling=sampling)
+    engine = lagging(engine, lag=lag)
+    written = roll_out(engine, fresh_all((4, 40, 6, 3, 9)))
+    assert [scores.logprobs for scores in engine.score(written)] == [t.logprobs for t in written]
+    assert all(set(scores.gaps) == {0.0} for scores in engine.score(written))
+    trained_a_little(model, learning_rate=1e-2)
+    engine.load_weights(Weights(1))
+    decoded = engine.stats.decoded_tokens
+    scored = engine.score(written)
+    for trajectory, scores in zip(written, scored, strict=True):
+        plain = plain_logprobs(model, trajectory, temperature=0.8)
+        assert scores.logprobs == pytest.approx(plain, abs=1e-5)
+        assert all(gap >= 0 for gap in scores.gaps)
+    assert engine.stats.decoded_tokens == decoded, "nothing is generated"
+    first = [next((n for n, gap in enumerate(s.gaps) if gap > 0), len(s.gaps)) for s in scored]
+    verified = roll_out(engine, [replace(t, finish_reason=None) for t in written], tolerance=0.0)
+    kept = [
+        new.num_tokens - (new.decoded_tokens - old.decoded_tokens)
+        for old, new in zip(written, verified, strict=True)
+    ]
+    assert kept == first, "a tolerance of 0 keeps what has no gap"
+
+
+def test_scoring_takes_answers_of_any_length_and_needs_an_idle_engine():
+    engine = NativeEngine(shared_model(), slots=2, max_tokens=5)
+    written = engine.generate([[1, 2], [3]], max_tokens=[30, 1], progress=False)
+    scores = engine.score([*written, fresh([4], prompt=7)])
+    assert [len(one.logprobs) for one in scores] == [30, 1, 0]
+    assert not engine.interrupt()
+    engine.submit([fresh([1, 2])], tolerance=None)
+    with pytest.raises(RequestError, match="score needs an idle engine"):
+        engine.score(written)
+
+
+def test_closing_frees_the_cache_and_ends_all_work():
+    engine = NativeEngine(tiny_model(), slots=2, max_tokens=9)
+    engine.submit(fresh_all((3, 5, 4)), tolerance=None)
+    engine.step()
+    engine.close()
+    engine.close()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine._runner._cache.tensors)
+    assert not engine._hf_model.replaced
+    for call in (
+        lambda: engine.submit(fresh_all((3,)), tolerance=None),
+        lambda: engine.generate([[1]], progress=False),
+    ):
+        with pytest.raises(EngineError, match="is closed; make a new one"):
+            call()

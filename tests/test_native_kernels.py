@@ -22,8 +22,8 @@ if not HAS_CUDA:
 
 from sortedrl.engines.native import attention_kernels as kernels  # noqa: E402
 from sortedrl.engines.native import noise  # noqa: E402
-from sortedrl.engines.native.sampling import Draw  # noqa: E402
-from sortedrl.engines.native.sampling_kernels import sample  # noqa: E402
+from sortedrl.engines.native.sampler import SamplerInputs  # noqa: E402
+from sortedrl.engines.native.sampler_kernels import sample  # noqa: E402
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -293,9 +293,9 @@ def _choices(logits_QV, **changes):
         "last_tokens_S": _ints([7] * 4),
     } | changes
     inputs = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    of_rows = {name: inputs[name] for name in Draw._fields}
+    of_rows = {name: inputs[name] for name in SamplerInputs._fields}
     others = {name: tensor for name, tensor in inputs.items() if name not in of_rows}
-    return sample(logits_QV, Draw(**of_rows), **others), inputs
+    return sample(logits_QV, SamplerInputs(**of_rows), **others), inputs
 
 
 def _perturbed(logits_QV, inputs):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from native_worlds import chi_square_p
 from sortedrl.core.randomness import mix
-from sortedrl.engines.native.noise import exponential, gumbel, row_keys, stream, words
+from sortedrl.engines.native.noise import exponential, gumbel, random_bits, row_keys, stream
 
 MANY = 1 << 17
 NEVER = 1e-4
@@ -46,7 +46,7 @@ def noise_words(*, seeds=(1,), attempts=(0,), positions=(0,), tokens=(0,)):
     """One row for each seed, attempt and position, one column for each token."""
     keys = [(stream(seed, attempt), p) for seed in seeds for attempt in attempts for p in positions]
     streams, places = torch.tensor(keys, dtype=torch.long).T
-    return words(row_keys(streams, places), torch.as_tensor(tokens))
+    return random_bits(row_keys(streams, places), torch.as_tensor(tokens))
 
 
 ALONG = {

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from native_worlds import fresh
-from sortedrl.engines.native.cache import BlockPool
+from sortedrl.engines.native.kv_cache import BlockPool
+from sortedrl.engines.native.native_request import Request
 from sortedrl.engines.native.planner import Planner
-from sortedrl.engines.native.request import Request
 from sortedrl.engines.sampling import Sampling
 from sortedrl.types import Segment
 
@@ -28,12 +28,12 @@ def request_for(trajectory, *, limit, is_verified=False):
         trajectory=trajectory,
         sampling=Sampling(),
         stop_tokens=frozenset({STOP}),
-        limit=limit,
+        max_tokens=limit,
         stream=0,
         tolerance=0.0,
         tokens=[*trajectory.prompt.tokens, *trajectory.tokens],
         kept_segments=() if is_verified else trajectory.segments,
-        unchecked=trajectory.num_tokens if is_verified else 0,
+        num_unverified=trajectory.num_tokens if is_verified else 0,
     )
 
 
@@ -53,24 +53,24 @@ class Device:
         self.unread = defaultdict(list)
 
     def launch(self, plan):
-        for piece in plan.pieces:
-            text = self.text(piece.request)
-            for position in range(piece.start, piece.start + piece.num_rows):
-                self.places[self.place(piece, position)] = text[: position + 1]
-        for piece in plan.pieces:
-            text = self.text(piece.request)
-            for position in range(piece.start + piece.num_rows):
-                assert self.places[self.place(piece, position)] == text[: position + 1]
-        chosen = [[self.sampled() for _ in range(piece.num_rows)] for piece in plan.sampled]
-        for piece, tokens in zip(plan.sampled, chosen, strict=True):
-            if piece.is_speculative:
-                self.unread[piece.request] += tokens
+        for span in plan.spans:
+            text = self.text(span.request)
+            for position in range(span.start, span.start + span.num_rows):
+                self.places[self.place(span, position)] = text[: position + 1]
+        for span in plan.spans:
+            text = self.text(span.request)
+            for position in range(span.start + span.num_rows):
+                assert self.places[self.place(span, position)] == text[: position + 1]
+        chosen = [[self.sampled() for _ in range(span.num_rows)] for span in plan.sampled]
+        for span, tokens in zip(plan.sampled, chosen, strict=True):
+            if span.is_speculative:
+                self.unread[span.request] += tokens
         return chosen
 
     def collect(self, plan):
-        for piece in plan.sampled:
-            if piece.is_speculative:
-                del self.unread[piece.request][0]
+        for span in plan.sampled:
+            if span.is_speculative:
+                del self.unread[span.request][0]
 
     def sampled(self):
         return STOP if self.random.random() < 0.1 else self.random.randrange(2)
@@ -78,8 +78,8 @@ class Device:
     def text(self, request):
         return (*request.tokens, *self.unread[request])
 
-    def place(self, piece, position):
-        return piece.request.blocks[position // self.size], position % self.size
+    def place(self, span, position):
+        return span.request.blocks[position // self.size], position % self.size
 
 
 class Planning(RuleBasedStateMachine):
@@ -103,14 +103,14 @@ class Planning(RuleBasedStateMachine):
         self.planner = Planner(
             slots=slots, pool=self.pool, max_rows=self.max_rows, max_sampled=self.max_sampled
         )
-        self.under_way = deque()
+        self.in_flight = deque()
         self.inside = {}
         self.num_submitted = self.num_out = 0
 
     @property
     def running(self):
         """Requests in a slot, the oldest first."""
-        return sorted((r for r in self.inside if r.slot is not None), key=lambda r: r.age)
+        return sorted((r for r in self.inside if r.slot is not None), key=lambda r: r.admission)
 
     def enqueue(self, request):
         self.num_submitted += 1
@@ -124,13 +124,13 @@ class Planning(RuleBasedStateMachine):
 
     def absorb(self):
         """Read the oldest pass as the engine reads it."""
-        plan, chosen = self.under_way.popleft()
+        plan, chosen = self.in_flight.popleft()
         self.device.collect(plan)
-        for piece, tokens in zip(plan.sampled, chosen, strict=True):
-            request = piece.request
-            request.in_flight -= 1
-            request.pending -= piece.is_speculative
-            if piece.life == request.life and request.finish_reason is None:
+        for span, tokens in zip(plan.sampled, chosen, strict=True):
+            request = span.request
+            request.num_inflight_passes -= 1
+            request.num_inflight_tokens -= span.is_speculative
+            if span.epoch == request.epoch and request.finish_reason is None:
                 self.read(request, tokens)
                 if request.finish_reason is not None:
                     self.planner.finish(request)
@@ -138,18 +138,18 @@ class Planning(RuleBasedStateMachine):
 
     def read(self, request, tokens):
         for token in tokens:
-            if not request.unchecked:
+            if not request.num_unverified:
                 request.accept(token, 0.0)
             elif self.random.random() < 0.8:
-                request.confirm(0.0)
+                request.confirm(0.0, gap=0.0)
             else:
-                request.part(token, 0.0)
+                request.diverge(token, 0.0)
                 return
             if request.finish_reason is not None:
                 return
 
     def stop(self):
-        while self.under_way:
+        while self.in_flight:
             self.absorb()
         stopped = self.planner.clear()
         assert [self.inside[request] for request in stopped] == sorted(self.inside.values())
@@ -160,40 +160,40 @@ class Planning(RuleBasedStateMachine):
 
     def advance(self):
         due = [
-            (request, request.fed)
+            (request, request.num_computed_tokens)
             for request in self.running
-            if not request.unchecked
-            and request.fed == len(request.tokens) + request.pending - 1
-            and len(request.tokens) + request.pending < request.max_length
+            if not request.num_unverified
+            and request.num_computed_tokens == len(request.tokens) + request.num_inflight_tokens - 1
+            and len(request.tokens) + request.num_inflight_tokens < request.max_length
         ]
         plan = self.planner.plan()
         self.check(plan)
-        rows = {(piece.request, piece.start) for piece in plan.sampled}
+        rows = {(span.request, span.start) for span in plan.sampled}
         assert all(row in rows for row in due if row[0].slot is not None)
         if plan.num_rows:
-            self.under_way.append((plan, self.device.launch(plan)))
-            if len(self.under_way) <= self.lag:
+            self.in_flight.append((plan, self.device.launch(plan)))
+            if len(self.in_flight) <= self.lag:
                 return
-        if self.under_way:
+        if self.in_flight:
             self.absorb()
         else:
             assert not self.inside, "work that is inside goes on"
 
     def check(self, plan):
-        assert all(piece.request in self.inside for piece in plan.pieces)
-        assert plan.num_sampled == sum(piece.num_rows for piece in plan.sampled) <= self.max_sampled
-        assert plan.num_unsampled == sum(piece.num_rows for piece in plan.unsampled)
+        assert all(span.request in self.inside for span in plan.spans)
+        assert plan.num_sampled == sum(span.num_rows for span in plan.sampled) <= self.max_sampled
+        assert plan.num_unsampled == sum(span.num_rows for span in plan.unsampled)
         assert plan.num_rows <= self.max_rows
         assert plan.num_running == len(self.running)
         written = Counter(
-            self.device.place(piece, position)
-            for piece in plan.pieces
-            for position in range(piece.start, piece.start + piece.num_rows)
+            self.device.place(span, position)
+            for span in plan.spans
+            for position in range(span.start, span.start + span.num_rows)
         )
         assert written.total() == len(written) == plan.num_rows
-        for piece in plan.pieces:
-            assert piece.slot == piece.request.slot
-            assert piece.start + piece.num_rows < piece.request.max_length, "the last is not fed"
+        for span in plan.spans:
+            assert span.slot == span.request.slot
+            assert span.start + span.num_rows < span.request.max_length, "the last is not fed"
 
     @rule(
         prompt=texts,
@@ -226,10 +226,10 @@ class Planning(RuleBasedStateMachine):
         """Stop, change the weights if what is cached will be verified, and go on with some."""
         stopped = self.stop()
         if is_verified:
-            self.pool.forget()
+            self.pool.reset_prefix_cache()
         order.shuffle(stopped)
         for old in stopped[: len(stopped) // 2 + 1]:
-            request = request_for(old.result(0), limit=old.limit, is_verified=is_verified)
+            request = request_for(old.result(0), limit=old.max_tokens, is_verified=is_verified)
             if request.finish_reason is None:
                 self.enqueue(request)
 
@@ -258,7 +258,7 @@ class Planning(RuleBasedStateMachine):
         if not hasattr(self, "planner"):
             return
         steps = 0
-        while self.planner.has_work or self.under_way:
+        while self.planner.has_work or self.in_flight:
             steps += 1
             assert steps < 5000, "the engine would never end"
             self.advance()
@@ -279,14 +279,14 @@ def planner(*, slots=2, usable=100, block_tokens=2, chunk=4):
 
 def absorbed(plan, token=0):
     """All results of a plan: the same token for every row."""
-    for piece in plan.sampled:
-        piece.request.in_flight -= 1
-        piece.request.pending -= piece.is_speculative
-        piece.request.accept(token, 0.0)
+    for span in plan.sampled:
+        span.request.num_inflight_passes -= 1
+        span.request.num_inflight_tokens -= span.is_speculative
+        span.request.accept(token, 0.0)
 
 
 def rows(plan):
-    return [(piece.request, piece.start, piece.num_rows, piece.is_sampled) for piece in plan.pieces]
+    return [(span.request, span.start, span.num_rows, span.is_sampled) for span in plan.spans]
 
 
 def test_a_long_prompt_comes_in_chunks_beside_the_decoding_of_others():

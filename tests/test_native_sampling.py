@@ -19,8 +19,8 @@ from transformers import (
 
 from native_worlds import chi_square_p, fresh, plain_logits, roll_out, shared_model
 from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.engines.native.noise import row_keys, words
-from sortedrl.engines.native.sampling import Draw, Filter, choose, floors
+from sortedrl.engines.native.noise import random_bits, row_keys
+from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters, choose, floors
 from sortedrl.errors import ConfigError
 
 NEVER = 1e-4
@@ -48,7 +48,7 @@ def warped(logits_QV, sampling):
 
 def draw_for(rows, *, temperature=1.0, expected=-1, streams=None):
     """A draw for `rows` rows, each with noise of its own."""
-    return Draw(
+    return SamplerInputs(
         streams_Q=torch.full((rows,), 77) if streams is None else streams,
         positions_Q=torch.arange(rows),
         inverse_temperatures_Q=torch.full((rows,), 1 / temperature if temperature else 0.0),
@@ -57,7 +57,7 @@ def draw_for(rows, *, temperature=1.0, expected=-1, streams=None):
 
 
 def filter_for(rows, sampling, *, vocabulary):
-    return Filter(
+    return TokenFilters(
         top_k_Q=torch.full((rows,), sampling.top_k or vocabulary),
         top_p_Q=torch.full((rows,), sampling.top_p),
         min_p_Q=torch.full((rows,), sampling.min_p),
@@ -119,7 +119,7 @@ def test_a_row_without_a_filter_may_choose_any_token_whatever_its_neighbours_do(
     lowest = floors(
         logits,
         draw_for(2),
-        Filter(torch.tensor([4, 2]), torch.tensor([1.0, 0.9]), torch.tensor([0.0, 0.1])),
+        TokenFilters(torch.tensor([4, 2]), torch.tensor([1.0, 0.9]), torch.tensor([0.0, 0.1])),
     )
     assert (logits[0] >= lowest[0]).all()
 
@@ -136,7 +136,7 @@ def test_the_winner_has_the_largest_logit_plus_noise_and_gaps_are_in_nats(temper
     logits = random_logits(rows, vocabulary)
     draw = draw_for(rows, temperature=temperature, expected=17)
     choice = choose(logits, draw)
-    numbers = words(row_keys(draw.streams_Q, draw.positions_Q), torch.arange(vocabulary))
+    numbers = random_bits(row_keys(draw.streams_Q, draw.positions_Q), torch.arange(vocabulary))
     uniform = (numbers.double() + 0.5) * 2.0**-31
     perturbed = logits.double() / temperature - torch.log(-torch.log1p(-uniform))
     best, winners = perturbed.max(-1)

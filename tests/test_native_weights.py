@@ -13,8 +13,9 @@ from native_worlds import (
     trained_a_little,
 )
 from sortedrl.engines.native import NativeEngine
-from sortedrl.engines.native.weights import copy_weights, read_safetensors
+from sortedrl.engines.native.hf_model import copy_weights
 from sortedrl.errors import DataError, ModelError
+from sortedrl.models.loading import read_safetensors
 from sortedrl.types import Weights
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.sglang.request import HIGH_FIRST, NO_ORDER, Answer
-from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streaming.backend import Ask
+from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, NO_ORDER, SglangStream
+from sortedrl.engines.sglang.sglang_server import SglangServer
+from sortedrl.engines.streaming.backend import GenerationRequest, ServerRequirements
 from sortedrl.errors import EngineError, EngineLost
 
 VOCABULARY = 16
@@ -27,9 +27,9 @@ INFO = {
 }
 
 
-def ask(*, max_tokens=100, stop_tokens=(), **sampling):
-    return Ask(
-        id="ask-1",
+def make_request(*, max_tokens=100, stop_tokens=(), **sampling):
+    return GenerationRequest(
+        id="request-1",
         tokens=[1, 2],
         max_tokens=max_tokens,
         stop_tokens=frozenset(stop_tokens),
@@ -55,36 +55,36 @@ def chunk(tokens, *, shown, count, reason=None, shown_logprobs=None):
 
 @given(data=st.data(), tokens=st.lists(st.integers(10, 99), max_size=12), is_whole=st.booleans())
 def test_each_token_is_handed_on_once_however_often_it_is_said(data, tokens, is_whole):
-    answer = Answer(ask(), priority_sign=NO_ORDER)
-    answer.next_request()
-    pieces, said = [], 0
+    answer = SglangStream(make_request(), priority_sign=NO_ORDER)
+    answer.next_body()
+    deltas, said = [], 0
     while said < len(tokens):
         fresh = data.draw(st.integers(1, len(tokens) - said))
         said += fresh
         shown = said if is_whole else fresh
-        pieces.append(answer.piece(chunk(tokens, shown=shown, count=said)))
+        deltas.append(answer.delta(chunk(tokens, shown=shown, count=said)))
     last = data.draw(st.sampled_from([min(1, said), said]))
     end = chunk(tokens, shown=last, count=said, reason={"type": "abort"}, shown_logprobs=said)
-    pieces.append(answer.piece(end))
-    assert [token for piece in pieces for token in piece.tokens] == tokens
-    assert [logprob for piece in pieces for logprob in piece.logprobs] == [-t / 10 for t in tokens]
-    assert [piece.end for piece in pieces] == [None] * (len(pieces) - 1) + ["abort"]
-    assert sum(piece.reused_tokens for piece in pieces[1:]) == 0
+    deltas.append(answer.delta(end))
+    assert [token for delta in deltas for token in delta.tokens] == tokens
+    assert [logprob for delta in deltas for logprob in delta.logprobs] == [-t / 10 for t in tokens]
+    assert [delta.end for delta in deltas] == [None] * (len(deltas) - 1) + ["abort"]
+    assert sum(delta.num_cached_tokens for delta in deltas[1:]) == 0
     assert answer.is_over
 
 
 def test_after_a_stop_token_that_does_not_count_the_rest_is_asked_for():
-    answer = Answer(ask(stop_tokens=[99]), priority_sign=HIGH_FIRST)
-    first = answer.next_request()
+    answer = SglangStream(make_request(stop_tokens=[99]), priority_sign=HIGH_FIRST)
+    first = answer.next_body()
     assert (first["priority"], first["sampling_params"]["ignore_eos"]) == (-3, False)
-    piece = answer.piece(chunk([7, 8], shown=2, count=2, reason={"type": "stop", "matched": 8}))
-    assert (piece.end, answer.is_over, answer.is_broken) == (None, False, False)
-    rest = answer.next_request()
+    delta = answer.delta(chunk([7, 8], shown=2, count=2, reason={"type": "stop", "matched": 8}))
+    assert (delta.end, answer.is_over, answer.is_broken) == (None, False, False)
+    rest = answer.next_body()
     assert rest["rid"] != first["rid"]
     assert rest["input_ids"] == [1, 2, 7, 8]
     assert rest["sampling_params"]["max_new_tokens"] == 98
-    piece = answer.piece(chunk([99], shown=1, count=1, reason={"type": "stop", "matched": 99}))
-    assert (piece.tokens, piece.end, piece.reused_tokens) == ([99], "stop", 0)
+    delta = answer.delta(chunk([99], shown=1, count=1, reason={"type": "stop", "matched": 99}))
+    assert (delta.tokens, delta.end, delta.num_cached_tokens) == ([99], "stop", 0)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_after_a_stop_token_that_does_not_count_the_rest_is_asked_for():
     ],
 )
 def test_an_answer_that_cannot_be_used_is_an_error(said):
-    answer = Answer(ask(), priority_sign=NO_ORDER)
-    answer.next_request()
+    answer = SglangStream(make_request(), priority_sign=NO_ORDER)
+    answer.next_body()
     with pytest.raises(EngineError):
-        answer.piece(said)
+        answer.delta(said)
 
 
 def test_a_missing_package_is_named_with_its_extra():
@@ -156,14 +156,10 @@ def fake_server(info, *, is_tempered=True, has_logprobs=True):
 
 
 async def opened(url, folder, *, slots=None, temperature=0.5):
-    return await SglangServer.opened(
-        url,
-        vocabulary=VOCABULARY,
-        context=64,
-        temperature=temperature,
-        slots=slots,
-        hand_over=folder,
+    required = ServerRequirements(
+        vocabulary=VOCABULARY, context=64, temperature=temperature, slots=slots
     )
+    return await SglangServer.connect(url, required, weights_folder=folder)
 
 
 async def limits_of(url, folder, **how):
@@ -175,14 +171,14 @@ async def limits_of(url, folder, **how):
 @pytest.mark.parametrize(
     ("info", "world", "words"),
     [
-        (None, {}, "no such server"),
-        ({"status": "ok"}, {}, "words of its own"),
+        (None, {}, "must answer /server_info, but it does not"),
+        ({"status": "ok"}, {}, "another format"),
         (INFO | {"version": "0.4.0"}, {}, "0.4.0"),
         (INFO | {"max_req_input_len": 63}, {}, "room for 63"),
         (INFO | {"incremental_streaming_output": False}, {}, "repeats the whole answer"),
         (INFO | {"max_running_requests": None}, {}, "number of slots"),
         (INFO, {"is_tempered": False}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        (INFO, {"has_logprobs": False}, "must give log-probabilities"),
+        (INFO, {"has_logprobs": False}, "must return log-probabilities"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_with_the_command_that_starts_it_right(
@@ -214,9 +210,9 @@ def test_a_stream_that_stops_without_an_end_is_a_lost_engine(tmp_path):
     async def read(url):
         backend = await opened(url, tmp_path)
         try:
-            return [piece async for piece in backend.stream(ask())]
+            return [delta async for delta in backend.stream(make_request())]
         finally:
             await backend.close()
 
-    with fake_server(INFO) as url, pytest.raises(EngineLost, match="without a word"):
+    with fake_server(INFO) as url, pytest.raises(EngineLost, match="without a finish reason"):
         asyncio.run(read(url))

@@ -16,8 +16,8 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import measure
 from sortedrl.core.recorder import Journal
-from sortedrl.engines.pool.members import Terms, Work
-from sortedrl.engines.pool.pool import Placement
+from sortedrl.engines.pool.engine_pool import Router
+from sortedrl.engines.pool.replica import Assignment
 from sortedrl.errors import ConfigError
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings, ticks
@@ -358,6 +358,10 @@ class Seat:
         return len(self.handed) / self.slots
 
     @property
+    def assigned(self):
+        return self.handed
+
+    @property
     def has_room(self):
         return self.is_alive and len(self.handed) < self.slots
 
@@ -376,15 +380,15 @@ class Seat:
 )
 def test_work_is_placed_as_the_real_pool_places_it(slots, moves):
     seats = [Seat(number, count) for number, count in enumerate(slots)]
-    real, ours = Placement(spare=0), _Placement(seats)
+    real, ours = Router(queue_depth=0), _Placement(seats)
     held = {}
     for move, prompt, sample, has_tokens in moves:
         key, seat = (prompt, sample), seats[prompt % len(seats)]
         if move == "place" and key not in held:
             trajectory = fresh(prompt, sample)
             trajectory = written(trajectory, int(has_tokens), version=0)
-            work = Work(trajectory, Terms(tolerance=None))
-            chosen = real.place(work, [seat for seat in seats if seat.is_alive])
+            work = Assignment(trajectory=trajectory, tolerance=None)
+            chosen = real.route(work, [seat for seat in seats if seat.is_alive])
             assert ours.place(trajectory) is chosen
             if chosen is not None:
                 chosen.handed[key] = held[key] = work
@@ -394,7 +398,7 @@ def test_work_is_placed_as_the_real_pool_places_it(slots, moves):
             (seat,) = [seat for seat in seats if seat.handed.pop(key, None)]
             ours.changed(seat)
         elif move == "forget":
-            real.forget()
+            real.reset()
             ours.forget()
         elif move == "turn" and not seat.handed:
             seat.is_alive = not seat.is_alive

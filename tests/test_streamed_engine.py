@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming import backend as streams
-from sortedrl.engines.streaming import engine as streamed
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.streaming import streamed_engine as streamed
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Prompt, Segment, Trajectory, Weights
 from streamed_worlds import (
@@ -283,8 +283,8 @@ def test_an_answer_that_is_complete_when_weights_come_is_not_asked_for_again():
 
 def test_other_sampling_and_another_limit_hold_for_their_work_only():
     with scripted() as (engine, backend):
-        own = Sampling(temperature=0, stop_tokens=frozenset())
-        engine.submit_with([fresh(n) for n in range(4)], tolerance=None, sampling=own, max_tokens=9)
+        own = Sampling(temperature=0, stop_tokens=frozenset(), max_tokens=9)
+        engine.submit([fresh(n) for n in range(4)], tolerance=None, sampling=own)
         for trajectory in finish(engine, backend, 4).values():
             assert (trajectory.tokens, trajectory.finish_reason) == full_answer(
                 trajectory.prompt.id, 9, stops=False
@@ -292,14 +292,14 @@ def test_other_sampling_and_another_limit_hold_for_their_work_only():
         engine.submit([fresh(n) for n in range(4)], tolerance=None)
         for trajectory in finish(engine, backend, 4).values():
             assert_complete(trajectory)
-        assert [ask.sampling for ask in backend.asked] == [own] * 4 + [Sampling()] * 4
-        assert [ask.priority for ask in backend.asked] == list(range(8))
+        assert [request.sampling for request in backend.asked] == [own] * 4 + [Sampling()] * 4
+        assert [request.priority for request in backend.asked] == list(range(8))
 
 
 def test_new_weights_keep_the_terms_of_what_runs():
     with scripted() as (engine, backend):
-        own = Sampling(temperature=0, stop_tokens=frozenset())
-        engine.submit_with([fresh(3)], tolerance=None, sampling=own, max_tokens=9)
+        own = Sampling(temperature=0, stop_tokens=frozenset(), max_tokens=9)
+        engine.submit([fresh(3)], tolerance=None, sampling=own)
         backend.grant(2)
         engine.step()
         engine.load_weights(Weights(7))
@@ -344,8 +344,8 @@ REFUSED = {
     "token outside": (prompted((1, VOCABULARY)), {}, f"0..{VOCABULARY - 1}, got {VOCABULARY}"),
     "written token outside": (stale((-1,)), {}, "got -1"),
     "too long": (prompted([1] * CONTEXT), {}, f"prompt has {CONTEXT} tokens"),
-    "no room": (fresh(1, limit=0), {}, "at least 1 token, got 0"),
-    "stale and verified": (stale(version=3), {"tolerance": 0.0}, "takes? mode partial|take mode"),
+    "no room": (fresh(1, limit=0), {}, "max_tokens must be at least 1, got 0"),
+    "stale and verified": (stale(version=3), {"tolerance": 0.0}, "use mode partial"),
     "no tolerance": (fresh(1), {"tolerance": -1.0}, "0 or more nats, got -1"),
     "no number": (fresh(1), {"tolerance": math.nan}, "0 or more nats, got nan"),
 }
@@ -357,19 +357,18 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_taken_on(bad, terms, w
     with scripted() as (engine, backend):
         for batch in ([fresh(2), bad], [bad]):
             with pytest.raises(RequestError, match=words):
-                engine.check(batch, tolerance=tolerance, sampling=None, max_tokens=None)
-            with pytest.raises(RequestError, match=words):
                 engine.submit(batch, tolerance=tolerance)
         assert not backend.asked
         assert not engine.interrupt()
 
 
 def test_stop_strings_are_refused():
-    with scripted() as (engine, _):
-        terms = {"tolerance": None, "sampling": Sampling(stop_strings=("end",)), "max_tokens": 5}
-        for refusing in (engine.check, engine.submit_with):
-            with pytest.raises(RequestError, match="cannot stop at 'end'; use stop tokens"):
-                refusing([fresh(1)], **terms)
+    sampling = Sampling(stop_strings=("end",))
+    with (
+        scripted() as (engine, _),
+        pytest.raises(RequestError, match=r"cannot stop at 'end': .*; use stop tokens"),
+    ):
+        engine.submit([fresh(1)], tolerance=None, sampling=sampling)
 
 
 def test_tokens_of_the_present_weights_need_no_verification():
@@ -455,7 +454,7 @@ def test_a_stream_that_ends_without_being_asked_to_is_a_lost_engine():
     with scripted(ends_unasked=3) as (engine, backend):
         engine.submit([fresh(5)], tolerance=None)
         backend.grant(10)
-        with pytest.raises(EngineLost, match="broke an answer off without being asked"):
+        with pytest.raises(EngineLost, match="ended a stream before the answer was complete"):
             step_often(engine)
         (trajectory,) = engine.interrupt()
         assert trajectory.num_tokens == 3
@@ -466,7 +465,7 @@ def test_an_engine_that_writes_nothing_is_lost():
     with scripted(silence_seconds=0.05) as (engine, _):
         engine.submit([fresh(5)], tolerance=None)
         for _ in range(2):
-            with pytest.raises(EngineLost, match="written nothing for 0 seconds"):
+            with pytest.raises(EngineLost, match="sent nothing for 0 seconds"):
                 engine.step()
         assert len(engine.interrupt()) == 1
 
@@ -475,8 +474,8 @@ def test_an_engine_that_writes_nothing_is_lost():
     ("fault", "words"),
     [
         ({"ignores_abort": True}, "does not stop within"),
-        ({"hangs_at_abort": True}, "does not answer when it is told to stop"),
-        ({"refuses_abort": EngineError("not now")}, "cannot be told to stop: not now"),
+        ({"hangs_at_abort": True}, "does not respond to an abort"),
+        ({"refuses_abort": EngineError("not now")}, "cannot be aborted: not now"),
         ({"refuses_abort": EngineLost("gone")}, "gone"),
     ],
     ids=["ignores it", "hangs", "refuses", "is gone"],

@@ -12,15 +12,15 @@ import pytest
 
 from sortedrl.engines.installed import VLLM
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import Ask
-from sortedrl.engines.vllm.server import VllmServer
+from sortedrl.engines.streaming.backend import GenerationRequest, ServerRequirements
+from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 
 TEMPERATURE = 0.5
 RIGHT_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
     "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
-    "--worker-extension-cls sortedrl.engines.vllm.worker.WeightReceiver "
+    "--worker-extension-cls sortedrl.engines.vllm.worker_extension.WeightReceiver "
     "--max-model-len 64 --max-num-seqs SLOTS"
 )
 
@@ -115,8 +115,8 @@ def serving(stand_in):
 
 
 async def opened(url, folder, **changes):
-    wanted = {"vocabulary": 128, "context": 64, "temperature": TEMPERATURE, "slots": None}
-    return await VllmServer.opened(url, hand_over=folder, **(wanted | changes))
+    wanted = {"vocabulary": 128, "context": 64, "temperature": TEMPERATURE} | changes
+    return await VllmServer.connect(url, ServerRequirements(**wanted), weights_folder=folder)
 
 
 async def limits(url, folder, **changes):
@@ -125,9 +125,9 @@ async def limits(url, folder, **changes):
     return backend.limits
 
 
-async def pieces(url, folder):
+async def deltas(url, folder):
     backend = await opened(url, folder)
-    ask = Ask(
+    request = GenerationRequest(
         id="a",
         tokens=[1],
         max_tokens=3,
@@ -136,7 +136,7 @@ async def pieces(url, folder):
         priority=0,
     )
     try:
-        return [piece async for piece in backend.stream(ask)]
+        return [delta async for delta in backend.stream(request)]
     finally:
         await backend.close()
 
@@ -150,14 +150,14 @@ def test_a_server_that_fits_says_how_much_it_can_do(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": "hello"}, "is no vLLM server"),
-        ({"version": {"version": "0.9.1"}}, "must be of a version >=0.26,<0.33.* has 0.9.1"),
+        ({"version": "hello"}, "is not a vLLM server"),
+        ({"version": {"version": "0.9.1"}}, "must be >=0.26,<0.33.* has 0.9.1"),
         ({"context": 32}, "context of 32 tokens, but prompts and answers need 64"),
-        ({"is_in_development": False}, "cannot be given new weights"),
+        ({"is_in_development": False}, "cannot load new weights"),
         ({"policy": "fcfs"}, "scheduling policy fcfs"),
         ({"vocabulary": 256}, "256 tokens, but the model that is trained has 128"),
-        ({"has_token_ids": False}, "does not give the token ids"),
-        ({"has_logprobs": False}, "does not give the log-probabilities"),
+        ({"has_token_ids": False}, "does not return token ids"),
+        ({"has_logprobs": False}, "does not return log-probabilities"),
         ({"is_processed": False}, "log-probabilities before temperature"),
     ],
 )
@@ -179,25 +179,25 @@ def test_logprobs_before_temperature_serve_at_temperature_1(tmp_path):
 
 
 def test_other_slots_than_the_server_has_are_refused(tmp_path):
-    with serving(StandIn()) as url, pytest.raises(EngineError, match="16 answers at a time, not 4"):
+    with serving(StandIn()) as url, pytest.raises(EngineError, match="has 16 slots, not 4"):
         asyncio.run(limits(url, tmp_path, slots=4))
 
 
 def test_a_server_out_of_reach_is_refused_with_the_command_that_helps(tmp_path):
     with serving(StandIn()) as url:
         pass
-    with pytest.raises(EngineError, match=f"{url} does not answer.*vllm serve"):
+    with pytest.raises(EngineError, match=f"{url} does not respond.*vllm serve"):
         asyncio.run(limits(url, tmp_path))
 
 
 def test_a_stream_gives_each_token_with_its_logprob(tmp_path):
     with serving(StandIn()) as url:
-        answer = asyncio.run(pieces(url, tmp_path))
-    assert [(list(piece.tokens), piece.end) for piece in answer] == [
+        answer = asyncio.run(deltas(url, tmp_path))
+    assert [(list(delta.tokens), delta.end) for delta in answer] == [
         ([1], None),
         ([2, 3], "length"),
     ]
-    assert [list(piece.logprobs) for piece in answer] == [[-0.5], [-0.5, -0.5]]
+    assert [list(delta.logprobs) for delta in answer] == [[-0.5], [-0.5, -0.5]]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_stream_that_does_not_reach_its_end_is_an_engine_lost(tmp_path, change
     for name, value in change.items():
         setattr(stand_in, name, value)
     with serving(stand_in) as url, pytest.raises(EngineLost):
-        asyncio.run(pieces(url, tmp_path))
+        asyncio.run(deltas(url, tmp_path))
 
 
 def test_a_missing_package_is_refused_by_the_name_of_the_extra():

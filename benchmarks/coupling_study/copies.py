@@ -6,6 +6,9 @@ weights that move back and forth at random end up to `hold_ulps` units away from
 the density of a uniform offset of half a unit plus one of `hold_ulps - 0.5` units. For
 `hold_ulps = 1` that is stochastic rounding. A copy that began nearest to the master instead would
 not move for the first hundreds of updates, and survival would look better than it is.
+
+Plain rounding moves a few weights by a whole unit in the last place at every update. A held weight
+keeps its rounded value until the master is more than `hold_ulps` units away: 0.5 is plain rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coupling_study.rounding import PLAIN_ROUNDING, held
 from coupling_study.settings import Arithmetic, Precision, Settings
 
 DTYPES: dict[Arithmetic, torch.dtype] = {
@@ -24,6 +26,22 @@ DTYPES: dict[Arithmetic, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
+PLAIN_ROUNDING = 0.5
+_MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
+
+
+def held(old: Tensor, master: Tensor, *, hold_ulps: float) -> Tensor:
+    """The master rounded to the old tensor's type, except where the old value is near enough."""
+    master = master.to(old.device)
+    bits = _MANTISSA_BITS.get(old.dtype)
+    if bits is None or hold_ulps <= PLAIN_ROUNDING or master.dtype == old.dtype:
+        return master
+    before = old.float()
+    _, exponents = torch.frexp(before)
+    reach = torch.ldexp(torch.full_like(before, hold_ulps), exponents - 1 - bits)
+    # Zero has no unit in the last place: it is given up at once.
+    is_near = ((master - before).abs() <= reach) & (before != 0)
+    return torch.where(is_near, before, master)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,17 @@ def long_tail(count: int, *, mean_length: int, most: int, source: random.Random)
     return lengths
 
 
+def described(workload: Workload) -> dict[str, float]:
+    """The sizes of a workload, for the record."""
+    return {
+        "requests": len(workload.lengths),
+        "tokens": workload.tokens,
+        "mean_length": mean(workload.lengths),
+        "max_length": max(workload.lengths),
+        "prompt_tokens": sum(map(len, workload.prompts)),
+    }
+
+
 def _range(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     numbers = (first, last or first)

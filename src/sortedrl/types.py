@@ -185,7 +185,8 @@ class TrainBatch:
 class Weights:
     """Weights on their way to an engine.
 
-    `tensors` is `None` where engine and trainer share the parameters: nothing is copied.
+    `tensors` is `None` where engine and trainer share the parameters: nothing is copied. What an
+    engine is given are torch tensors by their names in the model.
     """
 
     version: int

@@ -13,10 +13,23 @@ from pathlib import Path
 import httpx
 import pytest
 
-from sortedrl.engines.vllm.worker import RECEIVER
+from sortedrl.engines.conformance import STOPS, TEMPERATURE, limit_of
+from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
+from sortedrl.engines.vllm.worker_extension import RECEIVER
 
 START_SECONDS = 400
 SGL_KERNEL_STUB = Path(__file__).parent / "sgl_kernel_stub"
+
+
+def streamed(opening):
+    """An engine over a backend, as the laws of all engines want it."""
+    return StreamedEngine(
+        opening,
+        max_tokens=limit_of,
+        stop_tokens=STOPS,
+        sampling=Sampling(temperature=TEMPERATURE),
+    )
 
 
 @dataclass(frozen=True)

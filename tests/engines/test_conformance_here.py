@@ -4,34 +4,34 @@ import asyncio
 
 import pytest
 import torch
-from conformance import (
+
+from sortedrl.core.clock import VirtualClock
+from sortedrl.engines.conformance import (
     CONTEXT,
+    LAWS,
     LONGEST,
     SLOTS,
     STOPS,
     TEMPERATURE,
     VOCABULARY,
-    World,
-    each_law,
-    holds,
+    EngineUnderTest,
+    check,
     limit_of,
-    model,
     nothing_is_lost_or_doubled_whatever_happens,
+    reference_model,
 )
-
-from sortedrl.core.clock import VirtualClock
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import Limits, Piece
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.streaming.backend import BackendLimits, Delta
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedEngine
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 
 
 def native(slots=SLOTS):
-    own = model.__wrapped__(0)
+    own = reference_model.__wrapped__(0)
     return NativeEngine(
         own,
         slots=slots,
@@ -49,43 +49,43 @@ class PlainBackend:
     """The model on its own behind the seam: a whole forward pass for every token."""
 
     name = "plain model"
-    limits = Limits(slots=SLOTS, context=CONTEXT, vocabulary=VOCABULARY)
+    limits = BackendLimits(slots=SLOTS, context=CONTEXT, vocabulary=VOCABULARY)
 
     def __init__(self):
-        self._model = model.__wrapped__(0)
+        self._model = reference_model.__wrapped__(0)
         self._generator = torch.Generator().manual_seed(0)
         self._open = {}
-        self._broken_off = set()
+        self._aborted = set()
 
     @classmethod
     async def opened(cls):
         return cls()
 
-    async def stream(self, ask):
-        self._open[ask.id] = ask.priority
-        text = list(ask.tokens)
+    async def stream(self, request):
+        self._open[request.id] = request.priority
+        text = list(request.tokens)
         end = None
         try:
             while end is None:
-                if ask.id in self._broken_off:
-                    yield Piece(tokens=(), logprobs=(), end="abort")
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                if ask.priority not in sorted(self._open.values())[:SLOTS]:
+                if request.priority not in sorted(self._open.values())[:SLOTS]:
                     await asyncio.sleep(0.0005)
                     continue
-                token, logprob = self._next(text, ask.sampling)
+                token, logprob = self._next(text, request.sampling)
                 text.append(token)
-                if token in ask.stop_tokens:
+                if token in request.stop_tokens:
                     end = "stop"
-                elif len(text) == len(ask.tokens) + ask.max_tokens:
+                elif len(text) == len(request.tokens) + request.max_tokens:
                     end = "length"
-                yield Piece(tokens=[token], logprobs=[logprob], end=end)
+                yield Delta(tokens=[token], logprobs=[logprob], end=end)
                 await asyncio.sleep(0)
         finally:
-            del self._open[ask.id]
+            del self._open[request.id]
 
     async def abort(self, ids):
-        self._broken_off |= set(ids)
+        self._aborted |= set(ids)
 
     async def load_weights(self, weights):
         assert not self._open, "nothing is being written"
@@ -134,18 +134,21 @@ def streamed():
 @pytest.fixture(scope="module", params=["native", "pool", "streamed"])
 def world(request):
     world = {
-        "native": World(opening=native, precision=5e-5),
-        "pool": World(opening=pool, precision=5e-5, is_ordered=False),
-        "streamed": World(opening=streamed, precision=5e-5),
+        "native": EngineUnderTest(opening=native, precision=5e-5),
+        "pool": EngineUnderTest(opening=pool, precision=5e-5, is_ordered=False),
+        "streamed": EngineUnderTest(opening=streamed, precision=5e-5),
     }[request.param]
     yield world
     world.close()
 
 
-@each_law
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_every_engine_keeps_the_law(law, world):
-    holds(law, world)
+    check(law, world)
 
 
 def test_a_simulated_engine_keeps_the_laws_that_need_no_model():
-    holds(nothing_is_lost_or_doubled_whatever_happens, World(opening=simulated, is_simulated=True))
+    check(
+        nothing_is_lost_or_doubled_whatever_happens,
+        EngineUnderTest(opening=simulated, is_simulated=True),
+    )

@@ -4,24 +4,21 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from conformance import (
+from served import SGL_KERNEL_STUB, sglang_servers, streamed
+
+from sortedrl.engines.conformance import (
     CONTEXT,
+    LAWS,
     SLOTS,
-    STOPS,
     TEMPERATURE,
     VOCABULARY,
-    World,
-    each_law,
-    holds,
-    limit_of,
-    model,
+    EngineUnderTest,
+    check,
+    reference_model,
 )
-from served import SGL_KERNEL_STUB, sglang_servers
-
-from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.sglang.process import SglangProcess
-from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streaming.engine import StreamedEngine
+from sortedrl.engines.sglang.sglang_process import SglangProcess
+from sortedrl.engines.sglang.sglang_server import SglangServer
+from sortedrl.engines.streaming.backend import ServerRequirements
 
 pytestmark = [
     pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang, in a venv of its own"),
@@ -29,19 +26,10 @@ pytestmark = [
 ]
 
 
-def streamed(opening):
-    return StreamedEngine(
-        opening,
-        max_tokens=limit_of,
-        stop_tokens=STOPS,
-        sampling=Sampling(temperature=TEMPERATURE),
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang-model")
-    model().save_pretrained(folder)
+    reference_model().save_pretrained(folder)
     return folder
 
 
@@ -57,7 +45,7 @@ def world(request, folder, tmp_path_factory):
 
 def process(folder, _):
     def opening():
-        return SglangProcess.opened(
+        return SglangProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -68,7 +56,7 @@ def process(folder, _):
             options={},
         )
 
-    world = World(opening=lambda: streamed(opening))
+    world = EngineUnderTest(opening=lambda: streamed(opening))
     yield world
     world.close()
 
@@ -77,21 +65,17 @@ def server(folder, hand_over):
     with sglang_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
 
         def opening():
-            return SglangServer.opened(
-                one.url,
-                vocabulary=VOCABULARY,
-                context=CONTEXT,
-                temperature=TEMPERATURE,
-                slots=None,
-                hand_over=hand_over,
+            required = ServerRequirements(
+                vocabulary=VOCABULARY, context=CONTEXT, temperature=TEMPERATURE
             )
+            return SglangServer.connect(one.url, required, weights_folder=hand_over)
 
-        world = World(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
+        world = EngineUnderTest(opening=lambda: streamed(opening), is_ordered=False, is_fresh=False)
         yield world
         world.close()
         assert one.process.poll() is None, "a server lives on"
 
 
-@each_law
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_every_engine_keeps_the_law(law, world):
-    holds(law, world)
+    check(law, world)

@@ -3,25 +3,22 @@
 from importlib.util import find_spec
 
 import pytest
-from conformance import (
+from served import streamed, vllm_servers
+
+from sortedrl.engines.conformance import (
     CONTEXT,
+    LAWS,
     SLOTS,
-    STOPS,
     TEMPERATURE,
     VOCABULARY,
-    World,
-    each_law,
-    holds,
-    limit_of,
-    model,
+    EngineUnderTest,
+    check,
+    reference_model,
 )
-from served import vllm_servers
-
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.engine import StreamedEngine
-from sortedrl.engines.vllm.process import VllmProcess
-from sortedrl.engines.vllm.server import VllmServer
+from sortedrl.engines.streaming.backend import ServerRequirements
+from sortedrl.engines.vllm.vllm_process import VllmProcess
+from sortedrl.engines.vllm.vllm_server import VllmServer
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a venv of its own"),
@@ -29,19 +26,10 @@ pytestmark = [
 ]
 
 
-def streamed(opening):
-    return StreamedEngine(
-        opening,
-        max_tokens=limit_of,
-        stop_tokens=STOPS,
-        sampling=Sampling(temperature=TEMPERATURE),
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm-model")
-    model().save_pretrained(folder)
+    reference_model().save_pretrained(folder)
     return folder
 
 
@@ -55,7 +43,7 @@ def world(request, folder, tmp_path_factory):
 
 def process(folder, _):
     def opening():
-        return VllmProcess.opened(
+        return VllmProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -63,22 +51,22 @@ def process(folder, _):
             options={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20},
         )
 
-    world = World(opening=lambda: streamed(opening))
+    world = EngineUnderTest(opening=lambda: streamed(opening))
     yield world
     world.close()
 
 
 def at(server, hand_over):
     """An engine over a server, which has the weights of the test before."""
-    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": TEMPERATURE}
-    return streamed(
-        lambda: VllmServer.opened(server.url, slots=None, hand_over=hand_over, **wanted)
-    )
+    required = ServerRequirements(vocabulary=VOCABULARY, context=CONTEXT, temperature=TEMPERATURE)
+    return streamed(lambda: VllmServer.connect(server.url, required, weights_folder=hand_over))
 
 
 def server(folder, hand_over):
     with vllm_servers(folder, count=1, slots=SLOTS, context=CONTEXT) as (one,):
-        world = World(opening=lambda: at(one, hand_over), is_ordered=False, is_fresh=False)
+        world = EngineUnderTest(
+            opening=lambda: at(one, hand_over), is_ordered=False, is_fresh=False
+        )
         yield world
         world.close()
         assert one.process.poll() is None, "a server lives on"
@@ -91,11 +79,11 @@ def two_servers(folder, hand_over):
             members = [at(one, hand_over / str(place)) for place, one in enumerate(servers)]
             return EnginePool(members, warn=lambda words: pytest.fail(words))
 
-        world = World(opening=opening, is_ordered=False, is_fresh=False)
+        world = EngineUnderTest(opening=opening, is_ordered=False, is_fresh=False)
         yield world
         world.close()
 
 
-@each_law
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_every_engine_keeps_the_law(law, world):
-    holds(law, world)
+    check(law, world)

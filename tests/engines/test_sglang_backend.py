@@ -22,10 +22,10 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.sglang.process import SglangProcess
-from sortedrl.engines.sglang.server import SglangServer
-from sortedrl.engines.streaming.backend import Ask, EventLoop
-from sortedrl.engines.streaming.http import Server
+from sortedrl.engines.sglang.sglang_process import SglangProcess
+from sortedrl.engines.sglang.sglang_server import SglangServer
+from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
+from sortedrl.engines.streaming.http_client import Server
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -99,7 +99,7 @@ def process(folder, loop, _):
 
 
 def opened_process(folder, **options):
-    return SglangProcess.opened(
+    return SglangProcess.start(
         model=str(folder),
         slots=SLOTS,
         context=CONTEXT,
@@ -161,8 +161,8 @@ def server(folder, loop, hand_over):
 
 
 def opened_server(url, hand_over, **changes):
-    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": 0.7, "slots": None}
-    return SglangServer.opened(url, hand_over=hand_over, **(wanted | changes))
+    wanted = {"vocabulary": VOCABULARY, "context": CONTEXT, "temperature": 0.7} | changes
+    return SglangServer.connect(url, ServerRequirements(**wanted), weights_folder=hand_over)
 
 
 async def answering(url, started):
@@ -176,10 +176,10 @@ async def answering(url, started):
     pytest.fail("the server did not start")
 
 
-def ask(tokens, *, max_tokens=12, stop_tokens=(), sampling=None, priority=0):
-    ask.count += 1
-    return Ask(
-        id=f"ask-{ask.count:06d}",
+def make_request(tokens, *, max_tokens=12, stop_tokens=(), sampling=None, priority=0):
+    make_request.count += 1
+    return GenerationRequest(
+        id=f"request-{make_request.count:06d}",
         tokens=tokens,
         max_tokens=max_tokens,
         stop_tokens=frozenset(stop_tokens),
@@ -188,21 +188,21 @@ def ask(tokens, *, max_tokens=12, stop_tokens=(), sampling=None, priority=0):
     )
 
 
-ask.count = 0
+make_request.count = 0
 
 
 async def pieces_of(backend, asked, *, seen=None):
-    pieces = []
-    async for piece in backend.stream(asked):
-        pieces.append(piece)
+    deltas = []
+    async for delta in backend.stream(asked):
+        deltas.append(delta)
         if seen is not None:
             seen.append(asked.id)
     return SimpleNamespace(
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
-        ends=[piece.end for piece in pieces],
-        end=pieces[-1].end,
-        reused_tokens=pieces[0].reused_tokens,
+        tokens=[token for delta in deltas for token in delta.tokens],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        ends=[delta.end for delta in deltas],
+        end=deltas[-1].end,
+        num_cached_tokens=deltas[0].num_cached_tokens,
     )
 
 
@@ -220,7 +220,7 @@ def logprobs_of(model, asked, tokens):
 
 def assert_written_by(model, asked, answer):
     assert len(answer.tokens) == len(answer.logprobs)
-    assert not any(answer.ends[:-1]), "only the last piece says how it ended"
+    assert not any(answer.ends[:-1]), "only the last delta says how it ended"
     if answer.tokens:
         plain_TV = logprobs_of(model, asked, answer.tokens)
         plain_T = plain_TV[range(len(answer.tokens)), answer.tokens]
@@ -230,7 +230,7 @@ def assert_written_by(model, asked, answer):
 def test_every_token_comes_once_with_the_log_probability_of_a_plain_forward_pass(engine, loop):
     samplings = [Sampling(temperature=temperature) for temperature in (0.7, 1.0, 1.6)] + [GREEDY]
     asks = [
-        ask([number, 9, 2, 40 + number][: 1 + number], max_tokens=20, sampling=sampling)
+        make_request([number, 9, 2, 40 + number][: 1 + number], max_tokens=20, sampling=sampling)
         for number, sampling in enumerate(samplings * 2)
     ]
     for asked, answer in zip(asks, loop.call(all_of(engine.backend, asks)), strict=True):
@@ -239,7 +239,7 @@ def test_every_token_comes_once_with_the_log_probability_of_a_plain_forward_pass
 
 
 def test_the_log_probability_is_that_among_the_tokens_a_filter_leaves(engine, loop):
-    asked = ask([1, 2], sampling=Sampling(temperature=0.8, top_k=4))
+    asked = make_request([1, 2], sampling=Sampling(temperature=0.8, top_k=4))
     answer = loop.call(pieces_of(engine.backend, asked))
     best = logprobs_of(engine.model, asked, answer.tokens).topk(4)
     left_T4 = best.values.log_softmax(-1)
@@ -251,12 +251,12 @@ def test_the_log_probability_is_that_among_the_tokens_a_filter_leaves(engine, lo
 
 def test_a_filter_without_known_log_probabilities_is_refused(engine, loop):
     with pytest.raises(EngineError, match="top_k too"):
-        loop.call(pieces_of(engine.backend, ask([1], sampling=Sampling(top_p=0.9))))
+        loop.call(pieces_of(engine.backend, make_request([1], sampling=Sampling(top_p=0.9))))
 
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it(engine, loop):
     stops = range(20, 40)
-    asks = [ask([number], max_tokens=200, stop_tokens=stops) for number in range(4)]
+    asks = [make_request([number], max_tokens=200, stop_tokens=stops) for number in range(4)]
     for asked, answer in zip(asks, loop.call(all_of(engine.backend, asks)), strict=True):
         assert answer.end == "stop"
         assert [token in stops for token in answer.tokens] == [False] * (len(answer.tokens) - 1) + [
@@ -267,7 +267,7 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(engine, loop):
 
 @pytest.mark.parametrize("stop_tokens", [(), (NEVER_WRITTEN,)])
 def test_the_models_own_stop_token_ends_nothing(engine, loop, stop_tokens):
-    asked = ask(PROMPT, stop_tokens=stop_tokens, sampling=GREEDY)
+    asked = make_request(PROMPT, stop_tokens=stop_tokens, sampling=GREEDY)
     answer = loop.call(pieces_of(engine.backend, asked))
     assert answer.tokens[2] == engine.model.config.eos_token_id
     assert (answer.end, len(answer.tokens)) == ("length", asked.max_tokens)
@@ -276,21 +276,21 @@ def test_the_models_own_stop_token_ends_nothing(engine, loop, stop_tokens):
 
 @pytest.mark.parametrize("stop_tokens", [(), (NEVER_WRITTEN,)])
 def test_the_models_own_stop_token_may_be_the_last(engine, loop, stop_tokens):
-    asked = ask(PROMPT, stop_tokens=stop_tokens, sampling=GREEDY, max_tokens=3)
+    asked = make_request(PROMPT, stop_tokens=stop_tokens, sampling=GREEDY, max_tokens=3)
     answer = loop.call(pieces_of(engine.backend, asked))
     assert (answer.end, len(answer.tokens)) == ("length", 3)
 
 
 @pytest.mark.parametrize("prompt_tokens", [200, CONTEXT - 1])
 def test_the_context_can_be_filled_to_its_last_token(engine, loop, prompt_tokens):
-    asked = ask([7] * prompt_tokens, max_tokens=CONTEXT - prompt_tokens)
+    asked = make_request([7] * prompt_tokens, max_tokens=CONTEXT - prompt_tokens)
     answer = loop.call(pieces_of(engine.backend, asked))
     assert (answer.end, len(answer.tokens)) == ("length", CONTEXT - prompt_tokens)
     assert_written_by(engine.model, asked, answer)
 
 
 def test_broken_off_answers_come_back_with_all_that_was_written(engine, loop):
-    asks = [ask([number, 3], max_tokens=240) for number in range(SLOTS + 2)]
+    asks = [make_request([number, 3], max_tokens=240) for number in range(SLOTS + 2)]
 
     async def broken_off():
         seen = []
@@ -311,7 +311,7 @@ def test_broken_off_answers_come_back_with_all_that_was_written(engine, loop):
 
 
 def test_one_answer_is_broken_off_and_the_others_go_on(engine, loop):
-    asks = [ask([number, 4], max_tokens=60) for number in range(3)]
+    asks = [make_request([number, 4], max_tokens=60) for number in range(3)]
 
     async def one_broken_off():
         seen = []
@@ -326,7 +326,7 @@ def test_one_answer_is_broken_off_and_the_others_go_on(engine, loop):
 
 
 def test_an_answer_broken_off_before_it_is_begun_is_empty(engine, loop):
-    asked = ask([1, 2, 3])
+    asked = make_request([1, 2, 3])
     loop.call(engine.backend.abort([asked.id]))
     answer = loop.call(pieces_of(engine.backend, asked))
     assert (answer.tokens, answer.end) == ([], "abort")
@@ -334,8 +334,8 @@ def test_an_answer_broken_off_before_it_is_begun_is_empty(engine, loop):
 
 def test_a_waiting_answer_of_lower_priority_goes_first(engine, loop):
     lengths = [30, *[120] * (SLOTS - 1)]
-    fillers = [ask([number], max_tokens=length) for number, length in enumerate(lengths)]
-    later, sooner = ask([50], priority=9), ask([51], priority=2)
+    fillers = [make_request([number], max_tokens=length) for number, length in enumerate(lengths)]
+    later, sooner = make_request([50], priority=9), make_request([51], priority=2)
 
     async def order():
         seen = []
@@ -354,19 +354,19 @@ def test_new_weights_write_from_the_next_answer_on_and_old_prefixes_are_forgotte
     prompt = list(range(60, 100))
 
     def greedy():
-        asked = ask(prompt, sampling=GREEDY, max_tokens=16)
+        asked = make_request(prompt, sampling=GREEDY, max_tokens=16)
         return asked, loop.call(pieces_of(engine.backend, asked))
 
     greedy()
     asked, cached = greedy()
-    assert cached.reused_tokens > len(prompt) // 2
+    assert cached.num_cached_tokens > len(prompt) // 2
     assert_written_by(engine.model, asked, cached)
     for version, new in enumerate([model(seed=1), engine.model], start=1):
         places = {name: tensor.data_ptr() for name, tensor in new.named_parameters()}
         loop.call(engine.backend.load_weights(Weights(version, dict(new.named_parameters()))))
         assert places == {name: tensor.data_ptr() for name, tensor in new.named_parameters()}
         asked, answer = greedy()
-        assert answer.reused_tokens == 0
+        assert answer.num_cached_tokens == 0
         assert_written_by(new, asked, answer)
         plain_TV = logprobs_of(new, asked, answer.tokens)
         assert answer.tokens == plain_TV.argmax(-1).tolist()
@@ -396,12 +396,12 @@ def test_a_server_that_does_not_fit_is_refused(engine, loop, tmp_path, change, w
 @pytest.mark.parametrize("engine", ["process"], indirect=True)
 def test_the_signal_of_a_failing_child_does_not_end_this_process(engine, loop):
     os.kill(os.getpid(), signal.SIGQUIT)
-    asked = ask([1])
+    asked = make_request([1])
     assert_written_by(engine.model, asked, loop.call(pieces_of(engine.backend, asked)))
 
 
 def test_killed_in_the_middle_it_is_lost_on_every_stream(engine, loop):
-    asks = [ask([number], max_tokens=250) for number in range(SLOTS + 1)]
+    asks = [make_request([number], max_tokens=250) for number in range(SLOTS + 1)]
 
     async def killed():
         seen = []
@@ -417,4 +417,4 @@ def test_killed_in_the_middle_it_is_lost_on_every_stream(engine, loop):
     with pytest.raises(EngineLost):
         loop.call(engine.backend.load_weights(Weights(3, dict(engine.model.named_parameters()))))
     with pytest.raises(EngineLost):
-        loop.call(pieces_of(engine.backend, ask([1])))
+        loop.call(pieces_of(engine.backend, make_request([1])))

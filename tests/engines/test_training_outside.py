@@ -87,8 +87,8 @@ def test_a_run_trains_with_an_outside_engine_which_has_the_new_weights_in_the_en
         parts = run.parts
         parts.engine.load_weights(parts.trainer.weights())
         trial = fresh_trajectories(PROMPTS, samples_per_prompt=1, seed=0)
-        frozen = Sampling(temperature=0, stop_tokens=frozenset())
-        parts.engine.submit_with(trial, tolerance=None, sampling=frozen, max_tokens=TOKENS)
+        frozen = Sampling(temperature=0, stop_tokens=frozenset(), max_tokens=TOKENS)
+        parts.engine.submit(trial, tolerance=None, sampling=frozen)
         written = run_to_end(parts.engine, [t.key for t in trial], show_progress=False)
     model = load_model(settings.out / "model", dtype=None, device="cpu")
     trained = [greedy(model, prompt) for prompt in PROMPTS]

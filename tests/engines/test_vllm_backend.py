@@ -18,10 +18,10 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.backend import Ask, EventLoop
-from sortedrl.engines.streaming.http import Server
-from sortedrl.engines.vllm.process import VllmProcess
-from sortedrl.engines.vllm.server import VllmServer
+from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
+from sortedrl.engines.streaming.http_client import Server
+from sortedrl.engines.vllm.vllm_process import VllmProcess
+from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -69,7 +69,7 @@ def engine(request, folder, loop, tmp_path_factory):
 def process(folder, loop, _):
     before = children()
     backend = loop.call(
-        VllmProcess.opened(
+        VllmProcess.start(
             model=str(folder),
             slots=SLOTS,
             context=CONTEXT,
@@ -121,8 +121,8 @@ def server(folder, loop, hand_over):
 
 
 def opened(url, hand_over, **changes):
-    wanted = {"vocabulary": 128, "context": CONTEXT, "temperature": 0.7, "slots": None}
-    return VllmServer.opened(url, hand_over=hand_over, **(wanted | changes))
+    wanted = {"vocabulary": 128, "context": CONTEXT, "temperature": 0.7} | changes
+    return VllmServer.connect(url, ServerRequirements(**wanted), weights_folder=hand_over)
 
 
 async def answering(url, started):
@@ -158,7 +158,7 @@ def name_of(pid):
 _ids = iter(range(10**6))
 
 
-def ask(tokens=PROMPT, **changes):
+def make_request(tokens=PROMPT, **changes):
     usual = {
         "id": f"answer-{next(_ids):08d}",
         "tokens": list(tokens),
@@ -167,36 +167,36 @@ def ask(tokens=PROMPT, **changes):
         "sampling": Sampling(temperature=0.7),
         "priority": 0,
     }
-    return Ask(**(usual | changes))
+    return GenerationRequest(**(usual | changes))
 
 
-async def written(backend, ask, *, begun=None):
+async def written(backend, request, *, begun=None):
     """The whole stream: tokens, log-probabilities, how it ended and what was reused.
 
     `begun` is told of the first token.
     """
-    answer = SimpleNamespace(ask=ask, tokens=[], logprobs=[], end=None, reused=None)
-    async for piece in backend.stream(ask):
+    answer = SimpleNamespace(request=request, tokens=[], logprobs=[], end=None, reused=None)
+    async for delta in backend.stream(request):
         assert answer.end is None, "nothing comes after the end"
-        assert len(piece.tokens) == len(piece.logprobs)
-        answer.tokens += piece.tokens
+        assert len(delta.tokens) == len(delta.logprobs)
+        answer.tokens += delta.tokens
         if begun is not None and answer.tokens:
             begun.set()
-        answer.logprobs += piece.logprobs
-        answer.end = piece.end
-        answer.reused = piece.reused_tokens if answer.reused is None else answer.reused
+        answer.logprobs += delta.logprobs
+        answer.end = delta.end
+        answer.reused = delta.num_cached_tokens if answer.reused is None else answer.reused
     return answer
 
 
 async def all_written(backend, asks):
-    return await asyncio.gather(*(written(backend, ask) for ask in asks))
+    return await asyncio.gather(*(written(backend, request) for request in asks))
 
 
 @torch.no_grad()
 def expected_logprobs(model, answer):
-    sampling = answer.ask.sampling
-    text = torch.tensor([*answer.ask.tokens, *answer.tokens])
-    logits_TV = model(text[None]).logits[0, len(answer.ask.tokens) - 1 : -1].float()
+    sampling = answer.request.sampling
+    text = torch.tensor([*answer.request.tokens, *answer.tokens])
+    logits_TV = model(text[None]).logits[0, len(answer.request.tokens) - 1 : -1].float()
     logits_TV = logits_TV / (sampling.temperature or 1)
     if sampling.top_k is not None:
         least_T1 = logits_TV.topk(sampling.top_k).values[:, -1:]
@@ -224,7 +224,7 @@ def test_every_token_comes_with_its_logprob_at_the_temperature(engine, loop):
         Sampling(temperature=1.3, top_k=5),
         GREEDY,
     ]
-    asks = [ask([*PROMPT, n], sampling=s) for n in range(2) for s in samplings]
+    asks = [make_request([*PROMPT, n], sampling=s) for n in range(2) for s in samplings]
     answers = loop.call(all_written(engine.backend, asks))
     assert [len(answer.tokens) for answer in answers] == [20] * 8
     assert {answer.end for answer in answers} == {"length"}
@@ -236,7 +236,7 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(engine, loop):
     full = greedy(engine.model, PROMPT, 20)
     stop = next(token for token in full if full.index(token) >= 4)
     (answer,) = loop.call(
-        all_written(engine.backend, [ask(sampling=GREEDY, stop_tokens=frozenset({stop}))])
+        all_written(engine.backend, [make_request(sampling=GREEDY, stop_tokens=frozenset({stop}))])
     )
     assert answer.tokens == full[: full.index(stop) + 1]
     assert answer.end == "stop"
@@ -245,10 +245,12 @@ def test_a_stop_token_ends_the_answer_and_belongs_to_it(engine, loop):
 def test_an_answer_that_is_broken_off_gives_each_token_once_and_can_be_written_on(engine, loop):
     async def broken_off():
         begun = asyncio.Event()
-        asks = [ask([7, n], sampling=GREEDY, max_tokens=200) for n in range(SLOTS + 1)]
-        streams = [asyncio.ensure_future(written(engine.backend, ask, begun=begun)) for ask in asks]
+        asks = [make_request([7, n], sampling=GREEDY, max_tokens=200) for n in range(SLOTS + 1)]
+        streams = [
+            asyncio.ensure_future(written(engine.backend, request, begun=begun)) for request in asks
+        ]
         await begun.wait()
-        await engine.backend.abort([ask.id for ask in asks])
+        await engine.backend.abort([request.id for request in asks])
         return await asyncio.gather(*streams)
 
     # A server may lag behind its engine, which is then done before it hears that it should stop.
@@ -256,20 +258,20 @@ def test_an_answer_that_is_broken_off_gives_each_token_once_and_can_be_written_o
         answers = loop.call(broken_off())
         for answer in answers:
             assert is_true_to(engine.model, answer)
-            assert answer.end == "abort" or len(answer.tokens) == answer.ask.max_tokens
+            assert answer.end == "abort" or len(answer.tokens) == answer.request.max_tokens
         cut = [answer for answer in answers if 0 < len(answer.tokens) < 200]
         if cut:
             break
     else:
         pytest.fail("none was ever broken off in the middle")
-    part, prompt = cut[0].tokens, list(cut[0].ask.tokens)
-    rest = ask([*prompt, *part], sampling=GREEDY, max_tokens=12)
+    part, prompt = cut[0].tokens, list(cut[0].request.tokens)
+    rest = make_request([*prompt, *part], sampling=GREEDY, max_tokens=12)
     (answer,) = loop.call(all_written(engine.backend, [rest]))
     assert part + answer.tokens == greedy(engine.model, prompt, len(part) + 12)
 
 
 def test_an_answer_can_be_broken_off_before_its_stream_begins_and_after_it_ended(engine, loop):
-    early, late = ask(), ask(max_tokens=2)
+    early, late = make_request(), make_request(max_tokens=2)
     loop.call(engine.backend.abort([early.id]))
     (broken_off,) = loop.call(all_written(engine.backend, [early]))
     assert (broken_off.tokens, broken_off.end) == ([], "abort")
@@ -280,10 +282,10 @@ def test_an_answer_can_be_broken_off_before_its_stream_begins_and_after_it_ended
 
 def test_an_answer_broken_off_at_its_first_breath_ends(engine, loop):
     async def at_once(delay):
-        hasty = [ask([6, n], max_tokens=250) for n in range(2 * SLOTS)]
-        streams = [asyncio.ensure_future(written(engine.backend, ask)) for ask in hasty]
+        hasty = [make_request([6, n], max_tokens=250) for n in range(2 * SLOTS)]
+        streams = [asyncio.ensure_future(written(engine.backend, request)) for request in hasty]
         await asyncio.sleep(delay)
-        await engine.backend.abort([ask.id for ask in hasty])
+        await engine.backend.abort([request.id for request in hasty])
         return await asyncio.wait_for(asyncio.gather(*streams), 30)
 
     ends = Counter()
@@ -298,13 +300,16 @@ def test_an_answer_broken_off_at_its_first_breath_ends(engine, loop):
 
 def test_new_weights_write_from_then_on_and_no_prefix_of_the_old_ones_is_left(engine, loop):
     long = [n % 128 for n in range(200)]
-    loop.call(all_written(engine.backend, [ask(long)]))
-    (again,) = loop.call(all_written(engine.backend, [ask(long)]))
+    loop.call(all_written(engine.backend, [make_request(long)]))
+    (again,) = loop.call(all_written(engine.backend, [make_request(long)]))
     for seed in (1, 2):
         new = model(seed=seed)
         loop.call(engine.backend.load_weights(Weights(seed, dict(new.state_dict()))))
         answers = loop.call(
-            all_written(engine.backend, [ask(long, sampling=GREEDY), ask(PROMPT, sampling=GREEDY)])
+            all_written(
+                engine.backend,
+                [make_request(long, sampling=GREEDY), make_request(PROMPT, sampling=GREEDY)],
+            )
         )
         assert all(is_true_to(new, answer) for answer in answers)
         assert answers[1].tokens == greedy(new, PROMPT, 20)
@@ -320,7 +325,7 @@ def test_a_server_that_does_not_fit_is_refused_with_what_was_found(engine, loop,
     for changes, words in [
         ({"vocabulary": 129}, "128 tokens, but the model that is trained has 129"),
         ({"context": 300}, "context of 256 tokens, but .* need 300; .*--max-model-len 300"),
-        ({"slots": 8}, "writes 4 answers at a time, not 8.*--max-num-seqs 8"),
+        ({"slots": 8}, "has 4 slots, not 8.*--max-num-seqs 8"),
     ]:
         with pytest.raises(EngineError, match=words):
             loop.call(opened(engine.url, tmp_path, **changes))
@@ -328,7 +333,7 @@ def test_a_server_that_does_not_fit_is_refused_with_what_was_found(engine, loop,
 
 def test_an_option_that_vllm_does_not_have_is_refused(loop, folder):
     def start(**options):
-        loop.call(VllmProcess.opened(model=str(folder), slots=1, options=options))
+        loop.call(VllmProcess.start(model=str(folder), slots=1, options=options))
 
     with pytest.raises(EngineError, match="did you mean 'enforce_eager'"):
         start(enforce_eagr=True)
@@ -339,7 +344,7 @@ def test_an_option_that_vllm_does_not_have_is_refused(loop, folder):
 def test_streams_of_an_engine_that_was_killed_say_so(engine, loop):
     async def killed():
         streams = [
-            asyncio.ensure_future(written(engine.backend, ask([n], max_tokens=250)))
+            asyncio.ensure_future(written(engine.backend, make_request([n], max_tokens=250)))
             for n in range(5 * SLOTS)
         ]
         await asyncio.sleep(0.1)
@@ -353,4 +358,4 @@ def test_streams_of_an_engine_that_was_killed_say_so(engine, loop):
     with pytest.raises(EngineLost):
         loop.call(engine.backend.load_weights(Weights(9, dict(model().state_dict()))))
     with pytest.raises(EngineLost):
-        loop.call(all_written(engine.backend, [ask()]))
+        loop.call(all_written(engine.backend, [make_request()]))

@@ -1,4 +1,4 @@
-"""`sortedrl engines`: the rollout engines that are here, and whether they can be relied on."""
+"""`sortedrl engines`: lists the installed rollout engines, and runs their self-tests."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rich.table import Table
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.engines.installed import KINDS, Device, Installation, Kind, devices, installation
-from sortedrl.engines.self_test.process import Verdict, self_test, server_self_test
+from sortedrl.engines.self_test.launcher import Verdict, self_test, server_self_test
 from sortedrl.report.terminal import tell, thousands
 
-HELP = """List the rollout engines, and try each one for a minute.
+HELP = """List the rollout engines and run a self-test of each, in about a minute.
 
-  sortedrl engines                              native, vLLM and SGLang, as far as installed
+  sortedrl engines                              native, vLLM and SGLang, if installed
   sortedrl engines --no-test                    only list them, with versions and devices
-  sortedrl engines --only native vllm           these two
-  sortedrl engines --urls http://gpu1:8000      these, and a server that runs already
-  sortedrl engines --json                       for a script
+  sortedrl engines --only native vllm           only these two
+  sortedrl engines --urls http://gpu1:8000      also test a running server
+  sortedrl engines --json                       machine-readable output
 
-The self-test makes a tiny model on the spot. The engine writes 8 answers in 4 slots, is interrupted
-in the middle, is given other weights and goes on. Nothing may be lost or written twice, and every
-log-probability must be that of a plain forward pass of the weights that wrote the token.
-A server keeps its own weights, which are not known here: it writes, is interrupted and goes on.
+The self-test uses a tiny random model. The engine generates 8 answers in 4 slots, is interrupted,
+loads other weights and continues. No answer may be lost or duplicated, and every log-probability
+must match a plain forward pass with the weights that sampled the token.
+A server keeps its own weights, so its log-probabilities are not compared.
 
-Ends with code 0 if all engines that are installed pass, with code 1 if one of them does not.
+Exits with code 0 if all installed engines pass, with code 1 otherwise.
 """
 _WIDEST = 100
 _GIB = 1 << 30
@@ -38,22 +38,22 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Which engines, and how to try them."""
+    """Which engines to list and test."""
 
     only: tuple[Kind, ...] = ()
-    """Look at these engines; by default at all: native, vllm and sglang."""
+    """Only these engines; by default native, vllm and sglang."""
     urls: tuple[str, ...] = ()
-    """Addresses of running vLLM or SGLang servers to try too. Their weights stay as they are, but
-    they should be idle: the interruption may break off answers that others wait for."""
+    """Addresses of running vLLM or SGLang servers to test as well. Their weights are not changed,
+    but they should be idle: the test may abort requests of other clients."""
     no_test: bool = False
-    """Only list what is installed, without trying it."""
+    """Only list what is installed, without the self-tests."""
     seconds: float = 60.0
-    """How long an engine may take for its self-test, its start included."""
+    """Time limit of each self-test, including the start of the engine."""
     json: bool = False
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse impossible values."""
         require(self.seconds > 0, f"seconds must be above 0, got {self.seconds:g}")
         for url in self.urls:
             require(
@@ -64,19 +64,19 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One engine, or one server, and what was found out about it."""
+    """One engine or server, and the result of its self-test."""
 
     name: str
     """The kind of an engine, the address of a server."""
     installation: Installation
-    """For a server that of the native engine, without which nothing can be asked of it."""
+    """For a server that of the native engine, whose packages the self-test needs."""
     is_server: bool = False
     verdict: Verdict | None = None
-    """`None` if it was not tried."""
+    """`None` if it was not tested."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was tried and did not pass."""
+        """Whether it was tested and failed."""
         return self.verdict is not None and not self.verdict.passed
 
 
@@ -99,16 +99,16 @@ def _entries(given: Arguments) -> Iterator[Entry]:
         found = installation(kind)
         verdict = None
         if not given.no_test and not found.missing:
-            tell(f"trying {kind}, for at most {given.seconds:g} s")
+            tell(f"testing {kind}, for at most {given.seconds:g} s")
             verdict = self_test(kind, seconds=given.seconds)
         yield Entry(name=kind, installation=found, verdict=verdict)
     for url in given.urls:
         found = installation("native")
         verdict = None
         if found.missing and not given.no_test:
-            verdict = Verdict(reason=f"{', '.join(found.missing)} missing; do: {found.remedy}")
+            verdict = Verdict(reason=f"{', '.join(found.missing)} missing; run: {found.remedy}")
         elif not given.no_test:
-            tell(f"trying {url}, for at most {given.seconds:g} s")
+            tell(f"testing {url}, for at most {given.seconds:g} s")
             verdict = server_self_test(url, seconds=given.seconds)
         yield Entry(name=url, installation=found, is_server=True, verdict=verdict)
 
@@ -144,7 +144,7 @@ def _entry_as_json(entry: Entry, found: Sequence[Device]) -> dict[str, object]:
 
 
 def _device(entry: Entry, found: Sequence[Device]) -> str | None:
-    """Where it writes: on the GPU if there is one."""
+    """The device it runs on: a GPU if there is one."""
     if entry.is_server or entry.installation.missing:
         return None
     return found[-1].name.partition(":")[0]
@@ -210,18 +210,19 @@ def _verdict_cells(verdict: Verdict | None) -> tuple[str, str, str, str]:
 
 
 def _notes(entries: Sequence[Entry]) -> Iterator[list[str]]:
-    """What the table has no room for, one paragraph each."""
+    """Notes below the table, one paragraph each."""
     for entry in entries:
         found, verdict = entry.installation, entry.verdict
         if found.missing and not entry.is_server:
             what = ", ".join(found.missing)
             # The command on a line of its own, to be copied whole.
-            yield [*_wrapped(f"{entry.name} needs {what}, not installed:"), f"  {found.remedy}"]
+            needs = f"{entry.name} needs {what}, which is not installed. Run:"
+            yield [*_wrapped(needs), f"  {found.remedy}"]
         if not entry.is_server:
             for package in found.untested:
                 yield _wrapped(
-                    f"{entry.name}: {package.name} {package.version} was not tried with this "
-                    f"version of sortedrl; {package.tested} was"
+                    f"{entry.name}: {package.name} {package.version} is untested with this version "
+                    f"of sortedrl; tested versions: {package.tested}"
                 )
         if verdict is not None and verdict.reason is not None:
             lines = _wrapped(f"{entry.name} FAILED: {verdict.reason}")
@@ -234,12 +235,12 @@ def _remarks(entries: Sequence[Entry]) -> Iterator[list[str]]:
     if any(not entry.is_server for entry in passed):
         yield _wrapped(
             "nats off: the largest difference of a log-probability to a plain forward pass. "
-            "tokens/s: of a model so tiny that it promises nothing for yours."
+            "tokens/s: with a tiny model, so no indication for yours."
         )
     if any(entry.is_server for entry in passed):
         yield _wrapped(
-            "Servers were given no weights, because their model is not here: that they take new "
-            "ones and write with them is checked when a training run starts. "
+            "Servers: loading weights was not tested, because their model is not known here; a "
+            "training run checks it at its start. "
             "Their tokens/s are those of 8 short answers."
         )
 

@@ -13,18 +13,18 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from sortedrl.cluster.placement import Claim, Placement, free_resources, joining
-from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, Twins
+from sortedrl.cluster.remote_engine import Actor, RemoteEngine
 from sortedrl.cluster.weight_sync import HandOver, HandOvers, ways_from
 from sortedrl.cluster.worker import Facts, LogFolder, Recipe, RolloutWorker
 from sortedrl.config.cluster import Cluster, HandOverWay
 from sortedrl.engines.pool import EnginePool
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
@@ -84,7 +84,6 @@ class Fleet:
         self._warn = warn
         self._hand_over_folder = hand_over_folder
         self._hand_overs = self._ways_from(cluster.hand_over)
-        self._twins = Twins()
         self._places: list[_Place] = []
         """By the number of a worker."""
         self._vacated: set[int] = set()
@@ -101,8 +100,8 @@ class Fleet:
             self.workers,
             warn=warn,
             names=[_name(worker.number) for worker in self.workers],
-            spare=spare,
-            patience_seconds=_POOL_PATIENCE * cluster.patience_seconds,
+            queue_depth=spare,
+            timeout_seconds=_POOL_PATIENCE * cluster.patience_seconds,
         )
 
     @property
@@ -173,10 +172,8 @@ class Fleet:
     def _start(self, place: _Place) -> _Started:
         number = len(self._places)
         self._places.append(place)
-        # Ray's types know the bare decorator only.
-        remote: Any = ray.remote
         actor: Actor = (
-            remote(concurrency_groups={BESIDE: 1})(RolloutWorker)
+            ray.remote(RolloutWorker)
             .options(
                 num_cpus=place.claim.cpus,
                 num_gpus=place.claim.gpus,
@@ -203,7 +200,6 @@ class Fleet:
             started.actor,
             facts,
             number=started.number,
-            twins=self._twins,
             hand_overs=hand_overs,
             has_weights=self._recipe.has_weights,
             patience_seconds=self._cluster.patience_seconds,
@@ -271,22 +267,20 @@ class ElasticEngine:
         """Version of the weights it writes with."""
         return self.fleet.pool.version
 
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority."""
-        self.fleet.pool.submit(trajectories, tolerance=tolerance)
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """Those of all live workers."""
+        return self.fleet.pool.request_limits
 
-    def submit_with(
+    def submit(
         self,
         trajectories: Sequence[Trajectory],
         *,
         tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
+        sampling: Sampling | None = None,
     ) -> None:
-        """The same with other sampling and another limit."""
-        self.fleet.pool.submit_with(
-            trajectories, tolerance=tolerance, sampling=sampling, max_tokens=max_tokens
-        )
+        """Queue work, in order of priority."""
+        self.fleet.pool.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
         """Work until at least one token was written or an answer is complete."""

@@ -23,48 +23,13 @@ from ray.exceptions import (
 from sortedrl.cluster.weight_sync import HandOvers, Loading
 from sortedrl.cluster.weight_transport import Offer
 from sortedrl.cluster.worker import Facts, LogFolder
-from sortedrl.engines.pool.members import Terms
-from sortedrl.engines.sampling import Sampling
-from sortedrl.errors import EngineError, EngineLost, RequestError
+from sortedrl.engines.sampling import RequestLimits, Sampling
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
 Actor = Any
 """A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
-BESIDE = "beside"
-"""The thread of a worker that answers while another call is under way."""
 _CLOSE_SECONDS = 20.0
-
-
-class Twins:
-    """Workers with the same recipe: what one of them was asked need not be asked again.
-
-    A pool asks every member whether it can write a batch, one after the other.
-    """
-
-    def __init__(self) -> None:
-        """Nothing was asked yet."""
-        self._asked: tuple[Sequence[Trajectory], Terms] | None = None
-        self._answer: RequestError | None = None
-
-    def check(
-        self,
-        trajectories: Sequence[Trajectory],
-        terms: Terms,
-        *,
-        ask: Callable[[Sequence[Trajectory], Terms], None],
-    ) -> None:
-        """Raise the `RequestError` for this batch, by asking unless it was the last one asked."""
-        if self._asked is None or self._asked[0] is not trajectories or self._asked[1] != terms:
-            self._answer = None
-            try:
-                ask(trajectories, terms)
-            except RequestError as error:
-                self._answer = error
-            self._asked = (trajectories, terms)
-        if self._answer is not None:
-            # Whoever holds the batch may change it and ask anew.
-            self._asked = None
-            raise self._answer
 
 
 class RemoteEngine:
@@ -76,7 +41,6 @@ class RemoteEngine:
         facts: Facts,
         *,
         number: int,
-        twins: Twins,
         hand_overs: HandOvers,
         has_weights: bool,
         patience_seconds: float,
@@ -90,7 +54,6 @@ class RemoteEngine:
         self.number = number
         self.is_closed = False
         self._actor = actor
-        self._twins = twins
         self._hand_overs = hand_overs
         self._has_weights = has_weights
         self._patience = patience_seconds
@@ -103,33 +66,24 @@ class RemoteEngine:
         """Whether it stopped answering."""
         return self._lost is not None
 
-    def check(
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """Those of the worker's engine."""
+        return self.facts.request_limits
+
+    def submit(
         self,
         trajectories: Sequence[Trajectory],
         *,
         tolerance: float | None,
-        sampling: Sampling | None,
-        max_tokens: int | None,
+        sampling: Sampling | None = None,
     ) -> None:
-        """Raise the `RequestError` that submitting these would raise; nothing is taken on."""
-        terms = Terms(tolerance=tolerance, sampling=sampling, max_tokens=max_tokens)
-        self._twins.check(trajectories, terms, ask=self._ask)
-
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work in order of priority; all of it or, if one is impossible, none."""
-        self._submit(trajectories, Terms(tolerance=tolerance))
-
-    def submit_with(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> None:
-        """The same with other sampling and another limit."""
-        terms = Terms(tolerance=tolerance, sampling=sampling, max_tokens=max_tokens)
-        self._submit(trajectories, terms)
+        """Queue work in order of priority: all of it, or none if one is refused."""
+        self._result(
+            lambda: self._actor.submit.remote(
+                list(trajectories), tolerance=tolerance, sampling=sampling
+            )
+        )
 
     def step(self) -> Step:
         """What the worker did since the last step; waits for a complete answer or a beat."""
@@ -186,14 +140,6 @@ class RemoteEngine:
             with suppress(RayError):
                 self._keep_log(ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS))
         ray.kill(self._actor)
-
-    def _submit(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        self._result(lambda: self._actor.submit.remote(list(trajectories), terms))
-
-    def _ask(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        # The worker may be waiting in `step`.
-        call = self._actor.check.options(concurrency_group=BESIDE)
-        self._result(lambda: call.remote(list(trajectories), terms))
 
     def _result(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the method gives
         """What a call gives or raises; no answer means that the worker is lost."""

@@ -173,10 +173,10 @@ class TrainerRank:
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """The optimisers have their memory meanwhile."""
-        self._trainer.wake()
+        self._trainer.onload()
         yield
         if self._takes_turns:
-            self._trainer.rest()
+            self._trainer.offload()
 
     def _parts(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         return self._trainer.buckets(max_bytes=max_bytes)

@@ -28,10 +28,9 @@ from typing import Protocol
 from sortedrl.cluster.weight_sync import Loading
 from sortedrl.cluster.weight_transport import Fetcher, Offer
 from sortedrl.core.clock import VirtualClock
-from sortedrl.engines.generation import Releasable
-from sortedrl.engines.pool import EnginePool, Member
-from sortedrl.engines.pool.members import Terms, submit_to
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.generation import Releasable, RolloutEngine
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
 from sortedrl.simulate.costs import Costs, ticks
 from sortedrl.simulate.engine import SimulatedEngine
@@ -46,7 +45,7 @@ class Recipe(Protocol):
     def has_weights(self) -> bool:
         """Whether its engine must be given tensors; a simulated one has none."""
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine."""
 
 
@@ -68,7 +67,7 @@ class SimulatedRecipe:
         """It writes with a number."""
         return False
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine with a clock of its own."""
         lengths = Lengths(
             self.lengths,
@@ -102,29 +101,19 @@ class PacedEngine:
         """Version of the weights it would write with."""
         return self._engine.version
 
-    def check(
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """None: it accepts everything."""
+        return ()
+
+    def submit(
         self,
         trajectories: Sequence[Trajectory],
         *,
         tolerance: float | None,
-        sampling: Sampling | None,
-        max_tokens: int | None,
+        sampling: Sampling | None = None,
     ) -> None:
-        """It can write everything."""
-
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority."""
-        self._engine.submit(trajectories, tolerance=tolerance)
-
-    def submit_with(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> None:
-        """The same: lengths are drawn whatever the sampling is."""
+        """Queue work; lengths are drawn regardless of the sampling."""
         self._engine.submit(trajectories, tolerance=tolerance)
 
     def step(self) -> Step:
@@ -209,13 +198,14 @@ class Facts:
     engine: str
     slots: int
     version: int
+    request_limits: Sequence[RequestLimits]
     host: str
     process: int
     log: Path | None
 
 
 class RolloutWorker:
-    """One engine in a process of its own. Only `check` may be called beside another call."""
+    """One engine in a process of its own."""
 
     def __init__(self, name: str, *, beat_seconds: float, logs: LogFolder | None) -> None:
         """A worker without an engine yet, so that what goes wrong in making one can be told."""
@@ -231,30 +221,31 @@ class RolloutWorker:
         member = recipe.engine()
         self._member = member
         self._engine = EnginePool(
-            [member], warn=self._warn, spare=_ALL_THAT_COMES, patience_seconds=_FOR_EVER_SECONDS
+            [member],
+            warn=self._warn,
+            queue_depth=_ALL_THAT_COMES,
+            timeout_seconds=_FOR_EVER_SECONDS,
         )
         return Facts(
             engine=member.name,
             slots=member.slots,
             version=member.version,
+            request_limits=member.request_limits,
             host=socket.gethostname(),
             process=os.getpid(),
             log=self._log.path,
         )
 
-    def check(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        """Raise the `RequestError` that submitting these would raise."""
-        self._engine.check(
-            trajectories,
-            tolerance=terms.tolerance,
-            sampling=terms.sampling,
-            max_tokens=terms.max_tokens,
-        )
-
-    def submit(self, trajectories: Sequence[Trajectory], terms: Terms) -> None:
-        """Take on work; all of it or, if one is impossible, none."""
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+    ) -> None:
+        """Queue work: all of it, or none if one is refused."""
         self._require_engine()
-        submit_to(self._engine, trajectories, terms)
+        self._engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
         """What was done since the last step.

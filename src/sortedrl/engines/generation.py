@@ -1,7 +1,4 @@
-"""What evaluation and generation ask of an engine: prompts in, complete answers out.
-
-An evaluation borrows the engine of a run between two updates: other sampling, the same weights.
-"""
+"""The engine protocol of a run, and generation to the end: prompts in, complete answers out."""
 
 from __future__ import annotations
 
@@ -13,21 +10,96 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from sortedrl.core.protocols import Engine
 from sortedrl.core.randomness import mix
-from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.types import Key, Prompt, Step, Trajectory, Weights
 
 
-class Stepper(Protocol):
-    """What is stepped until it is done."""
+class RolloutEngine(Engine, Protocol):
+    """What a run needs of its engine beyond the loop; any such engine can be part of a pool.
+
+    Calls come from one thread, which need not be the one that made the engine. Only `name`,
+    `slots`, `version` and `request_limits` are read from other threads too.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """What a request must satisfy; a pool has the limits of all its engines."""
+
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """Queue work in order of priority: all of it, or none if one is refused.
+
+        `sampling` replaces the engine's own for these trajectories, and its `max_tokens` the
+        engine's limit.
+        """
+
+    def close(self) -> None:
+        """Release processes, threads and memory; a second call does nothing."""
+
+
+@runtime_checkable
+class Releasable(Protocol):
+    """An engine that shares its memory with a trainer, in turns."""
+
+    def release(self) -> None:
+        """Free what only generation needs, until the next submit; the engine must be idle."""
+
+
+class SamplingOverride:
+    """An `Engine` that submits to another one with its own sampling."""
+
+    def __init__(self, engine: RolloutEngine, sampling: Sampling) -> None:
+        """The engine must be idle whenever this one is used."""
+        self._engine = engine
+        self._sampling = sampling
+
+    @property
+    def slots(self) -> int:
+        """Slots of the engine."""
+        return self._engine.slots
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self._engine.version
+
+    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
+        """Queue work with this sampling."""
+        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
 
     def step(self) -> Step:
-        """Work until at least one token was written or an answer is complete."""
+        """Step the engine."""
+        return self._engine.step()
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory."""
+        return self._engine.interrupt()
+
+    def load_weights(self, weights: Weights) -> None:
+        """Load weights into the engine."""
+        self._engine.load_weights(weights)
+
+
+class Stepper(Protocol):
+    """Whatever can be stepped until it is done."""
+
+    def step(self) -> Step:
+        """Work until at least one token was decoded or an answer is complete."""
 
 
 def fresh_trajectories(
     prompts: Sequence[Sequence[int]], *, samples_per_prompt: int, seed: int
 ) -> list[Trajectory]:
-    """`samples_per_prompt` answers to be written for each prompt."""
+    """`samples_per_prompt` empty trajectories for each prompt."""
     return [
         Trajectory(
             prompt=Prompt(id=index, tokens=tuple(tokens)),
@@ -41,7 +113,7 @@ def fresh_trajectories(
 
 
 def run_to_end(engine: Stepper, keys: Sequence[Key], *, show_progress: bool) -> list[Trajectory]:
-    """Step until every trajectory is complete; gives them in the order of their keys."""
+    """Step until every trajectory is complete; returns them in the order of their keys."""
     done: dict[Key, Trajectory] = {}
     columns = (
         TextColumn("{task.completed}/{task.total} answers"),
@@ -64,73 +136,3 @@ def _show(progress: Progress, task: TaskID, *, done: int, tokens: int) -> None:
     elapsed = progress.tasks[0].elapsed or 0.0
     rate = tokens / elapsed if elapsed else 0.0
     progress.update(task, completed=done, tokens=tokens, rate=rate)
-
-
-class RolloutEngine(Engine, Protocol):
-    """What a run asks of its engine beyond the loop: to be lent, and to be let go of."""
-
-    @property
-    def name(self) -> str:
-        """What it is, for messages."""
-
-    def submit_with(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        tolerance: float | None,
-        sampling: Sampling,
-        max_tokens: int,
-    ) -> None:
-        """Take on work with other sampling and another limit."""
-
-    def close(self) -> None:
-        """Let go of everything it holds; a second time it does nothing."""
-
-
-@runtime_checkable
-class Releasable(Protocol):
-    """An engine that shares its memory with a trainer, in turns."""
-
-    def release(self) -> None:
-        """Let go of what only writing needs, until work comes; only while there is none."""
-
-
-class Guest:
-    """An `Engine` over another one, which must be idle meanwhile."""
-
-    def __init__(self, engine: RolloutEngine, *, sampling: Sampling, max_tokens: int) -> None:
-        """Write with this sampling, at most so many tokens."""
-        self._engine = engine
-        self._sampling = sampling
-        self._max_tokens = max_tokens
-
-    @property
-    def slots(self) -> int:
-        """Answers written at the same time."""
-        return self._engine.slots
-
-    @property
-    def version(self) -> int:
-        """Version of the weights it writes with."""
-        return self._engine.version
-
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Take on work, in order of priority."""
-        self._engine.submit_with(
-            trajectories,
-            tolerance=tolerance,
-            sampling=self._sampling,
-            max_tokens=self._max_tokens,
-        )
-
-    def step(self) -> Step:
-        """Work until at least one token was written or an answer is complete."""
-        return self._engine.step()
-
-    def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory."""
-        return self._engine.interrupt()
-
-    def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on."""
-        self._engine.load_weights(weights)

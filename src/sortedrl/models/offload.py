@@ -1,6 +1,6 @@
 """Offloading of tensors: engine and trainer that share a GPU release their memory in turn.
 
-The tensors stay the same objects, so whoever holds one need not know. Between `rest` and `wake`
+The tensors stay the same objects, so references to them stay valid. Between `offload` and `onload`
 nobody may read or write them.
 """
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class Resting:
-    """Some tensors at rest."""
+class Offloader:
+    """Frees the memory of tensors and restores it."""
 
-    def __init__(self, *, keeps: bool) -> None:
-        """With `keeps` the values wait in main memory; without, the tensors wake as zeros."""
-        self._keeps = keeps
-        self._at_rest: list[tuple[Tensor, int, Tensor | None]] = []
+    def __init__(self, *, keep_values: bool) -> None:
+        """With `keep_values` the values move to main memory; without, they come back as zeros."""
+        self._keep_values = keep_values
+        self._offloaded: list[tuple[Tensor, int, Tensor | None]] = []
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether there is anything to wake."""
-        return bool(self._at_rest)
+    def is_offloaded(self) -> bool:
+        """Whether `onload` has anything to restore."""
+        return bool(self._offloaded)
 
     @torch.no_grad()
-    def rest(self, tensors: Iterable[Tensor]) -> None:
-        """Let go of the memory of these tensors; views of one another count once."""
-        assert not self._at_rest, "what rests already must be woken first"
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Free the memory of these tensors; views of one storage count once."""
+        assert not self._offloaded, "offloaded tensors must be onloaded first"
         seen: set[int] = set()
         on_gpu = False
         for tensor in tensors:
@@ -39,23 +39,25 @@ class Resting:
                 continue
             seen.add(storage.data_ptr())
             whole = torch.empty(0, dtype=torch.uint8, device=own.device).set_(storage)
-            self._at_rest.append((whole, storage.nbytes(), _copy(whole) if self._keeps else None))
+            self._offloaded.append(
+                (whole, storage.nbytes(), _copy(whole) if self._keep_values else None)
+            )
             on_gpu = on_gpu or own.is_cuda
-        for whole, _, _ in self._at_rest:
+        for whole, _, _ in self._offloaded:
             whole.untyped_storage().resize_(0)
         if on_gpu:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def wake(self) -> None:
-        """Give the memory back, with the values that were kept."""
-        for whole, size, kept in self._at_rest:
+    def onload(self) -> None:
+        """Restore the memory, with the values that were kept."""
+        for whole, size, kept in self._offloaded:
             whole.untyped_storage().resize_(size)
             if kept is None:
                 whole.zero_()
             else:
                 whole.copy_(kept)
-        self._at_rest.clear()
+        self._offloaded.clear()
 
 
 def _copy(whole: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedrl.errors import ModelError
 from sortedrl.models.tiny import is_tiny, tiny_config, tiny_settings
@@ -72,7 +72,7 @@ def shape_of(name: str | Path) -> Shape:
         )
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
-            f"the sizes of {name} cannot be read: {first_line(error)}; give the folder of a model "
+            f"cannot read the sizes of {name}: {first_line(error)}; give the folder of a model "
             "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
         ) from error
     return shape_of_config(config, name=str(name))
@@ -85,7 +85,7 @@ def shape_of_config(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     except ModelError:
         raise
     except Exception as error:  # and so do numbers that do not fit together
-        raise ModelError(f"{name} is no causal language model: {first_line(error)}") from error
+        raise ModelError(f"{name} is not a causal language model: {first_line(error)}") from error
 
 
 def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
@@ -99,7 +99,7 @@ def _shape(config: Any, *, name: str) -> Shape:  # noqa: ANN401
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     missing = [key for key in (*needed, "max_position_embeddings") if key not in values]
     if missing:
-        raise ModelError(f"the config of {name} must name {', '.join(missing)}, and does not")
+        raise ModelError(f"the config of {name} must have {', '.join(missing)}, but does not")
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     output = model.get_output_embeddings()
     return Shape(
@@ -130,116 +130,66 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _decoder(
-    name: str,
-    *,
-    layers: int,
-    hidden: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    vocabulary: int,
-    context: int,
-    is_tied: bool,
-    has_bias: bool,
-) -> Shape:
-    head_dim = hidden // heads
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    matrices = [
-        *((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)),
-        *((hidden, inner), (hidden, inner), (inner, hidden)),
-    ]
-    biases = queries + 2 * keys if has_bias else 0
-    layer = sum(wide * high for wide, high in matrices) + biases + 2 * hidden
-    embeddings = vocabulary * hidden * (1 if is_tied else 2)
-    return Shape(
-        name=name,
-        parameters=layers * layer + embeddings + hidden,
-        layers=layers,
-        hidden=hidden,
-        inner=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=vocabulary,
-        context=context,
-        is_tied=is_tied,
-        linear_width=layers * sum(wide + high for wide, high in matrices),
-    )
+class _Decoder(NamedTuple):
+    """A decoder with gated feed-forward layers, as Llama and Qwen are."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    is_tied: bool
+    has_bias: bool
+
+    def shape(self, name: str, *, context: int) -> Shape:
+        """Its shape, counted from its sizes."""
+        hidden, inner = self.hidden, self.inner
+        head_dim = hidden // self.heads
+        queries, keys = self.heads * head_dim, self.kv_heads * head_dim
+        matrices = [
+            *((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)),
+            *((hidden, inner), (hidden, inner), (inner, hidden)),
+        ]
+        biases = queries + 2 * keys if self.has_bias else 0
+        layer = sum(wide * high for wide, high in matrices) + biases + 2 * hidden
+        embeddings = self.vocabulary * hidden * (1 if self.is_tied else 2)
+        return Shape(
+            name=name,
+            parameters=self.layers * layer + embeddings + hidden,
+            layers=self.layers,
+            hidden=hidden,
+            inner=inner,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=head_dim,
+            vocabulary=self.vocabulary,
+            context=context,
+            is_tied=self.is_tied,
+            linear_width=self.layers * sum(wide + high for wide, high in matrices),
+        )
 
 
-def _llama_3_1_8b(name: str) -> Shape:
-    return _decoder(
-        name,
-        layers=32,
-        hidden=4096,
-        inner=14336,
-        heads=32,
-        kv_heads=8,
-        vocabulary=128256,
-        context=131072,
-        is_tied=False,
-        has_bias=False,
-    )
+# Layers, hidden, inner, heads, key/value heads, vocabulary.
+_LLAMA_8B = _Decoder(32, 4096, 14336, 32, 8, 128256, is_tied=False, has_bias=False)
+_QWEN_1_5B = _Decoder(28, 1536, 8960, 12, 2, 151936, is_tied=True, has_bias=True)
+_QWEN_7B = _Decoder(28, 3584, 18944, 28, 4, 152064, is_tied=False, has_bias=True)
+_QWEN_32B = _Decoder(64, 5120, 27648, 40, 8, 152064, is_tied=False, has_bias=True)
+_LONG, _SHORT = 131072, 32768
 
-
-def _qwen_2_5_1_5b(name: str, context: int) -> Shape:
-    return _decoder(
-        name,
-        layers=28,
-        hidden=1536,
-        inner=8960,
-        heads=12,
-        kv_heads=2,
-        vocabulary=151936,
-        context=context,
-        is_tied=True,
-        has_bias=True,
-    )
-
-
-def _qwen_2_5_7b(name: str, context: int) -> Shape:
-    return _decoder(
-        name,
-        layers=28,
-        hidden=3584,
-        inner=18944,
-        heads=28,
-        kv_heads=4,
-        vocabulary=152064,
-        context=context,
-        is_tied=False,
-        has_bias=True,
-    )
-
-
-def _qwen_2_5_32b(name: str, context: int) -> Shape:
-    return _decoder(
-        name,
-        layers=64,
-        hidden=5120,
-        inner=27648,
-        heads=40,
-        kv_heads=8,
-        vocabulary=152064,
-        context=context,
-        is_tied=False,
-        has_bias=True,
-    )
-
-
-def _by_name(*shapes: Shape) -> Mapping[str, Shape]:
-    return MappingProxyType({shape.name: shape for shape in shapes})
-
-
-KNOWN_SHAPES = _by_name(
-    _llama_3_1_8b("meta-llama/Llama-3.1-8B"),
-    _llama_3_1_8b("meta-llama/Llama-3.1-8B-Instruct"),
-    _qwen_2_5_1_5b("Qwen/Qwen2.5-1.5B", 131072),
-    _qwen_2_5_1_5b("Qwen/Qwen2.5-1.5B-Instruct", 32768),
-    _qwen_2_5_7b("Qwen/Qwen2.5-7B", 131072),
-    _qwen_2_5_7b("Qwen/Qwen2.5-7B-Instruct", 32768),
-    _qwen_2_5_32b("Qwen/Qwen2.5-32B", 131072),
-    _qwen_2_5_32b("Qwen/Qwen2.5-32B-Instruct", 32768),
+KNOWN_SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        name: decoder.shape(name, context=context)
+        for name, decoder, context in (
+            ("meta-llama/Llama-3.1-8B", _LLAMA_8B, _LONG),
+            ("meta-llama/Llama-3.1-8B-Instruct", _LLAMA_8B, _LONG),
+            ("Qwen/Qwen2.5-1.5B", _QWEN_1_5B, _LONG),
+            ("Qwen/Qwen2.5-1.5B-Instruct", _QWEN_1_5B, _SHORT),
+            ("Qwen/Qwen2.5-7B", _QWEN_7B, _LONG),
+            ("Qwen/Qwen2.5-7B-Instruct", _QWEN_7B, _SHORT),
+            ("Qwen/Qwen2.5-32B", _QWEN_32B, _LONG),
+            ("Qwen/Qwen2.5-32B-Instruct", _QWEN_32B, _SHORT),
+        )
+    }
 )
 """Public models by their hub names."""

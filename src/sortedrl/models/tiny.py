@@ -39,13 +39,13 @@ class TinySettings:
     hidden: int = 128
     """Width of the layers; a multiple of twice the heads."""
     layers: int = 3
-    """How many layers."""
+    """Number of layers."""
     heads: int = 4
     """Attention heads of each layer."""
     context: int = 1024
     """Tokens of prompt and answer together."""
     seed: int = 0
-    """Decides the weights it begins with."""
+    """Seed of the initial weights."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -87,7 +87,7 @@ def tiny_settings(spec: str) -> TinySettings:
 
 
 def tiny_config(settings: TinySettings) -> LlamaConfig:
-    """The sizes as transformers writes them."""
+    """The sizes as a transformers config."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

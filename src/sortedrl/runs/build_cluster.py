@@ -21,7 +21,7 @@ from sortedrl.cluster.remote_trainer import RemoteTrainer
 from sortedrl.cluster.weight_sync import HandOver
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.train import Lora, TrainSettings
-from sortedrl.engines.pool import Member
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.models.loading import load_tokenizer
 from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
 from sortedrl.runs.build_training import PRECISIONS, first_model, total_steps, trained_model
@@ -49,7 +49,7 @@ class WorkerRecipe:
         """It has."""
         return True
 
-    def engine(self) -> Member:
+    def engine(self) -> RolloutEngine:
         """A new engine; its model is read here."""
         settings = self.settings
         if settings.threads is not None:

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.data.chat import Tokenizer
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.engines.native.cache import available_bytes
-from sortedrl.engines.native.driver import attention_shape
-from sortedrl.engines.pool import EnginePool, Member
-from sortedrl.engines.streaming.backend import Backend
-from sortedrl.engines.streaming.engine import StreamedEngine
-from sortedrl.engines.streaming.weights import refuse_other_model
+from sortedrl.engines.native.hf_model import attention_shape
+from sortedrl.engines.native.kv_cache import available_bytes
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.streaming.backend import Backend, ServerRequirements
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
+from sortedrl.engines.streaming.weight_files import refuse_other_model
 from sortedrl.models.loading import stop_tokens
 from sortedrl.models.tiny import is_tiny
 from sortedrl.training.lora import trained_parameters
@@ -77,7 +78,7 @@ def check_engine(rollout: Rollout) -> None:
 
 def rollout_engine(
     settings: TrainSettings, world: RolloutWorld, *, weights: Callable[[], Weights], tell: Tell
-) -> Member:
+) -> RolloutEngine:
     """The engine that writes the answers of a run; one from outside is tried out first."""
     if settings.rollout.engine == "native":
         return _native(settings, world)
@@ -113,7 +114,7 @@ def _outside(
     *,
     weights: Callable[[], Weights],
     tell: Tell,
-) -> Member:
+) -> RolloutEngine:
     if settings.rollout.engine != "servers":
         tell(f"starting {settings.rollout.engine}, which takes half a minute or more")
         with _model_of(settings, world) as model:
@@ -124,15 +125,15 @@ def _outside(
     return engine
 
 
-def _servers(settings: TrainSettings, world: RolloutWorld, *, tell: Tell) -> Member:
+def _servers(settings: TrainSettings, world: RolloutWorld, *, tell: Tell) -> RolloutEngine:
     urls = settings.rollout.urls
     with ExitStack() as opened:
-        members = []
+        engines = []
         for number in range(len(urls)):
-            members.append(_streamed(settings, world, partial(_server, settings, world, number)))
-            opened.callback(members[-1].close)
+            engines.append(_streamed(settings, world, partial(_server, settings, world, number)))
+            opened.callback(engines[-1].close)
         opened.pop_all()
-    return members[0] if len(members) == 1 else EnginePool(members, warn=tell, names=urls)
+    return engines[0] if len(engines) == 1 else EnginePool(engines, warn=tell, names=urls)
 
 
 def _streamed(
@@ -157,9 +158,9 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
     cache_bytes = _copy_cache_bytes(settings, world)
     dtype = str(world.model.dtype).removeprefix("torch.")
     if settings.rollout.engine == "vllm":
-        from sortedrl.engines.vllm.process import VllmProcess
+        from sortedrl.engines.vllm.vllm_process import VllmProcess
 
-        return await VllmProcess.opened(
+        return await VllmProcess.start(
             model=model,
             slots=settings.engine.slots,
             context=world.context(settings),
@@ -168,9 +169,9 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
             memory_share=_memory_share(world, cache_bytes),
             options={"kv_cache_memory_bytes": cache_bytes} | options,
         )
-    from sortedrl.engines.sglang.process import SglangProcess
+    from sortedrl.engines.sglang.sglang_process import SglangProcess
 
-    return await SglangProcess.opened(
+    return await SglangProcess.start(
         model=model,
         slots=settings.engine.slots,
         context=world.context(settings),
@@ -184,17 +185,16 @@ async def _process(settings: TrainSettings, world: RolloutWorld, model: str) -> 
 
 async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> Backend:
     """A running server; it has the slots that it was started with."""
-    from sortedrl.engines.servers import opened_server
+    from sortedrl.engines.servers import connect_server
 
     hand_over = settings.rollout.hand_over or settings.out / "hand_over"
-    return await opened_server(
-        settings.rollout.urls[number],
+    required = ServerRequirements(
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
-        slots=None,
-        hand_over=hand_over / f"server-{number}",
     )
+    folder = hand_over / f"server-{number}"
+    return await connect_server(settings.rollout.urls[number], required, weights_folder=folder)
 
 
 @contextmanager

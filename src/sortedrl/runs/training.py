@@ -23,9 +23,9 @@ from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
 from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import Figures, numbers
 from sortedrl.data.chat import Tokenizer
-from sortedrl.engines.generation import Guest, RolloutEngine
+from sortedrl.engines.generation import RolloutEngine, SamplingOverride
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.streaming.weights import MOST_NATS
+from sortedrl.engines.streaming.weight_files import MOST_NATS
 from sortedrl.errors import EngineError
 from sortedrl.evaluation.runner import Question, Runner
 from sortedrl.report.live.view import View
@@ -405,8 +405,8 @@ class Evaluator:
         """The engine is lent: it must be idle whenever scores are asked for."""
         self._questions = questions
         self._engine = engine
-        self._guest = Guest(
-            engine, sampling=Sampling(temperature=temperature), max_tokens=max_tokens
+        self._rollout = SamplingOverride(
+            engine, Sampling(temperature=temperature, max_tokens=max_tokens)
         )
         self._text = text
         self._samples = samples
@@ -418,7 +418,7 @@ class Evaluator:
             self._engine.load_weights(weights)
         runner = Runner(
             self._questions,
-            engine=self._guest,
+            engine=self._rollout,
             text=self._text,
             samples=self._samples,
             seed=self._seed,

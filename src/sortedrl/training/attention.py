@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sortedrl.models.attention import checked_scale
+from sortedrl.models.attention_interface import AttentionInputs, register_attention
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 
@@ -155,37 +155,16 @@ def _is_checkpointed(module: nn.Module) -> bool:
     )
 
 
-@torch.compiler.disable
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row: Row,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Packed attention, as transformers calls it: `[1, heads, R, D]` in, `[1, R, H, D]` out."""
-    scale = checked_scale(
-        module,
-        query,
-        value=value,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        instead=INSTEAD,
+def _attend(inputs: AttentionInputs, row: Row) -> Tensor:
+    """Packed attention over the sequences of a row."""
+    q_1HRD = inputs.q_1HRD
+    attend = _by_kernel if q_1HRD.is_cuda and q_1HRD.dtype in _HALF else _one_by_one
+    return attend(
+        q_1HRD, inputs.k_1KRD, inputs.v_1KRD, row, scale=inputs.scale, window=inputs.window
     )
-    attend = _by_kernel if query.is_cuda and query.dtype in _HALF else _one_by_one
-    return attend(query, key, value, row, scale=scale, window=sliding_window), None
 
 
-# No mask is registered under this name, so transformers makes none.
-AttentionInterface.register(_NAME, _attend)
+register_attention(_NAME, _attend, argument="row", instead=INSTEAD)
 
 
 def _by_kernel(

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError
-from sortedrl.models.attention import not_finite
+from sortedrl.models.attention_interface import not_finite
 
 PARTIAL = ".partial"
 _REPLACED = ".replaced"

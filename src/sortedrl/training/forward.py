@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.errors import ModelError, RequestError
-from sortedrl.models.attention import refuse_foreign_attention, why_not_finite
+from sortedrl.models.attention_interface import refuse_foreign_attention, why_not_finite
 from sortedrl.training.attention import (
     INSTEAD,
     Row,

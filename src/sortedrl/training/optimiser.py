@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from sortedrl.config.algorithm import Optimisation, learning_rate_at
 from sortedrl.config.checks import require
 from sortedrl.errors import CheckpointError, ModelError
-from sortedrl.models.offload import Resting
+from sortedrl.models.offload import Offloader
 
 _HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
@@ -125,7 +125,7 @@ class Optimiser:
         self._total_steps = total_steps
         self._norm = norm
         self._num_steps = 0
-        self._resting = Resting(keeps=True)
+        self._offloader = Offloader(keep_values=True)
         self._parameters = {n: p for n, p in named_parameters.items() if p.requires_grad}
         _check_parameters(self._parameters)
         self._masters = {
@@ -204,14 +204,14 @@ class Optimiser:
             hook.remove()
         self._hooks.clear()
 
-    def rest(self) -> None:
-        """Let go of masters and moments until `wake`; their values wait in main memory."""
-        if not self._resting.is_at_rest:
-            self._resting.rest(self._tensors().values())
+    def offload(self) -> None:
+        """Move masters and moments to main memory, until `onload`."""
+        if not self._offloader.is_offloaded:
+            self._offloader.offload(self._tensors().values())
 
-    def wake(self) -> None:
-        """Bring masters and moments back."""
-        self._resting.wake()
+    def onload(self) -> None:
+        """Move masters and moments back to the device."""
+        self._offloader.onload()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and JSON values: with the weights, all that further steps depend on.

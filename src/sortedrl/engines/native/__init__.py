@@ -1,21 +1,21 @@
-"""The native engine: continuous batching in PyTorch that owns its randomness.
+"""The native engine: continuous batching in PyTorch with its own random numbers.
 
-engine             submit, step, interrupt, load_weights
-request            one trajectory while it is generated
+native_engine      submit, step, interrupt, load_weights, score
+native_request     one trajectory while it is generated
 planner            requests -> the rows of the next pass
-cache              the blocks of the KV cache, and how many there are
-driver             the Hugging Face module, used as it is
-cpu, cuda          rows -> tokens, on their device
-products           matrix products with the same bits in any batch
+kv_cache           the blocks of the KV cache, and its size
+hf_model           the Hugging Face module, unmodified
+cpu_runner         rows -> tokens, on the CPU
+cuda_runner        rows -> tokens, on a GPU
+matmul             matrix products with the same bits in any batch
 attention_kernels  Triton: write keys and values, attend to them
-sampling, noise    logits and keyed noise -> tokens
-sampling_kernels   Triton: the same in one pass over the logits
-slot_state         what the GPU knows of each slot
-weights            checks new weights and copies them in
+sampler, noise     logits and keyed noise -> tokens
+sampler_kernels    Triton: the same in one pass over the logits
+slot_state         per-slot state on the GPU
 """
 
 try:
-    from sortedrl.engines.native.engine import NativeEngine
+    from sortedrl.engines.native.native_engine import NativeEngine
     from sortedrl.engines.sampling import Sampling
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

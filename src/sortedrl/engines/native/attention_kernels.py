@@ -1,4 +1,4 @@
-"""The Triton kernels around the cache: write keys and values, and attend to them.
+"""Triton kernels for the KV cache: write keys and values, and attend to them.
 
 The invariant: a row's result is bitwise the same whatever else is in the launch. How many rows
 there are, whether a row comes alone (decode) or in a tile with its neighbours (prefill) and how

@@ -45,7 +45,7 @@ def row_keys(streams_R: Tensor, positions_R: Tensor) -> Tensor:
     return state ^ _shift(state, 31, bits=64)
 
 
-def words(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
+def random_bits(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
     """31 random bits for each row and token."""
     low = keys_R.to(torch.int32)[:, None]
     high = (keys_R >> 32).to(torch.int32)[:, None]
@@ -60,14 +60,14 @@ def words(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
     return bits
 
 
-def exponential(words: Tensor) -> Tensor:
+def exponential(bits: Tensor) -> Tensor:
     """Exponential noise `-log(1 - w)`, accurate in its small values."""
-    return words.float().mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=-LARGEST).log1p_().neg_()
+    return bits.float().mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=-LARGEST).log1p_().neg_()
 
 
 def gumbel(keys_R: Tensor, tokens_V: Tensor) -> Tensor:
     """Gumbel noise for each row and token, in fp32."""
-    return -torch.log(exponential(words(keys_R, tokens_V)))
+    return -torch.log(exponential(random_bits(keys_R, tokens_V)))
 
 
 def _shift(value: Tensor, count: int, *, bits: int) -> Tensor:

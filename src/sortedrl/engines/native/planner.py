@@ -1,11 +1,11 @@
-"""Which rows run next: the queue, the slots and the blocks, in plain Python without a tensor.
+"""Plans the rows of the next pass from the queue, the slots and the blocks; no tensors here.
 
     queue --admit--> slot, with blocks for all its tokens --finish--> out
       ^                 |
       +----preempt------+   the cache is full: the youngest loses its blocks, not its tokens
 
-Every request in a slot that can be decoded gets its row in every plan; what is left of the row
-budget goes to prompts, oldest first, in chunks. So long prompts never starve decoding.
+Every request that can decode gets its row in every plan; the rest of the row budget goes to chunked
+prefill, oldest first. So long prompts never delay decoding.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sortedrl.engines.native.cache import BlockPool
-from sortedrl.engines.native.request import Request
+from sortedrl.engines.native.kv_cache import BlockPool
+from sortedrl.engines.native.native_request import Request
 
 
-class Piece(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive rows of one request, all sampled or none.
 
-    A speculative piece is one row whose token the device keeps for the next pass, before the host
-    has seen it. `life` is the request's when the piece was planned: results for an older life are
-    void.
+    A speculative span is one row whose token the device keeps for the next pass, before the host
+    has read it. `epoch` is that of the request when the span was planned: results for an older
+    epoch are void.
     """
 
     request: Request
@@ -33,23 +33,23 @@ class Piece(NamedTuple):
     num_rows: int
     is_sampled: bool
     is_speculative: bool
-    life: int
+    epoch: int
 
 
 @dataclass(slots=True)
 class Plan:
     """The rows of one forward pass, the sampled ones first."""
 
-    sampled: list[Piece] = field(default_factory=list)
-    unsampled: list[Piece] = field(default_factory=list)
+    sampled: list[RowSpan] = field(default_factory=list)
+    unsampled: list[RowSpan] = field(default_factory=list)
     num_sampled: int = 0
     num_unsampled: int = 0
     num_prefilled: int = 0
     num_running: int = 0
 
     @property
-    def pieces(self) -> list[Piece]:
-        """All pieces, in the order of their rows."""
+    def spans(self) -> list[RowSpan]:
+        """All spans, in the order of their rows."""
         return self.sampled + self.unsampled
 
     @property
@@ -58,38 +58,38 @@ class Plan:
         return self.num_sampled + self.num_unsampled
 
     def add_decode(self, request: Request, slot: int) -> None:
-        """Plan the next row of a request that needs nothing but its last token."""
-        start = request.fed
-        self.sampled.append(Piece(request, slot, start, 1, True, True, request.life))
+        """Plan the next row of a request that only decodes."""
+        start = request.num_computed_tokens
+        self.sampled.append(RowSpan(request, slot, start, 1, True, True, request.epoch))
         self.num_sampled += 1
         self.num_prefilled += start < request.prefill_end
-        request.pending += 1
-        request.in_flight += 1
-        request.fed = start + 1
+        request.num_inflight_tokens += 1
+        request.num_inflight_passes += 1
+        request.num_computed_tokens = start + 1
 
     def add_chunk(self, request: Request, slot: int, *, count: int) -> None:
-        """Plan the next `count` rows of a request, sampled or not as they need."""
-        start, end = request.fed, request.fed + count
+        """Plan the next `count` rows of a request, sampled where needed."""
+        start, end = request.num_computed_tokens, request.num_computed_tokens + count
         split = min(max(request.first_sampled, start), end)
         if split > start:
             rows = split - start
-            self.unsampled.append(Piece(request, slot, start, rows, False, False, request.life))
+            self.unsampled.append(RowSpan(request, slot, start, rows, False, False, request.epoch))
             self.num_unsampled += rows
         if split < end:
             rows = end - split
-            is_speculative = not request.unchecked
+            is_speculative = not request.num_unverified
             self.sampled.append(
-                Piece(request, slot, split, rows, True, is_speculative, request.life)
+                RowSpan(request, slot, split, rows, True, is_speculative, request.epoch)
             )
             self.num_sampled += rows
-            request.pending += is_speculative
-            request.in_flight += 1
+            request.num_inflight_tokens += is_speculative
+            request.num_inflight_passes += 1
         self.num_prefilled += max(0, min(end, request.prefill_end) - start)
-        request.fed = end
+        request.num_computed_tokens = end
 
 
 class Planner:
-    """Slots and blocks for the requests in front of it, first come first served."""
+    """Assigns slots and blocks to requests, first come first served."""
 
     def __init__(self, *, slots: int, pool: BlockPool, max_rows: int, max_sampled: int) -> None:
         """Nothing queued and nothing running."""
@@ -114,23 +114,23 @@ class Planner:
         return len(self._running)
 
     def enqueue(self, requests: Iterable[Request]) -> None:
-        """Put requests behind those that wait."""
+        """Append requests to the queue."""
         self._queue.extend(requests)
 
     def plan(self) -> Plan:
-        """The rows of the next pass; empty if all that is left waits for results."""
+        """The rows of the next pass; empty if all requests wait for results in flight."""
         plan = Plan()
         chunked = []
         size = self.pool.block_tokens
         for request in list(self._running.values()):
-            fed, slot = request.fed, request.slot
-            end = len(request.tokens) + request.pending
+            computed, slot = request.num_computed_tokens, request.slot
+            end = len(request.tokens) + request.num_inflight_tokens
             if slot is None:  # preempted for an older one just now
                 continue
-            if fed != end - 1 or request.unchecked:
+            if computed != end - 1 or request.num_unverified:
                 chunked.append(request)
             elif end < request.max_length and (
-                fed < len(request.blocks) * size or self._grow(request)
+                computed < len(request.blocks) * size or self._grow(request)
             ):
                 plan.add_decode(request, slot)
         for request in chunked:
@@ -140,14 +140,14 @@ class Planner:
         return plan
 
     def finish(self, request: Request) -> None:
-        """A request is complete: its slot and blocks are free."""
+        """Free the slot and the blocks of a complete request."""
         if request.slot is not None:
             self._evict(request)
-        else:  # preempted while its last row was under way
+        else:  # preempted while its last row was in flight
             self._queue.remove(request)
 
     def clear(self) -> list[Request]:
-        """Take out everything, the oldest first, then the queue in its order."""
+        """Remove all requests: the running ones, oldest first, then the queue in order."""
         requests = list(self._running.values())
         for request in requests:
             self._evict(request)
@@ -158,45 +158,47 @@ class Planner:
     def _add_chunk(self, plan: Plan, request: Request) -> None:
         if request.slot is None:
             return
-        count = min(request.end - request.fed, self._max_rows - plan.num_rows)
-        unsampled = max(0, request.first_sampled - request.fed)
+        count = min(request.end - request.num_computed_tokens, self._max_rows - plan.num_rows)
+        unsampled = max(0, request.first_sampled - request.num_computed_tokens)
         count = min(count, unsampled + max(0, self._max_sampled - plan.num_sampled))
         if count > 0:
             plan.add_chunk(request, request.slot, count=count)
-            self._remember(request, min(request.fed, request.prompt_tokens))
+            self._cache_blocks(request, min(request.num_computed_tokens, request.prompt_tokens))
 
     def _admit(self, plan: Plan) -> None:
         while self._queue and self._free_slots and plan.num_rows < self._max_rows:
             request = self._queue[0]
-            if request.in_flight or not self._take_in(request):
+            if request.num_inflight_passes or not self._admitted(request):
                 return
             self._queue.popleft()
             self._add_chunk(plan, request)
 
-    def _take_in(self, request: Request) -> bool:
-        """Give a request a slot and blocks for all its tokens and one more, if there are enough."""
-        shared = self.pool.match(request.tokens, limit=min(request.first_sampled, request.end - 1))
+    def _admitted(self, request: Request) -> bool:
+        """Give a request a slot, and blocks for its tokens and the next; false without enough."""
+        shared = self.pool.match_prefix(
+            request.tokens, limit=min(request.first_sampled, request.end - 1)
+        )
         length = len(request.tokens)
         room = max(length, min(length + 1, request.max_length))
         needed = self.pool.blocks_for(room) - len(shared.blocks)
         if needed > self.pool.num_free_without(shared):
             return False
-        self.pool.hold(shared)
+        self.pool.acquire(shared)
         request.slot = self._free_slots.pop()
         home = 1 + request.slot * self._room_per_slot
         near = shared.blocks[-1] + 1 if shared.blocks else home
         request.blocks = [*shared.blocks, *self.pool.allocate(needed, near=near)]
-        request.remembered = len(shared.blocks)
-        request.content = shared.content
-        request.fed = len(shared.blocks) * self.pool.block_tokens
+        request.num_cached_blocks = len(shared.blocks)
+        request.prefix_id = shared.prefix_id
+        request.num_computed_tokens = len(shared.blocks) * self.pool.block_tokens
         self._admissions += 1
-        request.age = self._admissions
+        request.admission = self._admissions
         request.prefill_end = len(request.tokens)
-        self._running[request.age] = request
+        self._running[request.admission] = request
         return True
 
     def _grow(self, request: Request) -> bool:
-        """Find a block for the next position, if need be at the cost of the youngest."""
+        """Allocate a block for the next position; preempts the youngest request if none is free."""
         while not self.pool.num_free:
             youngest = self._running[next(reversed(self._running))]
             self._evict(youngest)
@@ -209,18 +211,18 @@ class Planner:
 
     def _evict(self, request: Request) -> None:
         assert request.slot is not None, "only requests in a slot can leave one"
-        self._remember(request, min(request.fed, len(request.tokens)))
+        self._cache_blocks(request, min(request.num_computed_tokens, len(request.tokens)))
         self._free_slots.append(request.slot)
-        del self._running[request.age]
+        del self._running[request.admission]
         self.pool.release(request.blocks)
-        request.leave_cache()
+        request.release_cache()
 
-    def _remember(self, request: Request, num_tokens: int) -> None:
+    def _cache_blocks(self, request: Request, num_tokens: int) -> None:
         size = self.pool.block_tokens
-        for index in range(request.remembered, num_tokens // size):
-            request.content = self.pool.remember(
+        for index in range(request.num_cached_blocks, num_tokens // size):
+            request.prefix_id = self.pool.cache_block(
                 request.blocks[index],
-                parent=request.content,
+                parent=request.prefix_id,
                 tokens=request.tokens[index * size : (index + 1) * size],
             )
-            request.remembered = index + 1
+            request.num_cached_blocks = index + 1

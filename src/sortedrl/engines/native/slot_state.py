@@ -1,7 +1,7 @@
-"""What the device knows of the request in each slot, kept up to date from the host.
+"""Per-slot state on the device: block tables and sampling parameters, updated from the host.
 
-The host writes into its own copy at any time; what travels is copied once more into pinned memory
-that nobody touches while passes under way may still read it.
+The host writes into its own copy at any time; before a transfer it is copied into pinned memory
+that stays untouched while passes in flight may still read it.
 
 Axes: S slots, Q sampled rows.
 """
@@ -14,22 +14,22 @@ import numpy
 import torch
 from torch import Tensor
 
-from sortedrl.engines.native.request import Request
-from sortedrl.engines.native.sampling import Draw, Filter
+from sortedrl.engines.native.native_request import Request
+from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters
 
 BUFFERS = 3
-"""One being written, one travelling, one to spare."""
+"""One being written, one being copied, one to spare."""
 _ALL_TOKENS = 1 << 30
 
 
 class SlotState:
-    """What the device knows of the request in each slot; the last slot is padding."""
+    """State of the request in each slot; the last slot is padding."""
 
     def __init__(self, slots: int, max_blocks: int, device: torch.device) -> None:
         """Empty slots."""
         self.padding_slot = slots
         self._tables = Mirror((slots + 1, max_blocks), torch.int32, device)
-        self._facts = Mirror((slots + 1, 6), torch.int64, device)
+        self._params = Mirror((slots + 1, 6), torch.int64, device)
         self._admissions = [0] * (slots + 1)
         self._num_blocks = [0] * (slots + 1)
 
@@ -39,20 +39,20 @@ class SlotState:
         return self._tables.device
 
     def update(self, slot: int, request: Request) -> None:
-        """Notice a request that is new in its slot, or has new blocks."""
-        if self._admissions[slot] != request.age:
-            self._admissions[slot] = request.age
+        """Note a request that is new in its slot, or has new blocks."""
+        if self._admissions[slot] != request.admission:
+            self._admissions[slot] = request.admission
             self._num_blocks[slot] = 0
             sampling = request.sampling
             inverse = 1 / sampling.temperature if sampling.temperature else 0.0
             bits = numpy.array([inverse, sampling.top_p, sampling.min_p], dtype=numpy.float32)
-            self._facts.host[slot] = (
+            self._params.host[slot] = (
                 request.stream,
                 request.prompt_tokens,
                 sampling.top_k or _ALL_TOKENS,
                 *bits.view(numpy.int32),
             )
-            self._facts.is_dirty = True
+            self._params.is_dirty = True
         known = self._num_blocks[slot]
         if known < len(request.blocks):
             self._tables.host[slot, known : len(request.blocks)] = request.blocks[known:]
@@ -60,23 +60,23 @@ class SlotState:
             self._tables.is_dirty = True
 
     def send(self) -> None:
-        """Bring the device up to date."""
+        """Copy what has changed to the device."""
         self._tables.send()
-        self._facts.send()
+        self._params.send()
 
-    def facts(
+    def sampler_inputs(
         self, slots_Q: Tensor, *, positions_Q: Tensor, expected_Q: Tensor
-    ) -> tuple[Draw, Filter]:
-        """What the choice needs to know of rows at these positions in these slots."""
-        facts_Q6 = self._facts.device[slots_Q]
-        numbers_Q3 = facts_Q6[:, 3:].to(torch.int32).view(torch.float32)
-        draw = Draw(
-            streams_Q=facts_Q6[:, 0].contiguous(),
-            positions_Q=(positions_Q + 1 - facts_Q6[:, 1]).to(torch.int32),
+    ) -> tuple[SamplerInputs, TokenFilters]:
+        """The sampler inputs of rows at these positions in these slots."""
+        params_Q6 = self._params.device[slots_Q]
+        numbers_Q3 = params_Q6[:, 3:].to(torch.int32).view(torch.float32)
+        draw = SamplerInputs(
+            streams_Q=params_Q6[:, 0].contiguous(),
+            positions_Q=(positions_Q + 1 - params_Q6[:, 1]).to(torch.int32),
             inverse_temperatures_Q=numbers_Q3[:, 0].contiguous(),
             expected_Q=expected_Q,
         )
-        return draw, Filter(facts_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
+        return draw, TokenFilters(params_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
 
 
 class Mirror:
@@ -90,7 +90,7 @@ class Mirror:
         self._travelling = deque(pinned(shape, dtype, device) for _ in range(BUFFERS))
 
     def send(self) -> None:
-        """Copy it over, behind the passes under way that still read the old one."""
+        """Copy it to the device, behind the passes in flight that still read the old one."""
         if self.is_dirty:
             self._travelling.rotate(1)
             self._travelling[0].numpy()[:] = self.host
@@ -99,5 +99,5 @@ class Mirror:
 
 
 def pinned(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that the device can copy from and to by itself."""
+    """Pinned host memory, for asynchronous copies."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,10 +1,9 @@
-"""Several engines of any kind as one.
+"""Several engines as one.
 
-members    what an engine must offer to be in a pool; the thread that drives it, its share of work
-pool       the engine over all of them: placement, reports, lost members
+engine_pool  the engine over all of them: routing, reports, lost engines
+replica      one of them: the work assigned to it, and the thread that drives it
 """
 
-from sortedrl.engines.pool.members import Member
-from sortedrl.engines.pool.pool import EnginePool
+from sortedrl.engines.pool.engine_pool import EnginePool
 
-__all__ = ["EnginePool", "Member"]
+__all__ = ["EnginePool"]

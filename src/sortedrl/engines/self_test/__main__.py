@@ -20,28 +20,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from sortedrl.engines.installed import KINDS, Kind
-from sortedrl.engines.self_test.checks import Figures, check, check_as_it_is, made_pair, write_model
-from sortedrl.engines.self_test.opening import (
-    opened,
-    opened_at,
-    served_vocabulary,
-    usual_device,
-    usual_dtype,
+from sortedrl.engines.self_test.launcher import STAGE, Verdict, to_line
+from sortedrl.engines.self_test.scenario import (
+    Figures,
+    check,
+    check_as_it_is,
+    made_pair,
+    write_model,
 )
-from sortedrl.engines.self_test.process import STAGE, Verdict, to_line
+from sortedrl.engines.self_test.tiny_engines import (
+    connected_engine,
+    default_device,
+    default_dtype,
+    start_engine,
+)
+from sortedrl.engines.servers import served_vocabulary
 from sortedrl.errors import SortedRLError
 
 if TYPE_CHECKING:
     from sortedrl.engines.generation import RolloutEngine
 
 
-def main(words: Sequence[str]) -> int:
-    """Try the engine that the words name."""
+def main(arguments: Sequence[str]) -> int:
+    """Test the engine that the arguments name."""
     # So small a model is slower on several threads.
     torch.set_num_threads(1)
     with _own_output() as output:
         try:
-            verdict = _server(words[1]) if words[0] == "server" else _engine(_kind(words[0]))
+            verdict = (
+                _server(arguments[1]) if arguments[0] == "server" else _engine(_kind(arguments[0]))
+            )
         except SortedRLError as error:
             verdict = Verdict(reason=str(error))
         os.write(output, f"{to_line(verdict)}\n".encode())
@@ -49,14 +57,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def _engine(kind: Kind) -> Verdict:
-    device = usual_device()
-    dtype = usual_dtype(device)
+    device = default_device()
+    dtype = default_dtype(device)
     with TemporaryDirectory() as folder:
         _stage("making a tiny model")
         models = made_pair(device=device, dtype=dtype)
         write_model(models.before, Path(folder))
         _stage("starting the engine")
-        engine = opened(kind, Path(folder), device=device, dtype=dtype)
+        engine = start_engine(kind, Path(folder), device=device, dtype=dtype)
         try:
             return _verdict(engine, check(engine, models, stage=_stage))
         finally:
@@ -65,10 +73,10 @@ def _engine(kind: Kind) -> Verdict:
 
 
 def _server(url: str) -> Verdict:
-    _stage("looking at the server")
+    _stage("inspecting the server")
     vocabulary = asyncio.run(served_vocabulary(url))
     with TemporaryDirectory() as folder:
-        engine = opened_at(url, vocabulary=vocabulary, hand_over=Path(folder))
+        engine = connected_engine(url, vocabulary=vocabulary, weights_folder=Path(folder))
         try:
             return _verdict(engine, check_as_it_is(engine, vocabulary=vocabulary, stage=_stage))
         finally:
@@ -85,8 +93,8 @@ def _verdict(engine: RolloutEngine, figures: Figures) -> Verdict:
     )
 
 
-def _kind(word: str) -> Kind:
-    (kind,) = [kind for kind in KINDS if kind == word]
+def _kind(name: str) -> Kind:
+    (kind,) = [kind for kind in KINDS if kind == name]
     return kind
 
 

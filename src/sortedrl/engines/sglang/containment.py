@@ -1,9 +1,10 @@
-"""SGLang contained in a process that is not its own.
+"""Limits the effects of SGLang on the process that starts it.
 
-SGLang takes a process for its own: it sets signal handlers, the start method of processes, the
-loggers and the event loop policy, and when one of its child processes fails it ends its parent and
-all children of it. Here the parent is a training run with children of other kinds. So what SGLang
-changes is put back, and the signal by which it ends its parent only prints where the parent stands.
+SGLang assumes that it owns its process: it sets signal handlers, the start method of
+multiprocessing, the loggers and the event loop policy, and when one of its child processes fails it
+kills its parent and all children of it. Here the parent is a training run with other children. So
+what SGLang changes is restored, and the signal with which it kills its parent only prints a
+traceback.
 """
 
 from __future__ import annotations
@@ -27,65 +28,67 @@ _STANDARD_ERROR = 2
 _END_SECONDS = 30.0
 
 
-def started(arguments: Mapping[str, object]) -> Engine:
-    """An engine of SGLang; its processes die with the thread that called this."""
+def start(arguments: Mapping[str, object]) -> Engine:
+    """Start an engine of SGLang; its processes die with the calling thread."""
     from sglang.srt.entrypoints.engine import Engine
 
     class Contained(Engine):  # type: ignore[misc]
-        """Does not end the other children of this process when the process ends."""
+        """Does not kill the other children of this process at exit."""
 
         def shutdown(self) -> None:
-            """Nothing: see `end`."""
+            """Nothing: see `kill`."""
 
-    shield()
+    ignore_sigquit()
     before = {process.pid for process in multiprocessing.active_children()}
     try:
         engine = Contained(**arguments)
     except BaseException:
-        end([process for process in multiprocessing.active_children() if process.pid not in before])
-        unshield()
+        kill(
+            [process for process in multiprocessing.active_children() if process.pid not in before]
+        )
+        restore_sigquit()
         raise
-    # It would answer the death of a child by the death of this process.
+    # It would kill this process when a child dies.
     engine.tokenizer_manager._subprocess_watchdog.stop()
     return engine
 
 
 def processes_of(engine: Engine) -> list[BaseProcess]:
-    """Its processes that are children of this one."""
+    """The child processes of an engine."""
     ids = set(engine.get_all_child_pids())
     return [process for process in multiprocessing.active_children() if process.pid in ids]
 
 
-def end(processes: list[BaseProcess]) -> None:
-    """End these processes, and wait until they are gone."""
+def kill(processes: list[BaseProcess]) -> None:
+    """Kill these processes, and wait for them."""
     for process in processes:
         process.kill()
     for process in processes:
         process.join(_END_SECONDS)
 
 
-def shield() -> None:
-    """Live through SIGQUIT, which a failing child of SGLang sends to its parent.
+def ignore_sigquit() -> None:
+    """Survive SIGQUIT, which a failing child of SGLang sends to its parent.
 
-    Python sets signal handlers only in the main thread, which this need not be; but it can print
-    where a thread stands whenever a signal comes, and then the signal does nothing else.
+    Signal handlers can only be set in the main thread, which this need not be; but faulthandler can
+    be registered anywhere, and replaces the default action.
     """
     faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR, all_threads=False)
 
 
-def unshield() -> None:
-    """SIGQUIT means again what it meant before."""
+def restore_sigquit() -> None:
+    """Restore the default action of SIGQUIT."""
     faulthandler.unregister(signal.SIGQUIT)
 
 
 @contextmanager
-def everything_put_back(settings: Mapping[str, str]) -> Iterator[None]:
-    """What SGLang changes in here is as before afterwards; `settings` are for its environment."""
+def restored_globals(settings: Mapping[str, str]) -> Iterator[None]:
+    """Restore what SGLang changes inside the block; `settings` are environment variables for it."""
     environment = dict(os.environ)
     start_method = multiprocessing.get_start_method(allow_none=True)
     policy = asyncio.get_event_loop_policy()
     root = logging.getLogger()
-    # Taken out first: SGLang would not only remove them but close them.
+    # Removed first: SGLang would close them.
     handlers, root.handlers, level = root.handlers, [], root.level
     os.environ.update(settings)
     try:

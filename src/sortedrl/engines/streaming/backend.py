@@ -1,13 +1,13 @@
 """The protocol of an external engine: a request in, a stream of tokens out.
 
-    request -> stream of chunks of tokens -> the last chunk says how it ended
+    request -> deltas of tokens -> the last delta says how the stream ended
 
-A backend keeps no state about answers: it passes on what the external engine says, in order. Who
-asked, which weights wrote and what was cached before is known to the `StreamedEngine` above it.
+A backend keeps no state about answers: it passes on what the external engine sends, in order. The
+`StreamedEngine` above it knows the trajectory, the version of the weights and the cached tokens.
 
 The streams run on an event loop in a thread of its own, which only fills an inbox; the caller reads
-it. A stream exists from its start until its end was read, so nothing of it is lost; its last entry
-is `None`, or the error that ended it.
+it. A stream exists from its start until its end was read, so nothing is lost; the content of its
+last event is `None`, or the error that ended it.
 """
 
 from __future__ import annotations
@@ -24,84 +24,96 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
-End = Literal["stop", "length", "abort"]
-"""How a stream ended: the model ended the answer, the limit was reached, or it was broken off."""
+StreamEnd = Literal["stop", "length", "abort"]
+"""How a stream ended: at a stop token, at the token limit, or aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One answer to be written, or to be written on."""
+class GenerationRequest:
+    """One answer to generate, or to continue."""
 
     id: str
-    """Of fixed width, so that none is the beginning of another, and used once."""
+    """Unique, and of fixed width, so that no id is a prefix of another."""
     tokens: Sequence[int]
-    """The prompt and what is already there of the answer."""
+    """The prompt and the tokens of the answer so far."""
     max_tokens: int
-    """Tokens that may be added; at least 1."""
+    """New tokens at most; at least 1."""
     stop_tokens: frozenset[int]
-    """Tokens that end the answer, and belong to it. No others do, not even the model's own."""
+    """Tokens that end the answer and belong to it; the model's own stop tokens do not count."""
     sampling: Sampling
     priority: int
     """Lower goes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Delta:
     """The next tokens of an answer, each with its log-probability.
 
-    The log-probability is that of the distribution it was drawn from: after temperature and
-    filters. Of a greedy choice it is that of temperature 1.
+    The log-probability is that of the distribution the token was sampled from: after temperature
+    and filters. For greedy decoding it is that at temperature 1.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    end: End | None = None
-    """Known in the last piece, which may have no tokens."""
-    reused_tokens: int = 0
-    """Of the tokens of the ask, those that were not computed again; known in the first piece."""
+    end: StreamEnd | None = None
+    """Set in the last delta, which may have no tokens."""
+    num_cached_tokens: int = 0
+    """Request tokens found in the prefix cache; set in the first delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What an outside engine can be asked for."""
+class BackendLimits:
+    """What an external engine can do."""
 
     slots: int
-    """Answers written at the same time; more may be asked for and will queue."""
+    """Answers generated at the same time; more requests queue."""
     context: int
     """Tokens of prompt and answer together."""
     vocabulary: int
     """Token ids lie below."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRequirements:
+    """What a run needs of a running server."""
+
+    vocabulary: int
+    """Tokens of the model that is trained."""
+    context: int
+    """Tokens of prompt and answer together, at least."""
+    temperature: float
+    slots: int | None = None
+    """`None` for those that the server was started with."""
+
+
 class Backend(Protocol):
-    """An outside engine; every method is called on the same event loop."""
+    """An external engine; every method is called on the same event loop."""
 
     @property
     def name(self) -> str:
-        """What it is and which version, for messages."""
+        """Name and version, for messages."""
 
     @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
+    def limits(self) -> BackendLimits:
+        """What it can do."""
 
-    def stream(self, ask: Ask) -> AsyncIterator[Piece]:
-        """Write an answer; raises `EngineLost` where the engine is gone."""
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the engine is gone."""
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off: each stream ends with what it had, and `end` is "abort".
+        """Abort these requests: each stream ends with its tokens so far, and `end` is "abort".
 
-        A stream that has ended in the meantime is left as it is.
+        A stream that has ended in the meantime stays as it is.
         """
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix.
+        """Load these weights and reset the prefix cache; no request is running.
 
-        Nothing is being written. `weights.tensors` are those of the trainer, by the names that
-        the model's checkpoint has.
+        `weights.tensors` are those of the trainer, by their names in the model's checkpoint.
         """
 
     async def close(self) -> None:
-        """Let go of everything: processes, files, connections."""
+        """Release everything: processes, files, connections."""
 
 
 T = TypeVar("T")
@@ -118,7 +130,7 @@ class EventLoop:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float | None = None) -> T:
-        """What a coroutine gives; after so many seconds it is cancelled, and a `TimeoutError`."""
+        """The result of a coroutine; after `seconds` it is cancelled with a `TimeoutError`."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds)
@@ -129,9 +141,9 @@ class EventLoop:
     def start(
         self, work: Coroutine[Any, Any, None], *, ended: Callable[[BaseException | None], None]
     ) -> Future[None]:
-        """Run a coroutine beside the caller; `ended` is told in the end what went wrong, if any.
+        """Run a coroutine in the background; `ended` is called with its error or `None`.
 
-        It is told of one that is cancelled before it began, too.
+        It is also called for a coroutine that is cancelled before it began.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         future.add_done_callback(lambda done: ended(None if done.cancelled() else done.exception()))
@@ -161,21 +173,21 @@ _ABORT_SECONDS = 60.0
 _CLOSE_SECONDS = 120.0
 
 
-class Word(NamedTuple):
-    """What one stream gave: its next piece, or that it ended."""
+class StreamEvent(NamedTuple):
+    """What one stream sent: its next delta, or its end."""
 
-    ask_id: str
-    content: Piece | BaseException | None
+    request_id: str
+    content: Delta | BaseException | None
 
 
 class Streams:
-    """The streams that run, on an event loop of their own."""
+    """The running streams, on an event loop of their own."""
 
     def __init__(self, opening: Callable[[], Coroutine[Any, Any, Backend]]) -> None:
         """Open the backend."""
-        self._inbox: SimpleQueue[Word] = SimpleQueue()
+        self._inbox: SimpleQueue[StreamEvent] = SimpleQueue()
         self._running: dict[str, Future[None]] = {}
-        self._loop = EventLoop("outside engine")
+        self._loop = EventLoop("external engine")
         try:
             self.backend = self._loop.call(opening())
         except BaseException:
@@ -183,53 +195,54 @@ class Streams:
             raise
 
     def __len__(self) -> int:
-        """How many run, or have ended unread."""
+        """Streams that run, or whose end was not read yet."""
         return len(self._running)
 
-    def start(self, ask: Ask) -> None:
-        """Have an answer written."""
-        self._running[ask.id] = self._loop.start(
-            self._follow(ask), ended=lambda error: self._inbox.put(Word(ask.id, error))
+    def start(self, request: GenerationRequest) -> None:
+        """Start the stream of a request."""
+        self._running[request.id] = self._loop.start(
+            self._follow(request),
+            ended=lambda error: self._inbox.put(StreamEvent(request.id, error)),
         )
 
-    def next(self, seconds: float) -> Word | None:
-        """The next word of any stream; `None` if there is none within so many seconds."""
+    def next(self, seconds: float) -> StreamEvent | None:
+        """The next event of any stream; `None` if there is none within `seconds`."""
         try:
-            word = self._inbox.get(timeout=max(seconds, 0.001))
+            event = self._inbox.get(timeout=max(seconds, 0.001))
         except Empty:
             return None
-        if not isinstance(word.content, Piece):
-            self._running.pop(word.ask_id, None)
-        return word
+        if not isinstance(event.content, Delta):
+            self._running.pop(event.request_id, None)
+        return event
 
     @property
-    def has_news(self) -> bool:
-        """Whether a word can be read without waiting."""
+    def has_events(self) -> bool:
+        """Whether an event can be read without waiting."""
         return not self._inbox.empty()
 
     def abort(self) -> None:
-        """Tell the backend to break all of them off; they end later, each with its last word."""
+        """Abort all of them; they end later, each with its last event."""
         name = self.backend.name
         try:
             self._loop.call(self.backend.abort(list(self._running)), seconds=_ABORT_SECONDS)
         except EngineLost:
             raise
         except EngineError as error:
-            raise EngineLost(f"{name} cannot be told to stop: {error}") from error
+            raise EngineLost(f"{name} cannot be aborted: {error}") from error
         except TimeoutError as error:
-            raise EngineLost(f"{name} does not answer when it is told to stop") from error
+            raise EngineLost(f"{name} does not respond to an abort") from error
 
     def cancel(self) -> None:
-        """Follow none of them any more."""
+        """Cancel the tasks that read them."""
         for stream in list(self._running.values()):
             stream.cancel()
 
     def forget(self) -> None:
-        """Let those go that were cancelled and never said so."""
+        """Drop streams that were cancelled and never reported it."""
         self._running.clear()
 
     def load_weights(self, weights: Weights) -> None:
-        """Hand weights to the backend, and wait."""
+        """Load weights into the backend, and wait."""
         self._loop.call(self.backend.load_weights(weights))
 
     def close(self) -> None:
@@ -240,11 +253,11 @@ class Streams:
         except TimeoutError as error:
             raise EngineLost(
                 f"{self.backend.name} does not close within {_CLOSE_SECONDS:.0f} seconds; "
-                "what it has started may be left behind"
+                "processes that it started may be left behind"
             ) from error
         finally:
             self._loop.close()
 
-    async def _follow(self, ask: Ask) -> None:
-        async for piece in self.backend.stream(ask):
-            self._inbox.put(Word(ask.id, piece))
+    async def _follow(self, request: GenerationRequest) -> None:
+        async for delta in self.backend.stream(request):
+            self._inbox.put(StreamEvent(request.id, delta))

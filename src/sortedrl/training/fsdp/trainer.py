@@ -61,15 +61,15 @@ class ShardedTrainer:
         """Train on what is held back, as there will be no more; whether there was anything."""
         return self.trainer.flush()
 
-    def rest(self) -> None:
-        """Let go of what only an update needs; it waits in main memory."""
+    def offload(self) -> None:
+        """Move what only an update needs to main memory."""
         for optimiser in self._optimisers:
-            optimiser.rest()
+            optimiser.offload()
 
-    def wake(self) -> None:
-        """Have it at hand again."""
+    def onload(self) -> None:
+        """Move it back to the device."""
         for optimiser in self._optimisers:
-            optimiser.wake()
+            optimiser.onload()
 
     @property
     def _optimisers(self) -> list[Optimiser]:

@@ -1,7 +1,7 @@
 """Matrix products on the GPU: the same bits for a row in any batch, and logits in fp32.
 
-cuBLAS sums a row in one order whatever the number of rows, as long as it does not split the sum: so
-splitting is disabled while the engine runs or captures a pass. That holds for 16-bit weights; in
+cuBLAS sums a row in the same order for any number of rows, as long as it does not use split-K: so
+split-K is disabled while the engine runs or captures a pass. That holds for 16-bit weights; in
 fp32, small batches still differ in the last bits.
 
 With sums that may not be split, the products for few rows can be several times slower than those
@@ -23,8 +23,8 @@ _cuda = torch.backends.cuda
 
 
 @contextmanager
-def unsplit_sums() -> Iterator[None]:
-    """Forbid cuBLAS to split sums, for a while."""
+def no_split_k() -> Iterator[None]:
+    """Disable split-K in cuBLAS inside the block."""
     matmul = _cuda.matmul
     library = _cuda.preferred_blas_library()
     bf16 = (
@@ -61,8 +61,8 @@ def fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def widened_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The same for a processor that has no such product: the weights are widened once."""
+def widened_fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The same for a CPU without such a product: the weights are converted once."""
     weight = output.weight.detach().float()
     bias: Tensor | None = output.bias
     wide = bias.detach().float() if bias is not None else None
@@ -91,7 +91,7 @@ class ProductTimer:
     """Times the matrix products of one pass through a model on the GPU."""
 
     def __init__(self, model: nn.Module, replaced: dict[nn.Module, Callable[..., Tensor]]) -> None:
-        """`replaced` has the layers that compute in a way of their own."""
+        """`replaced` maps layers to their replacements."""
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         self._counts = Counter(_kind(layer) for layer in linears)
         self._products: dict[tuple[int, int, bool], Callable[[Tensor], Tensor]] = {}
@@ -101,7 +101,7 @@ class ProductTimer:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> float:
-        """Seconds of all products of a pass with so many rows."""
+        """Seconds of all products of a pass with this many rows."""
         return sum(count * self._seconds(kind, rows) for kind, count in self._counts.items())
 
     def _seconds(self, kind: tuple[int, int, bool], rows: int) -> float:

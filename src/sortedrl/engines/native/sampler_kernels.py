@@ -1,4 +1,4 @@
-"""The Triton kernels of the choice: one pass over the logits, with the noise made on the way.
+"""Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
 
 The twin of `sampling.choose` and `noise`: the same bits, and the same token up to the rounding of
 two logarithms.
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sortedrl.engines.native import noise
-from sortedrl.engines.native.sampling import Choice, Draw
+from sortedrl.engines.native.sampler import SamplerInputs, SamplerOutput
 
 CHUNK_TOKENS = 4096
 
@@ -35,12 +35,12 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 def sample(
     logits_QV: Tensor,
-    draw: Draw,
+    draw: SamplerInputs,
     *,
     floors_Q: Tensor,
     commit_slots_Q: Tensor,
     last_tokens_S: Tensor,
-) -> Choice:
+) -> SamplerOutput:
     """The token of largest perturbed logit in each row, written also to its commit slot.
 
     An inverse temperature of 0 is the greedy choice, without noise and scored at temperature 1.
@@ -74,7 +74,7 @@ def sample(
         *inputs, *targets, *partial, *results, vocabulary, logits_QV.stride(0),
         chunks, C_PAD=triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
-    return Choice(*results)
+    return SamplerOutput(*results)
 
 
 @_kernel

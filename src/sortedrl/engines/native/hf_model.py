@@ -1,90 +1,58 @@
-"""One forward pass of a Hugging Face model over rows of many requests, on the module as it is.
+"""Forward passes of a Hugging Face model over rows of many requests, on the unmodified module.
 
-The module that is trained is the module that rolls out. Only while the engine drives it are two
-things changed, and put back after: its attention goes through transformers' attention interface
-to the engine's cache, and its linear layers may be replaced by faster ones that give every row
-the same bits in any batch. Before a model is used it is tried: it must compute the same in the
-engine as on its own.
+The module that is trained is the module that rolls out. Only during a pass two things are patched
+and restored afterwards: its attention goes through transformers' attention interface to the
+engine's KV cache, and its linear layers may be replaced by faster ones that give every row the same
+bits in any batch. Before a model is used it is verified: it must compute the same in the engine as
+on its own.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sortedrl.core.randomness import mix
 from sortedrl.errors import ModelError
-from sortedrl.models.attention import checked_scale, plain_logprobs, refuse_foreign_attention
+from sortedrl.models.attention_interface import (
+    AttentionInputs,
+    plain_logprobs,
+    refuse_foreign_attention,
+    register_attention,
+)
 from sortedrl.types import Prompt, Segment, Trajectory
 
 _NAME = "sortedrl"
 _INSTEAD = "use the vLLM or SGLang engine for this model"
 
 
-class Pages(Protocol):
-    """The cache as one forward pass sees it."""
+class PagedAttention(Protocol):
+    """The attention of one forward pass, over the KV cache."""
 
-    def attend(
-        self,
-        layer: int,
-        q_1HRD: Tensor,
-        k_1KRD: Tensor,
-        v_1KRD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Write the new keys and values, then give what each row reads, as `[1, R, H, D]`."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Write the new keys and values, then return the attention output, `[1, R, H, D]`."""
 
 
-@torch.compiler.disable
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    pages: Pages,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """The engine's attention, as transformers calls it."""
-    scale = checked_scale(
-        module,
-        query,
-        value=value,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        instead=_INSTEAD,
-    )
-    layer = module.layer_idx
-    assert isinstance(layer, int), "transformers numbers its attention layers"
-    return pages.attend(layer, query, key, value, scale=scale, window=sliding_window), None
+def _attend(inputs: AttentionInputs, attention: Any) -> Tensor:  # noqa: ANN401
+    return cast(PagedAttention, attention).attend(inputs)
 
 
-# No mask is registered under this name, so transformers makes none: the cache knows which keys a
-# row may see.
-AttentionInterface.register(_NAME, _attend)
+register_attention(_NAME, _attend, argument="paged_attention", instead=_INSTEAD)
 
 
-class Driver:
+class HFModel:
     """Forward passes of a model for the engine."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Refuse a model that cannot be driven, before any work."""
+        """Refuse a model that is not supported, before any work."""
         self.model = model
         self.config = model.config.get_text_config()
         _refuse_unsupported(model)
@@ -93,17 +61,17 @@ class Driver:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights are stored in."""
+        """The dtype of its weights."""
         return self.model.dtype
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together that the model was made for."""
+        """Tokens of prompt and answer together that the model supports."""
         return int(self.config.max_position_embeddings)
 
     @property
@@ -113,13 +81,13 @@ class Driver:
 
     @property
     def output_layer(self) -> nn.Linear:
-        """The layer that makes the logits."""
+        """The layer that computes the logits."""
         layer = self.model.get_output_embeddings()
         assert isinstance(layer, nn.Linear), "transformers' causal models end in a linear layer"
         return layer
 
     def compile_layers(self) -> None:
-        """Let torch.compile fuse the small operations of the decoder layers.
+        """Compile the decoder layers with torch.compile.
 
         All layers of a class share one compiled function, so it takes seconds, not minutes.
         """
@@ -133,8 +101,8 @@ class Driver:
                 self.replaced[layer] = partial(compiled[kind], layer)
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
-        """The module with the engine's attention and linear layers; as it was, afterwards."""
+    def patched(self) -> Iterator[None]:
+        """Patch in the engine's attention and linear layers, and restore the module afterwards."""
         before = self.config._attn_implementation
         training = [module for module in self._modules if module.training]
         forwards = {m: m.__dict__["forward"] for m in self.replaced if "forward" in m.__dict__}
@@ -155,15 +123,15 @@ class Driver:
                 module.training = True
 
     def forward(
-        self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, pages: Pages
+        self, tokens_R: Tensor, positions_R: Tensor, keep_Q: Tensor, attention: PagedAttention
     ) -> Tensor:
-        """The logits of the rows in `keep_Q`; call it while driving and without gradients."""
+        """The logits of the rows in `keep_Q`; call it while patched and without gradients."""
         output: Any = self.model(
             input_ids=tokens_R[None],
             position_ids=positions_R[None],
             use_cache=False,
             logits_to_keep=keep_Q,
-            pages=pages,
+            paged_attention=attention,
         )
         logits_QV: Tensor = output.logits[0]
         return logits_QV.float()
@@ -174,7 +142,7 @@ def attention_shape(config: Any) -> tuple[int, int, int]:  # noqa: ANN401
     values = config.to_dict()
     missing = {"num_attention_heads", "num_hidden_layers", "hidden_size"} - values.keys()
     if missing:
-        raise ModelError(f"{type(config).__name__} does not name {', '.join(sorted(missing))}")
+        raise ModelError(f"{type(config).__name__} has no {', '.join(sorted(missing))}")
     heads = values["num_attention_heads"]
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     return values["num_hidden_layers"], values.get("num_key_value_heads") or heads, head_dim
@@ -184,10 +152,12 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ModelError(
-            f"the native engine writes with decoder-only models, {name} has an encoder"
+            f"the native engine supports decoder-only models, but {name} has an encoder"
         )
     if model.get_output_embeddings() is None:
-        raise ModelError(f"{name} gives no logits; load it with AutoModelForCausalLM")
+        raise ModelError(
+            f"{name} has no output layer for logits; load it with AutoModelForCausalLM"
+        )
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ModelError(f"{name} must be in float32, float16 or bfloat16, got {model.dtype}")
     refuse_foreign_attention(model, instead=_INSTEAD)
@@ -198,7 +168,7 @@ _GAPS = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 
 
 def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
-    """A complete answer of arbitrary tokens, as if sampled by weights long gone."""
+    """A complete answer of arbitrary tokens, to be scored."""
     count = min(_TOKENS, max_tokens)
     tokens = [mix(index) % vocabulary for index in range(count)]
     cached = Segment(tokens[1:], [0.0] * (count - 1), version=-1)
@@ -206,14 +176,47 @@ def probe(*, vocabulary: int, max_tokens: int) -> Trajectory:
     return Trajectory(prompt=prompt, sample_index=0, group=0, seed=0, segments=(cached,))
 
 
-def refuse_other_numbers(model: PreTrainedModel, read: Trajectory) -> None:
-    """Refuse a model whose own log-probabilities of the probe are not those the engine read."""
-    tokens = [*read.prompt.tokens, *read.tokens]
-    plain_T = plain_logprobs(model, tokens, after=len(read.prompt.tokens))
-    gap = (plain_T - torch.tensor(read.logprobs)).abs().mean().item()
+def refuse_other_logprobs(
+    model: PreTrainedModel, known: Trajectory, logprobs: Sequence[float]
+) -> None:
+    """Refuse a model whose plain forward pass gives other log-probabilities than the engine."""
+    tokens = [*known.prompt.tokens, *known.tokens]
+    plain_T = plain_logprobs(model, tokens, after=len(known.prompt.tokens))
+    gap = (plain_T - torch.tensor(logprobs)).abs().mean().item()
     if not gap <= _GAPS[model.dtype]:
         raise ModelError(
             f"{type(model).__name__} computes something else in the native engine than on its "
-            f"own (log-probabilities differ by {gap:.2g} on average): its attention has a part "
-            "the engine does not know; use the vLLM or SGLang engine for this model"
+            f"own (log-probabilities differ by {gap:.2g} on average): its attention has a "
+            "feature that the engine does not support; use the vLLM or SGLang engine for this model"
         )
+
+
+def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensor for each parameter of a model; raises `ModelError` if a name or shape differs."""
+    own = dict(model.named_parameters())
+    tied = model.state_dict().keys() - own.keys()
+    missing = sorted(own.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - own.keys() - tied)
+    if missing or unknown:
+        raise ModelError(
+            "the weights must be those of this model; "
+            f"missing: {', '.join(missing[:3]) or 'none'}; "
+            f"unknown: {', '.join(unknown[:3]) or 'none'}"
+        )
+    fitting = {}
+    for name, parameter in own.items():
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != parameter.shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            shape = tuple(parameter.shape)
+            raise ModelError(f"{name} must be a tensor of shape {shape}, got {got}")
+        fitting[name] = tensor
+    return fitting
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
+    """Copy named tensors into a model's parameters; nothing is copied unless all of them fit."""
+    fitting = checked_weights(model, tensors)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(fitting[name])

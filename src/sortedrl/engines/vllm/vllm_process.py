@@ -2,8 +2,8 @@
 
     request -> AsyncLLM (here) -> scheduler and model (child process) -> tokens
 
-An answer is known to vLLM from the first step of its stream on. One that is aborted earlier never
-reaches it.
+vLLM knows a request from the first step of its stream on. One that is aborted earlier never reaches
+it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import VLLM
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.weights import named_tensors, write_weights
-from sortedrl.engines.vllm.worker import RECEIVER, addresses
-from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.weight_files import export_weights, named_tensors
+from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _HEARTBEAT_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 20.0
-_FORGET_TRIES = 100
-_FORGET_PAUSE_SECONDS = 0.05
+_RESET_TRIES = 100
+_RESET_PAUSE_SECONDS = 0.05
 _MEMORY_FOLDER = Path("/dev/shm")
 _ENVIRONMENT = {
-    # A fork of a process whose threads compute hangs, and the trainer's threads do.
+    # Forking hangs while threads compute, and the trainer's threads do.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # Every hand-over would have two warnings of layers that have no weights of their own.
+    # Every weight update would log two warnings about layers without weights of their own.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Settings of vLLM that hold unless the user has set them."""
+"""Defaults for environment variables of vLLM."""
 
 
 class VllmProcess:
     """A vLLM engine that lives and dies with this object."""
 
     def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
-        """Take over an engine that runs; see `opened`."""
+        """Use a running engine; see `start`."""
         self.name = name
-        self.limits = Limits(
+        self.limits = BackendLimits(
             slots=slots,
             context=engine.model_config.max_model_len,
             vocabulary=engine.model_config.get_vocab_size(),
         )
         self._open_engine: AsyncLLM | None = engine
         self._written: set[str] = set()
-        self._broken_off_early: set[str] = set()
+        self._aborted_early: set[str] = set()
         self._folder: Path | None = None
 
     @classmethod
-    async def opened(
+    async def start(
         cls,
         *,
         model: str,
@@ -96,64 +96,64 @@ class VllmProcess:
             ours["gpu_memory_utilization"] = memory_share
         name = f"vLLM {version}"
         backend = cls(_started(ours, options or {}, name=name), name=name, slots=slots)
-        # It asks the child once, and would let go of the loop in the middle of the first ask.
+        # vLLM asks its child for this once; do it now rather than within the first request.
         await backend._answered(backend._engine.get_supported_tasks())
         return backend
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
-        """Write an answer; raises `EngineLost` where the engine is gone."""
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the engine is gone."""
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if ask.id in self._broken_off_early:
-            self._broken_off_early.discard(ask.id)
-            yield Piece(tokens=(), logprobs=(), end="abort")
+        if request.id in self._aborted_early:
+            self._aborted_early.discard(request.id)
+            yield Delta(tokens=(), logprobs=(), end="abort")
             return
-        self._written.add(ask.id)
+        self._written.add(request.id)
         outputs = self._engine.generate(
-            tokens_input(list(ask.tokens)),
-            _sampling_params(ask),
-            ask.id,
-            priority=ask.priority,
+            tokens_input(list(request.tokens)),
+            _sampling_params(request),
+            request.id,
+            priority=request.priority,
         )
         try:
             async for output in outputs:
-                yield _piece(output)
+                yield _delta(output)
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._lost() from error
         finally:
-            self._written.discard(ask.id)
+            self._written.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off; each stream ends with what it had."""
-        self._broken_off_early |= set(ids) - self._written
+        """Abort these requests; each stream ends with its tokens so far."""
+        self._aborted_early |= set(ids) - self._written
         known = [id for id in ids if id in self._written]
         await self._answered(self._engine.abort(known))
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
-        # Nothing is being written, so these are answers that had ended before.
-        self._broken_off_early.clear()
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
+        self._aborted_early.clear()
         tensors = named_tensors(weights)
         if all(tensor.is_cuda for tensor in tensors.values()):
             await self._call_workers("receive_weights", {"given": addresses(tensors)})
         else:
-            folder = write_weights(weights, self._hand_over_folder(tensors))
+            folder = export_weights(weights, self._weights_folder(tensors))
             await self._call_workers("read_weights", {"folder": str(folder)})
-        for _ in range(_FORGET_TRIES):
+        for _ in range(_RESET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
                 return
-            await asyncio.sleep(_FORGET_PAUSE_SECONDS)
+            await asyncio.sleep(_RESET_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} still holds cache of answers that were broken off, after "
-            f"{_FORGET_TRIES * _FORGET_PAUSE_SECONDS:g} s; under new weights it is wrong"
+            f"{self.name} cannot reset its prefix cache: it still holds blocks of aborted requests "
+            f"after {_RESET_TRIES * _RESET_PAUSE_SECONDS:g} s"
         )
 
     async def close(self) -> None:
-        """End the child processes and remove what was written."""
+        """End the child processes and remove temporary files."""
         if self._open_engine is not None:
             self._open_engine.shutdown(timeout=_SHUTDOWN_SECONDS)
-            # It has more to do when the last one lets go of it, which fails at the end of Python.
+            # Drop the last reference now: its finalizer fails at interpreter shutdown.
             self._open_engine = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -168,7 +168,7 @@ class VllmProcess:
         await self._answered(self._engine.collective_rpc(method, kwargs=dict(arguments)))
 
     async def _answered(self, call: Awaitable[_Result]) -> _Result:
-        """What a call gives; one to a child that has died would never return."""
+        """The result of a call; without this a call to a dead child would never return."""
         task = asyncio.ensure_future(call)
         while not task.done():
             await asyncio.wait({task}, timeout=_HEARTBEAT_SECONDS)
@@ -183,9 +183,9 @@ class VllmProcess:
         raise EngineError(f"{self.name} refused: {error}") from error
 
     def _lost(self) -> EngineLost:
-        return EngineLost(f"{self.name} is gone: its process ended; what it said stands above")
+        return EngineLost(f"{self.name} is gone: its process ended; see its log above")
 
-    def _hand_over_folder(self, tensors: Mapping[str, Tensor]) -> Path:
+    def _weights_folder(self, tensors: Mapping[str, Tensor]) -> Path:
         if self._folder is None:
             needed = sum(tensor.nbytes for tensor in tensors.values())
             self._folder = Path(tempfile.mkdtemp(prefix="sortedrl-", dir=_roomy_folder(needed)))
@@ -196,44 +196,31 @@ def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_options(options, known={field.name for field in fields(AsyncEngineArgs)}, ours=ours)
+    VLLM.check_options(options, known=[field.name for field in fields(AsyncEngineArgs)], fixed=ours)
     quiet = {"disable_log_stats": True, "use_tqdm_on_load": False}
     arguments = quiet | dict(options) | dict(ours)
     try:
-        # Without a local name: vLLM keeps the stack of its start, and the engine would outlive us.
+        # No local variable: vLLM keeps the stack frame of its start, and so the engine, alive.
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise EngineError(
-            f"{name} did not start with {ours['model']}: {error}; what it says itself stands "
-            "above (more of it with the environment variable VLLM_LOGGING_LEVEL=INFO)"
+            f"{name} did not start with {ours['model']}: {error}; see its log above (set "
+            "VLLM_LOGGING_LEVEL=INFO for more)"
         ) from error
 
 
-def _check_options(
-    options: Mapping[str, object], *, known: set[str], ours: Mapping[str, object]
-) -> None:
-    for option in options:
-        if option in ours:
-            raise EngineError(
-                f"the option {option} of vLLM is set to {ours[option]!r} by this engine; "
-                "leave it out"
-            )
-        if option not in known:
-            raise EngineError(unknown_name("option of vLLM", option, sorted(known)))
-
-
-def _sampling_params(ask: Ask) -> SamplingParams:
+def _sampling_params(request: GenerationRequest) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = ask.sampling
+    sampling = request.sampling
     return SamplingParams(
-        max_tokens=ask.max_tokens,
+        max_tokens=request.max_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        stop_token_ids=sorted(ask.stop_tokens),
+        stop_token_ids=sorted(request.stop_tokens),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
@@ -242,23 +229,23 @@ def _sampling_params(ask: Ask) -> SamplingParams:
     )
 
 
-def _piece(output: Any) -> Piece:  # noqa: ANN401
+def _delta(output: Any) -> Delta:  # noqa: ANN401
     (completion,) = output.outputs
     tokens = list(completion.token_ids)
-    # The last output of an answer that is broken off may repeat all log-probabilities behind
-    # those of its own tokens.
+    # The last output of an aborted request may repeat all log-probabilities after those of its
+    # own tokens.
     logprobs = completion.logprobs.logprobs[: len(tokens)]
     assert len(logprobs) == len(tokens), "every token has one log-probability"
-    return Piece(
+    return Delta(
         tokens=tokens,
         logprobs=logprobs,
         end=completion.finish_reason,
-        reused_tokens=output.num_cached_tokens or 0,
+        num_cached_tokens=output.num_cached_tokens or 0,
     )
 
 
 def _roomy_folder(needed_bytes: int) -> Path | None:
-    """The folder in memory, if two versions fit; else `None` for the usual temporary one."""
+    """The folder in shared memory if two versions fit, else `None` for the default one."""
     if not _MEMORY_FOLDER.is_dir():
         return None
     is_roomy = shutil.disk_usage(_MEMORY_FOLDER).free > 2 * needed_bytes

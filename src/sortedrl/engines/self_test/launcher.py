@@ -1,8 +1,7 @@
 """Runs the self-test in a process of its own, so an engine that hangs or crashes harms nothing.
 
-The process gets a session of its own, and when it is over nothing of that session is left, neither
-the engine's children nor theirs. What they print goes to a file, whose end is shown on failure. The
-verdict is passed, or failed for a reason that fits one line.
+The process gets its own session, all of whose processes are killed at the end. Their output goes to
+a file, whose end is shown on failure. A failure has a reason of one line.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from sortedrl.engines.installed import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome, with the figures as far as they are known."""
+    """The result of a self-test, with measurements where there are any."""
 
     reason: str | None
     """Why it failed; `None` if it passed."""
     seconds: float = 0.0
-    """From the start of the engine's process to its end."""
+    """From the start of the process to its end."""
     name: str | None = None
-    """What the engine says it is."""
+    """Name and version of the engine."""
     slots: int | None = None
-    """Answers it wrote at the same time."""
+    """Slots of the engine."""
     largest_gap: float | None = None
     """Nats between its log-probabilities and a plain forward pass, for the worst token."""
     tokens_per_second: float | None = None
-    """With a model so tiny that it says little of any other."""
+    """With a tiny model: no indication for others."""
     log: tuple[str, ...] = ()
     """The last lines that the engine printed, if it failed."""
 
     @property
     def passed(self) -> bool:
-        """Whether the engine can be relied on."""
+        """Whether the engine passed."""
         return self.reason is None
 
 
@@ -53,20 +52,20 @@ def to_line(verdict: Verdict) -> str:
 
 
 def from_line(line: str) -> Verdict:
-    """The verdict that such a line holds."""
-    told = json.loads(line)
-    return Verdict(**(told | {"log": tuple(told["log"])}))
+    """The verdict in such a line."""
+    values = json.loads(line)
+    return Verdict(**(values | {"log": tuple(values["log"])}))
 
 
 STAGE = "self-test: "
-"""Begins the lines by which the process tells in its log how far it is."""
+"""The prefix of log lines that name the present stage."""
 _LOG_LINES = 12
 _REASON_LETTERS = 400
 
 
 def self_test(kind: Kind, *, seconds: float) -> Verdict:
     """The verdict on an engine that is installed here."""
-    # All it needs is made on the spot; without a network it must not wait for one.
+    # It downloads nothing, and must not wait for a network.
     return watched(_command(kind), seconds=seconds, environment={"HF_HUB_OFFLINE": "1"})
 
 
@@ -78,7 +77,7 @@ def server_self_test(url: str, *, seconds: float) -> Verdict:
 def watched(
     command: Sequence[str], *, seconds: float, environment: dict[str, str] | None = None
 ) -> Verdict:
-    """The verdict that a command prints as its only line, or why there is none."""
+    """The verdict that a command prints, or why there is none."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sortedrl-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"
@@ -107,16 +106,16 @@ def watched(
         verdict,
         reason=None if verdict.reason is None else _one_line(verdict.reason),
         seconds=time.monotonic() - began,
-        log=() if verdict.passed else tuple(_told(lines)[-_LOG_LINES:]),
+        log=() if verdict.passed else tuple(_output(lines)[-_LOG_LINES:]),
     )
 
 
-def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "sortedrl.engines.self_test", *words]
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sortedrl.engines.self_test", *arguments]
 
 
 def _end_session(process: subprocess.Popen[str]) -> None:
-    """End whatever is left; the engine's own children may have outlived the process."""
+    """Kill the session: children of the engine may have outlived the process."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -128,20 +127,20 @@ def _read(printed: str, *, code: int, log: Sequence[str]) -> Verdict:
     try:
         return from_line(printed)
     except (json.JSONDecodeError, KeyError, TypeError):
-        told = _told(log)
-        last = f": {told[-1].strip()}" if told else ""
+        output = _output(log)
+        last = f": {output[-1].strip()}" if output else ""
         return Verdict(reason=f"its process ended with code {code} and no result{last}")
 
 
-def _told(lines: Sequence[str]) -> list[str]:
+def _output(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith(STAGE)]
 
 
 def _stage(lines: Sequence[str]) -> str:
     stages = [line.removeprefix(STAGE) for line in lines if line.startswith(STAGE)]
-    return f"; it was still busy: {stages[-1]}" if stages else ""
+    return f"; last stage: {stages[-1]}" if stages else ""
 
 
 def _one_line(reason: str) -> str:
-    words = " ".join(reason.split())
-    return words if len(words) <= _REASON_LETTERS else words[:_REASON_LETTERS] + " ..."
+    text = " ".join(reason.split())
+    return text if len(text) <= _REASON_LETTERS else text[:_REASON_LETTERS] + " ..."

@@ -1,4 +1,4 @@
-"""SGLang in child processes, driven from here.
+"""SGLang in child processes, driven through its tokenizer manager.
 
     request -> SGLang's manager (our event loop) -> scheduler and model (child processes) -> tokens
 
@@ -8,24 +8,24 @@ A child that dies ends every stream with `EngineLost`, and nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sglang import containment
-from sortedrl.engines.sglang.request import HIGH_FIRST, Answer, server_context
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.weights import named_tensors
-from sortedrl.errors import EngineError, EngineLost, unknown_name
+from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, SglangStream, server_context
+from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
+from sortedrl.engines.streaming.weight_files import named_tensors
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
 _Result = TypeVar("_Result")
-_LAST_WORDS_SECONDS = 0.1
+_DRAIN_SECONDS = 0.1
 _FLUSH_TRIES = 100
 _FLUSH_PAUSE_SECONDS = 0.1
 _ON_A_CPU: Mapping[str, object] = {
@@ -40,27 +40,27 @@ _ON_A_CPU: Mapping[str, object] = {
 class SglangProcess:
     """An SGLang engine that lives and dies with this object."""
 
-    def __init__(self, engine: Engine, *, name: str, limits: Limits) -> None:
-        """Take over an engine that runs; see `opened`."""
+    def __init__(self, engine: Engine, *, name: str, limits: BackendLimits) -> None:
+        """Use a running engine; see `start`."""
         self.name = name
         self.limits = limits
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._request_ids: dict[str, str] = {}
-        self._broken_off: set[str] = set()
+        self._aborted: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._processes = containment.processes_of(engine)
         for process in self._processes:
-            ending = f"its process {process.pid} ended, what it said stands above"
+            ending = f"its process {process.pid} ended, see its log above"
             self._loop.add_reader(process.sentinel, self._lose, ending)
-        # SGLang's own way to run this task ends the whole process at the first error.
+        # SGLang's own way to run this task exits the process at the first error.
         self._manager.event_loop = self._loop
         self._reader = self._loop.create_task(self._manager.handle_loop())
         self._reader.add_done_callback(self._reader_ended)
 
     @classmethod
-    async def opened(
+    async def start(
         cls,
         *,
         model: str,
@@ -75,8 +75,8 @@ class SglangProcess:
         """Start SGLang with a model: a folder or a hub name; takes half a minute or more.
 
         `memory_share` is how much of the device's memory it may take, `options` are further
-        arguments of SGLang by their names there. The loop stands still meanwhile: SGLang's
-        processes die with the thread that starts them, so it must be the thread of the loop.
+        arguments of SGLang by their names there. This blocks the event loop: SGLang's processes die
+        with the thread that starts them, so it must be the thread of the loop.
         """
         version = SGLANG.check_installed()
         ours: dict[str, object] = {
@@ -93,68 +93,67 @@ class SglangProcess:
         }
         if memory_share is not None:
             ours["mem_fraction_static"] = memory_share
-        # An answer that was begun is not taken out again for one that came later.
+        # A running request is not preempted for one that came later.
         usual: dict[str, object] = {"disable_priority_preemption": True, "log_level": "error"}
-        # The trainer needs the CPU while nothing is written.
+        # The trainer needs the CPU while no request is running.
         usual["sleep_on_idle"] = True
         settings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if device == "cpu":
             usual |= _ON_A_CPU
             usual["max_total_tokens"] = slots * server_context(context)
             settings["SGLANG_USE_CPU_ENGINE"] = "1"
-        with containment.everything_put_back(settings):
+        with containment.restored_globals(settings):
             from sglang.srt.server_args import ServerArgs
 
-            _check_options(options, known=ServerArgs.__struct_fields__, ours=ours)
+            SGLANG.check_options(options, known=ServerArgs.__struct_fields__, fixed=ours)
             try:
-                engine = containment.started(usual | dict(options) | ours)
+                engine = containment.start(usual | dict(options) | ours)
             except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
                 raise EngineError(
-                    f"SGLang {version} did not start with {model}: {error}; what it says itself "
-                    "stands above"
+                    f"SGLang {version} did not start with {model}: {error}; see its log above"
                 ) from error
         manager = engine.tokenizer_manager
-        limits = Limits(
+        limits = BackendLimits(
             slots=slots,
             context=min(context, manager.max_req_input_len),
             vocabulary=manager.model_config.vocab_size,
         )
         return cls(engine, name=f"SGLang {version}", limits=limits)
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
-        """Write an answer; raises `EngineLost` where the engine is gone."""
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the engine is gone."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        answer = Answer(ask, priority_sign=HIGH_FIRST)
+        state = SglangStream(request, priority_sign=HIGH_FIRST)
         try:
-            while not answer.is_over:
+            while not state.is_over:
                 self._refuse_if_lost()
-                if ask.id in self._broken_off:
-                    yield Piece(tokens=(), logprobs=(), end="abort")
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                request = GenerateReqInput(**answer.next_request())
-                self._request_ids[ask.id] = answer.request_id
-                async with aclosing(self._manager.generate_request(request, None)) as chunks:
+                call = GenerateReqInput(**state.next_body())
+                self._request_ids[request.id] = state.request_id
+                async with aclosing(self._manager.generate_request(call, None)) as chunks:
                     async for chunk in chunks:
                         self._refuse_if_lost()
-                        yield answer.piece(chunk)
+                        yield state.delta(chunk)
         except ValueError as error:
-            raise EngineError(f"{self.name} refused an answer: {error}") from error
+            raise EngineError(f"{self.name} refused a request: {error}") from error
         finally:
-            self._request_ids.pop(ask.id, None)
-            self._broken_off.discard(ask.id)
+            self._request_ids.pop(request.id, None)
+            self._aborted.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off: each stream ends with what it had."""
+        """Abort these requests: each stream ends with its tokens so far."""
         self._refuse_if_lost()
-        # Kept, for an answer whose stream is not followed yet.
-        self._broken_off.update(ids)
+        # Kept for a request whose stream has not started yet.
+        self._aborted.update(ids)
         for id_ in ids:
             if id_ in self._request_ids:
                 self._manager.abort_request(self._request_ids[id_])
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
+        """Load these weights and reset the prefix cache."""
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
@@ -162,10 +161,10 @@ class SglangProcess:
         )
         from sglang.srt.utils import MultiprocessingSerializer
 
-        # Nothing is being written, so these are answers that had ended before.
-        self._broken_off.clear()
-        # Sharing moves a tensor's memory, and that of the trainer must stay where it is. On a GPU
-        # nothing moves: the child reads it where it is.
+        # No request is running, so these had ended before their abort.
+        self._aborted.clear()
+        # Sharing moves CPU memory, and that of the trainer must stay in place. On a GPU nothing
+        # moves: the child reads the tensor in place.
         tensors = [
             (name, tensor.clone() if tensor.device.type == "cpu" else tensor)
             for name, tensor in named_tensors(weights).items()
@@ -175,7 +174,7 @@ class SglangProcess:
             serialized_named_tensors=[
                 MultiprocessingSerializer.serialize(tensors) for _ in workers
             ],
-            # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
+            # SGLang would exit instead of waiting for a request that is being aborted.
             flush_cache=False,
             weight_version=str(weights.version),
         )
@@ -191,18 +190,18 @@ class SglangProcess:
                 return
             await asyncio.sleep(_FLUSH_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} still holds cache of answers that were broken off, after "
-            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s; under new weights it is wrong"
+            f"{self.name} cannot flush its cache: it still holds aborted requests after "
+            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s"
         )
 
     async def close(self) -> None:
-        """End SGLang's processes, and no others, and remove the files they leave."""
+        """End SGLang's own processes, and remove the files they leave."""
         from sglang.srt.managers.load_snapshot import shm_path_for
 
         self._lose("it was closed")
-        containment.end(self._processes)
-        # What is on its way is still read, else the socket complains that it is lost.
-        await asyncio.wait([self._reader], timeout=_LAST_WORDS_SECONDS)
+        containment.kill(self._processes)
+        # Read what is in flight, or the socket warns that messages are lost.
+        await asyncio.wait([self._reader], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
         await asyncio.wait([self._reader])
         manager, ports = self._manager, self._engine.port_args
@@ -219,15 +218,15 @@ class SglangProcess:
         ):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
-        containment.unshield()
+        containment.restore_sigquit()
 
     async def _weight_call(self, call: Awaitable[tuple[bool, str]]) -> None:
-        is_done, words = await self._unless_lost(call)
+        is_done, message = await self._unless_lost(call)
         if not is_done:
-            raise EngineError(f"{self.name} did not take the new weights: {words}")
+            raise EngineError(f"{self.name} did not load the new weights: {message}")
 
     async def _unless_lost(self, call: Awaitable[_Result]) -> _Result:
-        """What a call gives; one to a process that has died would never return."""
+        """The result of a call; without this a call to a dead process would never return."""
         task = asyncio.ensure_future(call)
         both: tuple[asyncio.Future[Any], ...] = (task, self._end)
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -245,28 +244,14 @@ class SglangProcess:
         self._end.set_result(reason)
         for process in self._processes:
             self._loop.remove_reader(process.sentinel)
-        # The streams wait for the scheduler, so they are told what it would tell them.
+        # The streams wait for the scheduler: send them the abort that it would send.
         for request_id in list(self._manager.rid_to_state):
             self._manager._handle_abort_req(AbortReq(rid=request_id))
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled():
-            self._lose(f"its answers cannot be read: {reader.exception()!r}")
+            self._lose(f"its responses cannot be read: {reader.exception()!r}")
 
     def _refuse_if_lost(self) -> None:
         if self._end.done():
             raise EngineLost(f"{self.name} is gone: {self._end.result()}")
-
-
-def _check_options(
-    options: Mapping[str, object], *, known: Iterable[str], ours: Mapping[str, object]
-) -> None:
-    names = sorted(name for name in known if not name.startswith("_"))
-    for option in options:
-        if option in ours:
-            raise EngineError(
-                f"the option {option} of SGLang is set to {ours[option]!r} by this engine; "
-                "leave it out"
-            )
-        if option not in names:
-            raise EngineError(unknown_name("option of SGLang", option, names))

@@ -1,14 +1,16 @@
-"""Weights for an engine in another process, as a folder with one safetensors file.
+"""Weights for an engine in another process: a folder per version, with one safetensors file.
 
-The folder of a version is complete as soon as it has its name, and the one before it is gone. That
-the engine has the model that is trained, and its tokenizer, is checked here too.
+The folder of a version is complete as soon as it exists under its name; older versions are removed.
+`refuse_other_model` checks that an external engine has the model that is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,14 +21,14 @@ from transformers import PreTrainedModel
 from sortedrl.engines.generation import RolloutEngine, fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError
-from sortedrl.models.attention import plain_logprobs
+from sortedrl.models.attention_interface import plain_logprobs
 from sortedrl.types import Weights
 
 _WEIGHTS = "model.safetensors"
 
 
-def write_weights(weights: Weights, folder: Path) -> Path:
-    """Write the tensors of a version below `folder`; gives the folder that holds them."""
+def export_weights(weights: Weights, folder: Path) -> Path:
+    """Write the tensors of a version below `folder`; returns the folder that holds them."""
     target, unfinished = folder / f"version-{weights.version}", folder / "unfinished"
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -37,14 +39,14 @@ def write_weights(weights: Weights, folder: Path) -> Path:
     except (OSError, SafetensorError) as error:
         _remove(unfinished)
         raise EngineError(
-            f"the weights cannot be handed over through {folder}: {error}; it needs room for all "
-            "weights, and every engine must be able to read it"
+            f"cannot write the weights to {folder}: {error}; it needs room for all weights, "
+            "and every engine must be able to read it"
         ) from error
     return target
 
 
-def remove_weights(folder: Path) -> None:
-    """Remove what was written below `folder`, and the folder itself if nothing else is there."""
+def remove_exported(folder: Path) -> None:
+    """Remove exported weights below `folder`, and the folder itself if it is empty."""
     for old in (*folder.glob("version-*"), folder / "unfinished"):
         _remove(old)
     with suppress(OSError):
@@ -52,19 +54,18 @@ def remove_weights(folder: Path) -> None:
 
 
 def _remove(version: Path) -> None:
-    """Remove the folder of a version; what somebody else has put there stays."""
+    """Remove the folder of a version; other files in it stay."""
     with suppress(OSError):
         (version / _WEIGHTS).unlink(missing_ok=True)
         version.rmdir()
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """The tensors by name, each once and in one piece."""
-    assert weights.tensors is not None, "an outside engine needs the tensors themselves"
+    """The tensors by name, contiguous; of tied weights only the first name."""
+    assert weights.tensors is not None, "an external engine needs the tensors themselves"
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in weights.tensors.items():
-        assert isinstance(tensor, Tensor), f"{name} is no tensor"
+    for name, tensor in cast("Mapping[str, Tensor]", weights.tensors).items():
         # Tied weights are one tensor with two names; a checkpoint has the first of them.
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if place in seen:
@@ -76,7 +77,7 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
 
 _TOKENS = 16
 MOST_NATS = 0.3
-"""The mean difference of two log-probabilities beyond which they are of two models."""
+"""A larger mean difference of log-probabilities means another model or other weights."""
 
 
 def refuse_other_model(
@@ -86,13 +87,12 @@ def refuse_other_model(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> float:
-    """Let the engine write a little, and compare with what the model says of it.
+    """Generate a few tokens, and compare their log-probabilities with those of the model.
 
-    Gives the mean difference of the log-probabilities; kernels differ by far less than another
-    model or other weights do.
+    Returns the mean difference; kernels differ by far less than other weights do.
     """
     trial = fresh_trajectories(prompts, samples_per_prompt=1, seed=0)
-    engine.submit_with(trial, tolerance=None, sampling=sampling, max_tokens=_TOKENS)
+    engine.submit(trial, tolerance=None, sampling=replace(sampling, max_tokens=_TOKENS))
     gaps = []
     for answer in run_to_end(engine, [t.key for t in trial], show_progress=False):
         tokens = [*answer.prompt.tokens, *answer.tokens]

@@ -1,7 +1,7 @@
-"""From logits to tokens: the rules of the choice, and the choice itself on any device.
+"""Sampling: from logits and noise to tokens, on any device.
 
 A token is `argmax(logits / temperature + noise)`, which is exact sampling from the softmax.
-The noise belongs to the answer (noise.py), so the choice depends on the row alone.
+The noise belongs to the answer (noise.py), so a sampled token depends on its row alone.
 
 Axes: Q rows that are sampled, V tokens of the vocabulary.
 """
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sortedrl.engines.native.noise import exponential, row_keys, words
+from sortedrl.engines.native.noise import exponential, random_bits, row_keys
 
 _NOTHING_EXPECTED = -1
 _CACHED_NUMBERS = 1 << 16
 
 
-class Draw(NamedTuple):
-    """What a choice needs to know of its rows, one entry per row."""
+class SamplerInputs(NamedTuple):
+    """The inputs of the sampler besides the logits, one entry per row."""
 
     streams_Q: Tensor
     positions_Q: Tensor
@@ -31,20 +31,20 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
-    """Which tokens each row may choose from."""
+class TokenFilters:
+    """Top-k, top-p and min-p of each row."""
 
     top_k_Q: Tensor
     top_p_Q: Tensor
     min_p_Q: Tensor
 
 
-class Choice(NamedTuple):
-    """The tokens chosen, and how the expected ones compare.
+class SamplerOutput(NamedTuple):
+    """The sampled tokens, and how the expected ones compare.
 
     `logprobs_Q` are over the whole vocabulary at the sampling temperature (1 if greedy), from the
-    logits the choice was made with; filters do not enter them. `gaps_Q` is by how many nats the
-    expected token fell short of the chosen one.
+    logits that were sampled from; filters do not enter them. `gaps_Q` is by how many nats the
+    expected token falls short of the sampled one.
     """
 
     tokens_Q: Tensor
@@ -54,8 +54,8 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A choice as the host reads it."""
+class SampledTokens:
+    """The output of the sampler on the host."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,8 +63,8 @@ class Outcome:
     expected_logprobs: list[float]
 
 
-def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
-    """The least logit a token must have to be chosen: top-k first, then top-p, then min-p."""
+def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor:
+    """The lowest logit that passes the filters: top-k first, then top-p, then min-p."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     sorted_QV, _ = (logits_QV * inverse_Q1).sort(dim=-1, descending=True)
     ranks_V = torch.arange(logits_QV.shape[1], device=logits_QV.device)
@@ -76,13 +76,15 @@ def floors(logits_QV: Tensor, draw: Draw, keep: Filter) -> Tensor:
     is_kept_QV &= mass_QV >= keep.min_p_Q[:, None] * mass_QV[:, :1]
     last_Q1 = is_kept_QV.long().cumsum(-1).argmax(-1, keepdim=True)
     lowest_Q = sorted_QV.gather(-1, last_Q1)[:, 0]
-    # A hair's breadth below: undoing the division must not push the last kept token out.
+    # Slightly lower: rounding in the division must not exclude the last kept token.
     lowest_Q = (lowest_Q - lowest_Q.abs() * 1e-6) / draw.inverse_temperatures_Q
     return torch.where(draw.inverse_temperatures_Q > 0, lowest_Q, -math.inf)
 
 
-def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> Choice:
-    """Choose by an exponential race, which is the Gumbel argmax with one logarithm less.
+def choose(
+    logits_QV: Tensor, draw: SamplerInputs, *, floors_Q: Tensor | None = None
+) -> SamplerOutput:
+    """Sample by an exponential race: the Gumbel argmax with one logarithm less.
 
     `exp(logit) / exponential noise` is the exponential of `logit + Gumbel noise`, so the largest
     is the same token, and gaps in nats are differences of logarithms.
@@ -91,18 +93,18 @@ def choose(logits_QV: Tensor, draw: Draw, *, floors_Q: Tensor | None = None) -> 
     parts = [
         _choose_few(
             logits_QV[start : start + size],
-            Draw(*(tensor[start : start + size] for tensor in draw)),
+            SamplerInputs(*(tensor[start : start + size] for tensor in draw)),
             floors_Q[start : start + size] if floors_Q is not None else None,
         )
         for start in range(0, logits_QV.shape[0], size)
     ]
     if not parts:
         return _choose_few(logits_QV, draw, floors_Q)
-    return Choice(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return SamplerOutput(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choice:
-    """The choice for rows so few that their numbers stay in the processor's cache."""
+def _choose_few(logits_QV: Tensor, draw: SamplerInputs, floors_Q: Tensor | None) -> SamplerOutput:
+    """Sample so few rows that their logits stay in the CPU cache."""
     inverse_Q1 = draw.inverse_temperatures_Q[:, None]
     is_greedy_Q1 = inverse_Q1 == 0
     scaled_QV = logits_QV * inverse_Q1.masked_fill(is_greedy_Q1, 1.0)
@@ -110,7 +112,9 @@ def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choic
     race_QV = (scaled_QV - best_Q1).exp_()
     totals_Q = race_QV.sum(-1)
     keys_Q = row_keys(draw.streams_Q, draw.positions_Q)
-    noise_QV = exponential(words(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device)))
+    noise_QV = exponential(
+        random_bits(keys_Q, torch.arange(logits_QV.shape[1], device=keys_Q.device))
+    )
     race_QV /= noise_QV.masked_fill_(is_greedy_Q1, 1.0)
     if floors_Q is not None:
         race_QV.masked_fill_(logits_QV < floors_Q[:, None], 0.0)
@@ -122,7 +126,7 @@ def _choose_few(logits_QV: Tensor, draw: Draw, floors_Q: Tensor | None) -> Choic
         return (scaled_QV.gather(-1, tokens_Q1) - best_Q1)[:, 0] - totals_Q.log()
 
     gaps_Q1 = race_QV.gather(-1, winners_Q1).log() - race_QV.gather(-1, expected_Q1).log()
-    return Choice(
+    return SamplerOutput(
         tokens_Q=winners_Q1[:, 0],
         logprobs_Q=logprobs(winners_Q1),
         gaps_Q=gaps_Q1[:, 0],

@@ -1,4 +1,4 @@
-"""Where and how a run was made: a number without it is worth nothing."""
+"""What a number was measured with: command, commit, machine and versions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
-import torch
-
-from engine_peers.peer import Workload
-from engine_peers.settings import Settings
+_PACKAGES = ("torch", "transformers", "triton", "vllm")
 
 
-def circumstances(settings: Settings, workload: Workload) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
-    packages = ("torch", "transformers", "triton", "vllm")
+def provenance(device: str) -> dict[str, object]:
+    """What a reader needs to repeat a measurement on this device."""
     versions = {"python": platform.python_version()}
-    for package in packages:
+    for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     changes = _git("status", "--short")
@@ -37,18 +30,16 @@ def circumstances(settings: Settings, workload: Workload) -> dict[str, Any]:
             "system": platform.platform(),
             "processor": _processor(),
             "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if settings.device.startswith("cuda") else None,
+            "gpu": _gpu() if device.startswith("cuda") else None,
         },
         "versions": versions,
-        "settings": asdict(settings),
-        "workload": {
-            "requests": len(workload.lengths),
-            "tokens": workload.tokens,
-            "mean_length": mean(workload.lengths),
-            "max_length": max(workload.lengths),
-            "prompt_tokens": sum(map(len, workload.prompts)),
-        },
     }
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _processor() -> str:
@@ -59,8 +50,8 @@ def _processor() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    here = Path(__file__).parents[2]
     command = ["git", *arguments]
+    here = Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -6,28 +6,28 @@ import torch
 from native_worlds import fresh_all, roll_out, tiny_model
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import EngineError
-from sortedrl.models.offload import Resting
+from sortedrl.models.offload import Offloader
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_rests_has_no_memory_and_wakes_as_it_was(dtype):
     tensors = [torch.arange(24).reshape(4, 6).to(dtype), torch.ones(3, dtype=dtype)]
     view, before = tensors[0][1:, ::2], [tensor.clone() for tensor in tensors]
-    resting = Resting(keeps=True)
-    resting.rest([*tensors, tensors[0].T])
-    assert resting.is_at_rest
+    offloader = Offloader(keep_values=True)
+    offloader.offload([*tensors, tensors[0].T])
+    assert offloader.is_offloaded
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
-    resting.wake()
-    assert not resting.is_at_rest
+    offloader.onload()
+    assert not offloader.is_offloaded
     assert all(map(torch.equal, tensors, before))
     assert torch.equal(view, before[0][1:, ::2])
 
 
 def test_what_is_not_kept_wakes_as_zeros():
     cache = torch.ones(5, 5)
-    resting = Resting(keeps=False)
-    resting.rest([cache])
-    resting.wake()
+    offloader = Offloader(keep_values=False)
+    offloader.offload([cache])
+    offloader.onload()
     assert torch.equal(cache, torch.zeros(5, 5))
 
 

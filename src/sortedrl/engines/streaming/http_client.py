@@ -1,7 +1,7 @@
 """An HTTP client for inference servers: short calls with a time limit, and streams of events.
 
-It is the same for every engine. A broken connection is `EngineLost`; a response with an error is
-`Refused`, which has the status and the text of the server.
+A broken connection raises `EngineLost`; an error response raises `Refused`, with the status and the
+text of the server.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DONE = "[DONE]"
 
 
 class Refused(EngineError):
-    """The server answered, and its answer is no."""
+    """The server responded with an error."""
 
     def __init__(self, message: str, *, status: int) -> None:
-        """Keep the status: 404 is a route that the server does not have."""
+        """Keep the HTTP status."""
         super().__init__(message)
         self.status = status
 
@@ -34,16 +34,16 @@ class Server:
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         """Nothing is sent yet."""
         self.url = url.rstrip("/")
-        # As many streams as there are answers: the engine decides how many run, not the client.
+        # One stream per request: the engine decides how many run, not the client.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # An answer that queues is silent for as long as others are written.
+        # A queued request is silent while others run.
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
 
     async def get(self, path: str, *, seconds: float = 30.0) -> Any:  # noqa: ANN401
-        """What a GET gives: JSON, or the text where it is none."""
+        """The response to a GET: JSON, or text if it is not JSON."""
         return await self._call("GET", path, seconds=seconds)
 
     async def post(
@@ -54,11 +54,11 @@ class Server:
         query: Mapping[str, str] | None = None,
         seconds: float = 60.0,
     ) -> Any:  # noqa: ANN401
-        """What a POST of a JSON object gives: JSON, or the text where it is none."""
+        """The response to a POST of a JSON object: JSON, or text if it is not JSON."""
         return await self._call("POST", path, body=body, query=query, seconds=seconds)
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any, None]:
-        """The server-sent events that answer a POST, each one a JSON value."""
+        """The server-sent events of a POST, each one a JSON value."""
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code >= httpx.codes.BAD_REQUEST:
@@ -71,7 +71,7 @@ class Server:
         except httpx.HTTPError as error:
             raise self._lost(error) from error
         except json.JSONDecodeError as error:
-            raise EngineLost(f"{self.url}{path} broke off within an event: {error}") from error
+            raise EngineLost(f"{self.url}{path} ended within an event: {error}") from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -100,10 +100,10 @@ class Server:
             return response.text
 
     def _lost(self, error: httpx.HTTPError) -> EngineLost:
-        # Several of its errors have no words of their own.
-        return EngineLost(f"{self.url} does not answer: {str(error) or type(error).__name__}")
+        # Several of its errors have no message.
+        return EngineLost(f"{self.url} does not respond: {str(error) or type(error).__name__}")
 
     def _refused(self, path: str, response: httpx.Response) -> Refused:
-        words = response.text.strip()[:_SHOWN_LETTERS]
-        message = f"{self.url}{path} answered {response.status_code}: {words}"
+        text = response.text.strip()[:_SHOWN_LETTERS]
+        message = f"{self.url}{path} returned {response.status_code}: {text}"
         return Refused(message, status=response.status_code)

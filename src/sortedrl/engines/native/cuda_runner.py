@@ -1,9 +1,9 @@
-"""Forward passes on a GPU: the whole pass, from rows to chosen tokens, replayed as one graph.
+"""Forward passes on a GPU: the whole pass, from rows to sampled tokens, as one CUDA graph.
 
-The host only says which rows run (one small copy in) and reads what they chose (one small copy
-out); the token a row takes in may be one the host has not read yet, because the device keeps the
-last token of every slot. The passes come in a few sizes; the first pass of a size runs as it is,
-the second is captured, all later ones are replays.
+The host only sends which rows run (one small copy in) and reads the sampled tokens (one small copy
+out). The input token of a row may be one that the host has not read yet, because the device keeps
+the last token of every slot. Passes come in a few sizes; the first pass of a size runs eagerly, the
+second is captured, all later ones are replays.
 
 Axes: R rows, Q sampled rows, S slots, V vocabulary, K key/value heads, N places, D head dimension.
 """
@@ -26,14 +26,15 @@ from sortedrl.engines.native.attention_kernels import (
     tokens_per_tile,
     write_cache,
 )
-from sortedrl.engines.native.cache import CacheSize
-from sortedrl.engines.native.driver import Driver, attention_shape
-from sortedrl.engines.native.planner import Piece, Plan
-from sortedrl.engines.native.products import ProductTimer, fewest_rows, fp32_logits, unsplit_sums
-from sortedrl.engines.native.sampling import Outcome, floors
-from sortedrl.engines.native.sampling_kernels import sample
+from sortedrl.engines.native.hf_model import HFModel, attention_shape
+from sortedrl.engines.native.matmul import ProductTimer, fewest_rows, fp32_logits, no_split_k
+from sortedrl.engines.native.planner import Plan, RowSpan
+from sortedrl.engines.native.sampler import SampledTokens, floors
+from sortedrl.engines.native.sampler_kernels import sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
-from sortedrl.models.offload import Resting
+from sortedrl.engines.sampling import CacheSize
+from sortedrl.models.attention_interface import AttentionInputs
+from sortedrl.models.offload import Offloader
 
 _SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 _BIG_ROWS = 512
@@ -44,7 +45,7 @@ _TAKE_LAST = -1
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What decides which graph a pass is."""
+    """The key of a CUDA graph."""
 
     rows: int
     sampled: int
@@ -54,7 +55,7 @@ class _Size:
 
 @dataclass(slots=True)
 class _Recorded:
-    """A pass of one size as a graph, with the place of its results."""
+    """The CUDA graph of one size, and its output."""
 
     graph: torch.cuda.CUDAGraph
     results_4Q: Tensor
@@ -62,73 +63,73 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """Results on their way to the host."""
+    """Results that are being copied to the host."""
 
     results_4Q: NDArray[numpy.int32]
     arrived: torch.cuda.Event
 
 
 class CudaRunner:
-    """Runs plans on a GPU, one ahead of the host."""
+    """Runs plans on a GPU, one pass ahead of the host."""
 
     lag = 1
     _is_recordable = True
 
     def __init__(
-        self, driver: Driver, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
+        self, hf_model: HFModel, *, size: CacheSize, slots: int, max_rows: int, is_compiled: bool
     ) -> None:
-        """Room for the cache and for what travels; graphs are made as sizes are met."""
-        layers, heads, dim = attention_shape(driver.config)
-        device, places = driver.device, size.num_blocks * size.block_tokens
-        self._driver = driver
+        """Allocate the KV cache and the transfer buffers; graphs are captured on demand."""
+        layers, heads, dim = attention_shape(hf_model.config)
+        device, places = hf_model.device, size.num_blocks * size.block_tokens
+        self._hf_model = hf_model
         self._device = device
         self._max_rows = _rounded(max_rows)
-        self._pages = _CudaPages(
+        self._attention = _CudaPagedAttention(
             [
                 (
-                    torch.zeros(heads, places, dim, dtype=driver.dtype, device=device),
-                    torch.zeros(heads, places, dim, dtype=driver.dtype, device=device),
+                    torch.zeros(heads, places, dim, dtype=hf_model.dtype, device=device),
+                    torch.zeros(heads, places, dim, dtype=hf_model.dtype, device=device),
                 )
                 for _ in range(layers)
             ],
             block_tokens=size.block_tokens,
         )
-        self._tile_tokens = tokens_per_tile(driver.config.num_attention_heads // heads)
+        self._tile_tokens = tokens_per_tile(hf_model.config.num_attention_heads // heads)
         self._rows = torch.zeros(7, self._max_rows, dtype=torch.int32, device=device)
         self._last_tokens_S = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self._slots = SlotState(slots, -(-driver.max_context // size.block_tokens) + 1, device)
+        self._slots = SlotState(slots, -(-hf_model.max_context // size.block_tokens) + 1, device)
         self._host_rows = deque(
             pinned((7, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
         self._host_results = deque(
             pinned((4, self._max_rows), torch.int32, device) for _ in range(BUFFERS)
         )
-        self._resting = Resting(keeps=False)
+        self._offloader = Offloader(keep_values=False)
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        driver.replaced = {driver.output_layer: fp32_logits(driver.output_layer)}
+        hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
         self._fewest = self._measured_fewest()
         if is_compiled:
-            driver.compile_layers()
+            hf_model.compile_layers()
 
     def weights_changed(self) -> None:
-        """Nothing to do: graphs read the parameters where they are."""
+        """Nothing to do: graphs read the parameters in place."""
 
     def release(self) -> None:
-        """Let go of the memory of the cache, and of the graphs that know where it was."""
+        """Free the KV cache, and the graphs that hold its address."""
         torch.cuda.synchronize(self._device)
-        # A size that was met is captured again when it is met again.
+        # A known size is captured again at its next pass.
         self._recorded = dict.fromkeys(self._recorded)
         self._pool = torch.cuda.graph_pool_handle()
-        self._resting.rest(self._pages.tensors)
+        self._offloader.offload(self._attention.tensors)
 
     def restore(self) -> None:
-        """Take memory for the cache again."""
-        self._resting.wake()
+        """Allocate the KV cache again."""
+        self._offloader.onload()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> _Ticket:
-        """Start a pass behind those under way."""
+        """Start a pass behind those in flight."""
         size = self._fill(plan)
         if size in self._recorded and self._is_recordable:
             recorded = self._recorded[size] or self._record(size)
@@ -144,12 +145,12 @@ class CudaRunner:
         arrived.record()
         return _Ticket(host.numpy(), arrived)
 
-    def collect(self, ticket: object) -> Outcome:
+    def collect(self, ticket: object) -> SampledTokens:
         """Wait for the results of a pass."""
         assert isinstance(ticket, _Ticket), "tickets come from launch"
         ticket.arrived.synchronize()
         numbers = ticket.results_4Q.view(numpy.float32)
-        return Outcome(
+        return SampledTokens(
             tokens=ticket.results_4Q[0].tolist(),
             logprobs=numbers[1].tolist(),
             gaps=numbers[2].tolist(),
@@ -157,43 +158,43 @@ class CudaRunner:
         )
 
     def _fill(self, plan: Plan) -> _Size:
-        """Write down the rows of a plan and send them off."""
+        """Fill the host buffer with the rows of a plan, and start its copy."""
         self._host_rows.rotate(1)
         host = self._host_rows[0].numpy()
         host[_TOKENS : _TILE_COUNTS + 1] = 0
         host[_SLOTS] = self._slots.padding_slot
         host[_EXPECTED:] = -1
-        pieces = plan.pieces
-        for piece in pieces:
-            self._slots.update(piece.slot, piece.request)
-        singles = next((i for i, p in enumerate(pieces) if p.num_rows > 1), len(pieces))
-        _fill_singles(host, pieces[:singles])
+        spans = plan.spans
+        for span in spans:
+            self._slots.update(span.slot, span.request)
+        singles = next((i for i, p in enumerate(spans) if p.num_rows > 1), len(spans))
+        _fill_singles(host, spans[:singles])
         row = tile = singles
-        for piece in pieces[singles:]:
-            _fill_piece(host, piece, row)
-            for start in range(0, piece.num_rows, self._tile_tokens):
+        for span in spans[singles:]:
+            _fill_span(host, span, row)
+            for start in range(0, span.num_rows, self._tile_tokens):
                 host[_TILE_STARTS, tile] = row + start
-                host[_TILE_COUNTS, tile] = min(self._tile_tokens, piece.num_rows - start)
+                host[_TILE_COUNTS, tile] = min(self._tile_tokens, span.num_rows - start)
                 tile += 1
-            row += piece.num_rows
-        longest = max(piece.start + piece.num_rows for piece in pieces)
-        is_filtered = any(piece.request.sampling.is_filtered for piece in plan.sampled)
+            row += span.num_rows
+        longest = max(span.start + span.num_rows for span in spans)
+        is_filtered = any(span.request.sampling.is_filtered for span in plan.sampled)
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
         rows = _rounded(max(plan.num_rows, self._fewest))
-        # Passes with prompts in them are few and big: fewer sizes, so that they meet again.
+        # Passes with prefill are few and big: fewer sizes, so that graphs are reused.
         fewest = 1 if rows <= _BIG_ROWS else min(rows, _rounded(self._slots.padding_slot))
         sampled = min(rows, _rounded(max(plan.num_sampled, fewest, self._fewest)))
         splits = 1 << (-(-longest // SPLIT_TOKENS) - 1).bit_length()
         return _Size(rows, sampled, splits, is_filtered)
 
     def _measured_fewest(self) -> int:
-        """Below which number of rows a pass only takes longer."""
+        """The number of rows below which a pass gets slower."""
         if self._device.type != "cuda":  # the kernels run in an interpreter, for tests
             return 1
         sizes = [size for size in _SIZES if size <= min(self._max_rows, _MOST_PADDED)]
-        with unsplit_sums():
-            return fewest_rows(sizes, ProductTimer(self._driver.model, self._driver.replaced))
+        with no_split_k():
+            return fewest_rows(sizes, ProductTimer(self._hf_model.model, self._hf_model.replaced))
 
     def _record(self, size: _Size) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
@@ -203,25 +204,25 @@ class CudaRunner:
         return recorded
 
     def _run(self, size: _Size) -> Tensor:
-        """The pass itself, from what was sent to the results."""
+        """The pass itself."""
         rows = self._rows[:, : size.rows]
         slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
         last_R = self._last_tokens_S[slots_R]
         tokens_R = torch.where(rows[_TOKENS] == _TAKE_LAST, last_R, rows[_TOKENS])
-        self._pages.rows = KernelRows(
+        self._attention.rows = KernelRows(
             slots_R=slots_R,
             positions_R=positions_R,
             tile_starts_R=rows[_TILE_STARTS],
             tile_counts_R=rows[_TILE_COUNTS],
             block_tables=self._slots.block_tables,
         )
-        self._pages.num_splits = size.splits
+        self._attention.num_splits = size.splits
         keep_Q = torch.arange(size.sampled, device=self._device)
-        with self._driver.driving(), unsplit_sums():
-            logits_QV = self._driver.forward(
-                tokens_R.long(), positions_R.long(), keep_Q, self._pages
+        with self._hf_model.patched(), no_split_k():
+            logits_QV = self._hf_model.forward(
+                tokens_R.long(), positions_R.long(), keep_Q, self._attention
             )
-        draw, keep = self._slots.facts(
+        draw, keep = self._slots.sampler_inputs(
             slots_R[: size.sampled],
             positions_Q=positions_R[: size.sampled],
             expected_Q=rows[_EXPECTED, : size.sampled],
@@ -241,8 +242,8 @@ class CudaRunner:
         return torch.stack((chosen.tokens_Q, *(n.view(torch.int32) for n in numbers)))
 
 
-class _CudaPages:
-    """The cache as a pass on the GPU sees it."""
+class _CudaPagedAttention:
+    """The attention of a pass on the GPU."""
 
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
         """The cache of every layer; the rows are set before each pass."""
@@ -256,66 +257,62 @@ class _CudaPages:
         """Keys and values of all layers."""
         return [tensor for pair in self._caches for tensor in pair]
 
-    def attend(
-        self,
-        layer: int,
-        q_1HRD: Tensor,
-        k_1KRD: Tensor,
-        v_1KRD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Write the new keys and values, then read for each tile."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Write the new keys and values, then attend for each tile."""
         assert self.rows is not None, "the rows are set before each pass"
-        keys_KND, values_KND = self._caches[layer]
+        keys_KND, values_KND = self._caches[inputs.layer]
         write_cache(
-            k_1KRD, v_1KRD, keys_KND, values_KND, rows=self.rows, block_tokens=self._block_tokens
-        )
-        return paged_attention(
-            q_1HRD,
+            inputs.k_1KRD,
+            inputs.v_1KRD,
             keys_KND,
             values_KND,
             rows=self.rows,
             block_tokens=self._block_tokens,
-            scale=scale,
-            window=window,
+        )
+        return paged_attention(
+            inputs.q_1HRD,
+            keys_KND,
+            values_KND,
+            rows=self.rows,
+            block_tokens=self._block_tokens,
+            scale=inputs.scale,
+            window=inputs.window,
             num_splits=self.num_splits,
         )
 
 
-def _fill_singles(host: NDArray[numpy.int32], pieces: Sequence[Piece]) -> None:
-    """The rows of pieces of one row each, a tile each: nearly always, all of a pass."""
-    count = len(pieces)
-    starts = [piece.start for piece in pieces]
-    slots = [piece.slot for piece in pieces]
+def _fill_singles(host: NDArray[numpy.int32], spans: Sequence[RowSpan]) -> None:
+    """Fill spans of one row, a tile each: in most passes that is all of them."""
+    count = len(spans)
+    starts = [span.start for span in spans]
+    slots = [span.slot for span in spans]
     host[_TOKENS, :count] = [
-        _TAKE_LAST if start >= len(piece.request.tokens) else piece.request.tokens[start]
-        for start, piece in zip(starts, pieces, strict=True)
+        _TAKE_LAST if start >= len(span.request.tokens) else span.request.tokens[start]
+        for start, span in zip(starts, spans, strict=True)
     ]
     host[_POSITIONS, :count] = starts
     host[_SLOTS, :count] = slots
-    host[_COMMIT, :count] = [piece.slot if piece.is_speculative else -1 for piece in pieces]
+    host[_COMMIT, :count] = [span.slot if span.is_speculative else -1 for span in spans]
     host[_TILE_STARTS, :count] = range(count)
     host[_TILE_COUNTS, :count] = 1
-    for row, piece in enumerate(pieces):
-        if not piece.is_speculative:
-            _fill_expected(host, piece, row)
+    for row, span in enumerate(spans):
+        if not span.is_speculative:
+            _fill_expected(host, span, row)
 
 
-def _fill_piece(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
-    end, rows = piece.start + piece.num_rows, slice(row, row + piece.num_rows)
-    host[_TOKENS, rows] = piece.request.tokens[piece.start : end]
-    host[_POSITIONS, rows] = range(piece.start, end)
-    host[_SLOTS, rows] = piece.slot
-    if piece.is_speculative:
-        host[_COMMIT, row] = piece.slot
-    _fill_expected(host, piece, row)
+def _fill_span(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:
+    end, rows = span.start + span.num_rows, slice(row, row + span.num_rows)
+    host[_TOKENS, rows] = span.request.tokens[span.start : end]
+    host[_POSITIONS, rows] = range(span.start, end)
+    host[_SLOTS, rows] = span.slot
+    if span.is_speculative:
+        host[_COMMIT, row] = span.slot
+    _fill_expected(host, span, row)
 
 
-def _fill_expected(host: NDArray[numpy.int32], piece: Piece, row: int) -> None:
-    if piece.is_sampled:
-        expected = piece.request.tokens[piece.start + 1 : piece.start + piece.num_rows + 1]
+def _fill_expected(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:
+    if span.is_sampled:
+        expected = span.request.tokens[span.start + 1 : span.start + span.num_rows + 1]
         host[_EXPECTED, row : row + len(expected)] = expected
 
 

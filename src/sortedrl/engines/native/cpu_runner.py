@@ -26,12 +26,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sortedrl.engines.native.cache import CacheSize
-from sortedrl.engines.native.driver import Driver, attention_shape
-from sortedrl.engines.native.planner import Piece, Plan
-from sortedrl.engines.native.products import widened_logits
-from sortedrl.engines.native.sampling import Choice, Draw, Filter, Outcome, choose, floors
-from sortedrl.models.offload import Resting
+from sortedrl.engines.native.hf_model import HFModel, attention_shape
+from sortedrl.engines.native.matmul import widened_fp32_logits
+from sortedrl.engines.native.planner import Plan, RowSpan
+from sortedrl.engines.native.sampler import (
+    SampledTokens,
+    SamplerInputs,
+    SamplerOutput,
+    TokenFilters,
+    choose,
+    floors,
+)
+from sortedrl.engines.sampling import CacheSize
+from sortedrl.models.attention_interface import AttentionInputs
+from sortedrl.models.offload import Offloader
 
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this: products of fewer rows sum in another order."""
@@ -76,67 +84,69 @@ _NO_PLACES = torch.empty(0, dtype=torch.long)
 
 
 class CpuRunner:
-    """Runs plans at once, one after the other."""
+    """Runs plans synchronously."""
 
     lag = 0
 
-    def __init__(self, driver: Driver, *, size: CacheSize, slots: int) -> None:
-        """Room for the cache; the operating system hands out its memory as it is used."""
-        layers, heads, dim = attention_shape(driver.config)
+    def __init__(self, hf_model: HFModel, *, size: CacheSize, slots: int) -> None:
+        """Allocate the KV cache; the operating system commits its memory as it is used."""
+        layers, heads, dim = attention_shape(hf_model.config)
         places = size.num_blocks * size.block_tokens
-        self._driver = driver
+        self._hf_model = hf_model
         self._slots = slots
         self._block_tokens = size.block_tokens
         self._cache = CpuCache(
-            torch.zeros(layers, heads, places, dim, dtype=driver.dtype),
-            torch.zeros(layers, heads, places, dim, dtype=driver.dtype),
+            torch.zeros(layers, heads, places, dim, dtype=hf_model.dtype),
+            torch.zeros(layers, heads, places, dim, dtype=hf_model.dtype),
             num_views=_VIEWS_PER_SLOT * slots,
         )
-        self._resting = Resting(keeps=False)
-        self._can_pack = can_pack(driver.model)
+        self._offloader = Offloader(keep_values=False)
+        self._can_pack = can_pack(hf_model.model)
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Make the copies of the linear layers anew."""
+        """Pack the linear layers again."""
         if self._can_pack:
-            self._driver.replaced = packed_linears(self._driver.model, rows=self._slots)
-        elif self._driver.dtype != torch.float32:
-            output = self._driver.output_layer
-            self._driver.replaced = {output: widened_logits(output)}
+            self._hf_model.replaced = packed_linears(self._hf_model.model, rows=self._slots)
+        elif self._hf_model.dtype != torch.float32:
+            output = self._hf_model.output_layer
+            self._hf_model.replaced = {output: widened_fp32_logits(output)}
 
     def release(self) -> None:
-        """Let go of the memory of the cache."""
-        self._resting.rest(self._cache.tensors)
+        """Free the memory of the KV cache."""
+        self._offloader.offload(self._cache.tensors)
 
     def restore(self) -> None:
-        """Take memory for the cache again."""
-        self._resting.wake()
+        """Allocate the KV cache again."""
+        self._offloader.onload()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Choice:
-        """Run a plan; gives what the sampled rows chose."""
-        pieces = plan.pieces
+    def launch(self, plan: Plan) -> SamplerOutput:
+        """Run a plan; returns the tokens of the sampled rows."""
+        spans = plan.spans
         padding = -plan.num_rows % ROW_MULTIPLE
         tokens: list[int] = []
         positions: list[int] = []
-        for piece in pieces:
-            end = piece.start + piece.num_rows
-            tokens += piece.request.tokens[piece.start : end]
-            positions += range(piece.start, end)
-        pages = CpuPages(pieces, self._cache, block_tokens=self._block_tokens, padding=padding)
-        with self._driver.driving():
-            logits_QV = self._driver.forward(
+        for span in spans:
+            end = span.start + span.num_rows
+            tokens += span.request.tokens[span.start : end]
+            positions += range(span.start, end)
+        attention = CpuPagedAttention(
+            spans, self._cache, block_tokens=self._block_tokens, padding=padding
+        )
+        with self._hf_model.patched():
+            logits_QV = self._hf_model.forward(
                 torch.tensor(tokens + [0] * padding),
                 torch.tensor(positions + [0] * padding),
                 torch.arange(plan.num_sampled + -plan.num_sampled % ROW_MULTIPLE),
-                pages,
+                attention,
             )[: plan.num_sampled]
         return sample(logits_QV, plan.sampled)
 
-    def collect(self, ticket: object) -> Outcome:
-        """What a launch gave."""
-        assert isinstance(ticket, Choice), "tickets come from launch"
-        return Outcome(
+    def collect(self, ticket: object) -> SampledTokens:
+        """The results of a launch, as lists."""
+        assert isinstance(ticket, SamplerOutput), "tickets come from launch"
+        return SampledTokens(
             tokens=ticket.tokens_Q.tolist(),
             logprobs=ticket.logprobs_Q.tolist(),
             gaps=ticket.gaps_Q.tolist(),
@@ -144,12 +154,12 @@ class CpuRunner:
         )
 
 
-def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
-    """Choose a token for every sampled row."""
-    requests = [piece.request for piece in pieces for _ in range(piece.num_rows)]
-    after = [piece.start + step + 1 for piece in pieces for step in range(piece.num_rows)]
+def sample(logits_QV: Tensor, spans: Sequence[RowSpan]) -> SamplerOutput:
+    """Sample a token for every sampled row."""
+    requests = [span.request for span in spans for _ in range(span.num_rows)]
+    after = [span.start + step + 1 for span in spans for step in range(span.num_rows)]
     settings = [request.sampling for request in requests]
-    draw = Draw(
+    draw = SamplerInputs(
         streams_Q=torch.tensor([request.stream for request in requests], dtype=torch.long),
         positions_Q=torch.tensor(
             [p - request.prompt_tokens for p, request in zip(after, requests, strict=True)],
@@ -169,7 +179,7 @@ def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
     floors_Q = None
     if any(s.is_filtered for s in settings):
         size = logits_QV.shape[1]
-        keep = Filter(
+        keep = TokenFilters(
             top_k_Q=torch.tensor([s.top_k or size for s in settings]),
             top_p_Q=torch.tensor([s.top_p for s in settings]),
             min_p_Q=torch.tensor([s.min_p for s in settings]),
@@ -179,10 +189,10 @@ def sample(logits_QV: Tensor, pieces: Sequence[Piece]) -> Choice:
 
 
 class CpuCache:
-    """Keys and values of all layers; a request's part of them is looked at again and again."""
+    """Keys and values of all layers, with a cache of the views that requests use."""
 
     def __init__(self, keys_YKND: Tensor, values_YKND: Tensor, *, num_views: int) -> None:
-        """The cache itself; that many views are kept at hand."""
+        """Keep up to `num_views` views."""
         self.layers = list(zip(keys_YKND.unbind(), values_YKND.unbind(), strict=True))
         self.num_places = keys_YKND.shape[2]
         self.tensors = (keys_YKND, values_YKND)
@@ -197,17 +207,17 @@ class CpuCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """The keys one piece reads: a run of places, or a list of them where blocks are scattered."""
+class _KeyRange:
+    """The keys that one span reads: a contiguous range, or a list where blocks are scattered."""
 
-    piece: Piece
+    span: RowSpan
     row: int
     num_keys: int
     views: list[tuple[Tensor, Tensor]] | None
     places: Tensor
 
     def keys_and_values(self, cache: CpuCache, layer: int) -> tuple[Tensor, Tensor]:
-        """What it reads of a layer, `[1, K, L, D]` each."""
+        """Its keys and values of a layer, `[1, K, L, D]` each."""
         if self.views is not None:
             return self.views[layer]
         keys_KND, values_KND = cache.layers[layer]
@@ -215,8 +225,8 @@ class _Reading:
         return keys_KLD[None], values_KND.index_select(1, self.places)[None]
 
     def mask(self, *, window: int | None, repeats: int, padding: int) -> Tensor:
-        """What each query row may see, as numbers to add: `[rows of the piece x repeats, L]`."""
-        rows = torch.arange(self.piece.start, self.piece.start + self.piece.num_rows)[:, None]
+        """The additive attention mask, `[rows of the span x repeats, L]`."""
+        rows = torch.arange(self.span.start, self.span.start + self.span.num_rows)[:, None]
         keys = torch.arange(self.num_keys)[None]
         is_seen = keys <= rows
         if window is not None:
@@ -225,45 +235,37 @@ class _Reading:
         return pad(mask.repeat(repeats, 1), (0, 0, 0, padding))
 
 
-class CpuPages:
-    """The cache of a CPU runner as one forward pass sees it."""
+class CpuPagedAttention:
+    """The attention of one forward pass on the CPU."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        spans: Sequence[RowSpan],
         cache: CpuCache,
         *,
         block_tokens: int,
         padding: int,
     ) -> None:
-        """Work out once per pass what all layers need."""
+        """Compute once per pass what all layers share."""
         self._cache = cache
         self._block_tokens = block_tokens
         self._padding = padding
-        self._num_rows = sum(piece.num_rows for piece in pieces)
-        places = [place for piece in pieces for place in self._places(piece)]
+        self._num_rows = sum(span.num_rows for span in spans)
+        places = [place for span in spans for place in self._places(span)]
         self._places_R = torch.tensor(places)
-        self._readings = self._make_readings(pieces)
+        self._key_ranges = self._make_key_ranges(spans)
         self._masks: dict[tuple[int | None, int], list[Tensor]] = {}
         self._num_single = next(
-            (i for i, piece in enumerate(pieces) if piece.num_rows > 1), len(pieces)
+            (i for i, span in enumerate(spans) if span.num_rows > 1), len(spans)
         )
 
-    def attend(
-        self,
-        layer: int,
-        q_1HRD: Tensor,
-        k_1KRD: Tensor,
-        v_1KRD: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Write the new keys and values, then read for each piece."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Write the new keys and values, then attend for each span."""
+        layer, q_1HRD, scale, window = inputs.layer, inputs.q_1HRD, inputs.scale, inputs.window
         keys_KND, values_KND = self._cache.layers[layer]
         rows = self._num_rows
-        keys_KND.index_copy_(1, self._places_R, k_1KRD[0, :, :rows])
-        values_KND.index_copy_(1, self._places_R, v_1KRD[0, :, :rows])
+        keys_KND.index_copy_(1, self._places_R, inputs.k_1KRD[0, :, :rows])
+        values_KND.index_copy_(1, self._places_R, inputs.v_1KRD[0, :, :rows])
         heads, kv_heads = q_1HRD.shape[1], keys_KND.shape[0]
         group = heads // kv_heads
         q_KGRD = q_1HRD[0].unflatten(0, (kv_heads, group))
@@ -277,22 +279,22 @@ class CpuPages:
             outs = [
                 scaled_dot_product_attention(
                     q_1KGD,
-                    *reading.keys_and_values(self._cache, layer),
+                    *key_range.keys_and_values(self._cache, layer),
                     attn_mask=mask,
                     scale=scale,
                 )
-                for q_1KGD, reading, mask in zip(
-                    q_SKGD.split(1), self._readings[:singles], masks[:singles], strict=True
+                for q_1KGD, key_range, mask in zip(
+                    q_SKGD.split(1), self._key_ranges[:singles], masks[:singles], strict=True
                 )
             ]
             out_RKGD[:singles] = torch.cat(outs)[:, :, :group]
-        for reading, mask in zip(self._readings[singles:], masks[singles:], strict=True):
-            count, row = reading.piece.num_rows, reading.row
+        for key_range, mask in zip(self._key_ranges[singles:], masks[singles:], strict=True):
+            count, row = key_range.span.num_rows, key_range.row
             q_KXD = q_KGRD[:, :, row : row + count].flatten(1, 2)
             q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
             out_KXD = scaled_dot_product_attention(
                 q_KXD[None],
-                *reading.keys_and_values(self._cache, layer),
+                *key_range.keys_and_values(self._cache, layer),
                 attn_mask=mask,
                 scale=scale,
             )[0, :, : group * count]
@@ -303,47 +305,47 @@ class CpuPages:
         key = (window, group)
         if key not in self._masks:
             self._masks[key] = [
-                reading.mask(window=window, repeats=1, padding=0)
-                if reading.piece.num_rows == 1
-                else reading.mask(
+                key_range.mask(window=window, repeats=1, padding=0)
+                if key_range.span.num_rows == 1
+                else key_range.mask(
                     window=window,
                     repeats=group,
-                    padding=-group * reading.piece.num_rows % _QUERY_MULTIPLE,
+                    padding=-group * key_range.span.num_rows % _QUERY_MULTIPLE,
                 )
-                for reading in self._readings
+                for key_range in self._key_ranges
             ]
         return self._masks[key]
 
-    def _places(self, piece: Piece) -> list[int]:
-        size, blocks = self._block_tokens, piece.request.blocks
+    def _places(self, span: RowSpan) -> list[int]:
+        size, blocks = self._block_tokens, span.request.blocks
         return [
             blocks[position // size] * size + position % size
-            for position in range(piece.start, piece.start + piece.num_rows)
+            for position in range(span.start, span.start + span.num_rows)
         ]
 
-    def _make_readings(self, pieces: Sequence[Piece]) -> list[_Reading]:
-        readings = []
+    def _make_key_ranges(self, spans: Sequence[RowSpan]) -> list[_KeyRange]:
+        key_ranges = []
         row = 0
-        for piece in pieces:
-            readings.append(self._reading(piece, row))
-            row += piece.num_rows
-        return readings
+        for span in spans:
+            key_ranges.append(self._key_range(span, row))
+            row += span.num_rows
+        return key_ranges
 
-    def _reading(self, piece: Piece, row: int) -> _Reading:
+    def _key_range(self, span: RowSpan, row: int) -> _KeyRange:
         size = self._block_tokens
-        num_keys = padded_keys(piece.start + piece.num_rows)
-        blocks = piece.request.blocks[: -(-num_keys // size)]
+        num_keys = padded_keys(span.start + span.num_rows)
+        blocks = span.request.blocks[: -(-num_keys // size)]
         first = blocks[0] * size
         is_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(
             block == blocks[0] + i for i, block in enumerate(blocks)
         )
         if is_run and first + num_keys <= self._cache.num_places:
             views = self._cache.views(first, num_keys)
-            return _Reading(piece, row, num_keys, views, _NO_PLACES)
+            return _KeyRange(span, row, num_keys, views, _NO_PLACES)
         starts = torch.tensor(blocks)[:, None] * size
         places = (starts + torch.arange(size)).flatten()
         places = pad(places, (0, max(0, num_keys - len(places))))[:num_keys]
-        return _Reading(piece, row, num_keys, None, places)
+        return _KeyRange(span, row, num_keys, None, places)
 
 
 def padded_keys(count: int) -> int:

@@ -2,9 +2,9 @@
 
     request -> POST /generate -> events -> tokens
 
-The server belongs to one run: its weights are those of the run. It outlives the run, and a server
-that dies ends the streams with `EngineLost`. One that cannot do what a run asks for is refused,
-with what was found and the command that starts it correctly.
+The server belongs to one run: its weights are those of the run. It keeps running afterwards. A
+server that dies ends the streams with `EngineLost`. One that does not meet the requirements of a
+run is refused, with the reason and the command that starts it correctly.
 """
 
 from __future__ import annotations
@@ -17,10 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import SGLANG
-from sortedrl.engines.sglang.request import HIGH_FIRST, LOW_FIRST, NO_ORDER, Answer, server_context
-from sortedrl.engines.streaming.backend import Ask, Limits, Piece
-from sortedrl.engines.streaming.http import Refused, Server
-from sortedrl.engines.streaming.weights import remove_weights, write_weights
+from sortedrl.engines.sglang.sglang_request import (
+    HIGH_FIRST,
+    LOW_FIRST,
+    NO_ORDER,
+    SglangStream,
+    server_context,
+)
+from sortedrl.engines.streaming.backend import (
+    BackendLimits,
+    Delta,
+    GenerationRequest,
+    ServerRequirements,
+)
+from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -31,36 +42,28 @@ _BAD_REQUEST = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a server that passed is."""
+class SglangServerInfo:
+    """A server that meets the requirements."""
 
     version: str
-    limits: Limits
+    limits: BackendLimits
     priority_sign: int
 
 
-class Trial:
-    """The questions that one server is asked."""
+class _Inspection:
+    """The checks of one server."""
 
-    def __init__(
-        self,
-        server: Server,
-        *,
-        vocabulary: int,
-        context: int,
-        temperature: float,
-        slots: int | None,
-    ) -> None:
-        """Nothing is asked yet."""
+    def __init__(self, server: Server, required: ServerRequirements) -> None:
+        """Nothing is sent yet."""
         self._server = server
-        self._vocabulary = vocabulary
-        self._context = context
-        self._temperature = temperature
-        self._slots = slots
+        self._vocabulary = required.vocabulary
+        self._context = required.context
+        self._temperature = required.temperature
+        self._slots = required.slots
 
-    async def verdict(self) -> Verdict:
-        """What it is; raises `EngineError` if it does not pass."""
-        info = await self._info()
+    async def result(self) -> SglangServerInfo:
+        """Its properties; raises `EngineError` if it does not meet the requirements."""
+        info = await self._server_info()
         version = str(info["version"])
         SGLANG.check(
             version,
@@ -72,9 +75,9 @@ class Trial:
         await self._check_logprobs()
         has_low_first = info.get("schedule_low_priority_values_first")
         sign = LOW_FIRST if has_low_first else HIGH_FIRST
-        return Verdict(
+        return SglangServerInfo(
             version=version,
-            limits=Limits(
+            limits=BackendLimits(
                 slots=self._slots_of(info), context=self._context, vocabulary=self._vocabulary
             ),
             priority_sign=sign if info.get("enable_priority_scheduling") else NO_ORDER,
@@ -96,17 +99,15 @@ class Trial:
             f"start it with: {self._command}"
         )
 
-    async def _info(self) -> Mapping[str, Any]:
+    async def _server_info(self) -> Mapping[str, Any]:
         try:
             info = await self._server.get("/server_info")
         except Refused as error:
-            raise self._refusal("must answer /server_info", f"it is no such server: {error}") from (
-                error
-            )
+            raise self._refusal("must answer /server_info", f"it does not: {error}") from (error)
         except EngineLost as error:
             raise self._refusal("must be running", str(error)) from error
         if not isinstance(info, Mapping) or "max_req_input_len" not in info:
-            raise self._refusal("must answer /server_info", "it answered in words of its own")
+            raise self._refusal("must answer /server_info", "its response has another format")
         return info
 
     def _check_arguments(self, info: Mapping[str, Any]) -> None:
@@ -114,7 +115,7 @@ class Trial:
             raise self._refusal(
                 f"must have room for {self._context} tokens of prompt and answer",
                 f"it has room for {info['max_req_input_len']} (its context less "
-                f"{server_context(0)}, or its whole cache)",
+                f"{server_context(0)}, or its whole KV cache)",
             )
         if not info.get("incremental_streaming_output"):
             raise self._refusal(
@@ -124,11 +125,11 @@ class Trial:
     def _slots_of(self, info: Mapping[str, Any]) -> int:
         slots = info.get("max_running_requests") or self._slots
         if slots is None:
-            raise self._refusal("must have a number of slots", "it was given none")
+            raise self._refusal("must have a number of slots", "it reports none")
         return int(slots)
 
     async def _check_vocabulary(self) -> None:
-        # SGLang knows its vocabulary but does not say it; it refuses what lies outside.
+        # SGLang does not report its vocabulary, but refuses token ids outside of it.
         must = f"must have the model that is trained, with a vocabulary of {self._vocabulary}"
         try:
             await self._first_token(self._temperature, looked_up=self._vocabulary - 1)
@@ -154,18 +155,18 @@ class Trial:
         at_once, at_twice = [await self._spread(self._temperature * by) for by in (1, 2)]
         if at_once > _SPREAD and abs(at_once - 2 * at_twice) > _CLOSE_ENOUGH * at_once:
             raise self._refusal(
-                f"must give log-probabilities at temperature {self._temperature:g}",
-                "it gives those from before the temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB",
+                f"must return log-probabilities at temperature {self._temperature:g}",
+                "it returns those before temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB",
             )
 
     async def _spread(self, temperature: float) -> float:
-        """How far apart the log-probabilities of the likeliest tokens are."""
+        """The range of the log-probabilities of the most likely tokens."""
         answer = await self._first_token(temperature)
         about = answer.get("meta_info", {})
         if len(answer.get("output_ids", ())) != 1:
-            raise self._refusal("must give token ids", f"it gave {sorted(answer)}")
+            raise self._refusal("must return token ids", f"it returned {sorted(answer)}")
         if len(about.get("output_token_logprobs", ())) != 1:
-            raise self._refusal("must give log-probabilities", f"it gave {sorted(about)}")
+            raise self._refusal("must return log-probabilities", f"it returned {sorted(about)}")
         (likeliest,) = about["output_top_logprobs"]
         logprobs = [logprob for logprob, *_ in likeliest]
         return float(max(logprobs) - min(logprobs))
@@ -178,14 +179,14 @@ class Trial:
             "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
             "return_logprob": True,
             "top_logprobs_num": min(_COMPARED, self._vocabulary),
-            # SGLang fails at an answer without one, where low priorities go first.
+            # Required where low priorities go first.
             "priority": 0,
         }
         if looked_up is not None:
             body["token_ids_logprob"] = [looked_up]
         answer = await self._server.post("/generate", body)
         if not isinstance(answer, Mapping):
-            raise self._refusal("must answer /generate", f"it said {str(answer)[:100]!r}")
+            raise self._refusal("must answer /generate", f"it returned {str(answer)[:100]!r}")
         return answer
 
 
@@ -195,79 +196,68 @@ _FLUSH_PAUSE_SECONDS = 0.1
 
 
 class SglangServer:
-    """An SGLang server that somebody else started."""
+    """A running SGLang server, which keeps running when this object is closed."""
 
-    def __init__(self, server: Server, verdict: Verdict, *, hand_over: Path) -> None:
-        """Use a server that has passed its trial; see `opened`."""
+    def __init__(self, server: Server, info: SglangServerInfo, *, weights_folder: Path) -> None:
+        """Use a server that was inspected; see `connect`."""
         self._server = server
-        self._verdict = verdict
-        self._hand_over = hand_over
+        self._info = info
+        self._weights_folder = weights_folder
         self._request_ids: dict[str, str] = {}
-        self._broken_off: set[str] = set()
+        self._aborted: set[str] = set()
 
     @classmethod
-    async def opened(
-        cls,
-        url: str,
-        *,
-        vocabulary: int,
-        context: int,
-        temperature: float,
-        slots: int | None,
-        hand_over: Path,
+    async def connect(
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path
     ) -> SglangServer:
-        """A server that was checked to be fit for what it will be asked.
+        """Inspect a running server, and refuse one that does not meet the requirements.
 
-        `slots` counts where the server does not say how many it has; `hand_over` is the folder for
-        new weights, which the server must be able to read.
+        New weights go through `weights_folder`, which the server must be able to read. The required
+        `slots` count where the server does not report its own.
         """
         server = Server(url)
-        trial = Trial(
-            server, vocabulary=vocabulary, context=context, temperature=temperature, slots=slots
-        )
         try:
-            verdict = await trial.verdict()
+            info = await _Inspection(server, required).result()
         except BaseException:
             await server.close()
             raise
-        return cls(server, verdict, hand_over=hand_over)
+        return cls(server, info, weights_folder=weights_folder)
 
     @property
     def name(self) -> str:
-        """What it is and where, for messages."""
-        return f"SGLang {self._verdict.version} at {self._server.url}"
+        """Version and address, for messages."""
+        return f"SGLang {self._info.version} at {self._server.url}"
 
     @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        return self._verdict.limits
+    def limits(self) -> BackendLimits:
+        """What it can do."""
+        return self._info.limits
 
-    async def stream(self, ask: Ask) -> AsyncIterator[Piece]:
-        """Write an answer; raises `EngineLost` where the server is gone."""
-        answer = Answer(ask, priority_sign=self._verdict.priority_sign)
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the server is gone."""
+        state = SglangStream(request, priority_sign=self._info.priority_sign)
         try:
-            while not answer.is_over:
-                if ask.id in self._broken_off:
-                    yield Piece(tokens=(), logprobs=(), end="abort")
+            while not state.is_over:
+                if request.id in self._aborted:
+                    yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                request = answer.next_request()
-                self._request_ids[ask.id] = answer.request_id
-                async for event in self._server.events("/generate", request):
-                    yield answer.piece(event)
-                if answer.is_broken:
-                    raise EngineLost(f"{self.name} broke an answer off without a word")
+                body = state.next_body()
+                self._request_ids[request.id] = state.request_id
+                async for event in self._server.events("/generate", body):
+                    yield state.delta(event)
+                if state.is_broken:
+                    raise EngineLost(f"{self.name} ended a stream without a finish reason")
         finally:
-            self._request_ids.pop(ask.id, None)
-            self._broken_off.discard(ask.id)
+            self._request_ids.pop(request.id, None)
+            self._aborted.discard(request.id)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Break these answers off: each stream ends with what it had.
+        """Abort these requests: each stream ends with its tokens so far.
 
-        The server forgets to break off an answer that it does not know yet, so that one must be
-        told again.
+        The server ignores the abort of a request that has not reached it yet, so it is repeated.
         """
-        # Kept, for an answer whose stream is not followed yet.
-        self._broken_off.update(ids)
+        # Kept for a request whose stream has not started yet.
+        self._aborted.update(ids)
         running = [self._request_ids[id_] for id_ in ids if id_ in self._request_ids]
         if not running:
             return
@@ -278,13 +268,13 @@ class SglangServer:
             await asyncio.gather(*calls)
 
     async def load_weights(self, weights: Weights) -> None:
-        """Write with these weights from now on, and forget every cached prefix."""
-        # Nothing is being written, so these are answers that had ended before.
-        self._broken_off.clear()
-        folder = await asyncio.to_thread(write_weights, weights, self._hand_over.absolute())
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
+        self._aborted.clear()
+        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
         update = {
             "model_path": str(folder),
-            # Where an answer is not quite gone yet, SGLang would end itself instead of waiting.
+            # SGLang would exit instead of waiting for a request that is being aborted.
             "flush_cache": False,
             "weight_version": str(weights.version),
         }
@@ -292,7 +282,7 @@ class SglangServer:
             await self._server.post("/update_weights_from_disk", update, seconds=_LOAD_SECONDS)
         except Refused as error:
             raise EngineError(
-                f"{self.name} did not take the new weights: {error}; it must be able to read "
+                f"{self.name} did not load the new weights: {error}; it must be able to read "
                 f"{folder}"
             ) from error
         for _ in range(_FLUSH_TRIES):
@@ -301,12 +291,11 @@ class SglangServer:
                 return
             await asyncio.sleep(_FLUSH_PAUSE_SECONDS)
         raise EngineError(
-            f"{self.name} still holds cache of other answers after "
-            f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s, which is wrong under new weights; "
-            "does somebody else use it?"
+            f"{self.name} cannot flush its cache after {_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s, "
+            "because it runs other requests; use the server for one run only"
         )
 
     async def close(self) -> None:
-        """Close the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         await self._server.close()
-        remove_weights(self._hand_over)
+        remove_exported(self._weights_folder)

@@ -1,0 +1,193 @@
+"""One trajectory while the engine generates it: what the host knows, and what is in flight.
+
+    tokens               prompt and answer as far as the host has read them
+    num_inflight_tokens  tokens sampled after those but not read yet: the device runs ahead
+    num_computed_tokens  positions whose rows were launched, so that their keys are in the KV cache
+
+A row is one position of one request. The row at position `p` takes in the token at `p`; if it is
+sampled, it gives the token at `p + 1`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from sortedrl.engines.native.kv_cache import EMPTY_PREFIX, PrefixId
+from sortedrl.engines.native.noise import stream
+from sortedrl.engines.sampling import Sampling, joined
+from sortedrl.types import FinishReason, Segment, Trajectory
+
+Decode = Callable[[list[int]], str]
+_MARGIN_TOKENS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A trajectory in the engine's queue or in one of its slots.
+
+    `num_unverified` counts the cached tokens that the present weights may reject. While there are
+    any, the rows from the last verified token on are sampled and compared with them. `epoch`
+    increases whenever results that are still in flight become void.
+    """
+
+    trajectory: Trajectory
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    max_tokens: int
+    stream: int
+    tolerance: float
+    tokens: list[int]
+    kept_segments: tuple[Segment, ...]
+    num_unverified: int
+    decode: Decode | None = None
+    logprobs: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """For each verified token, the nats by which it falls short of the best one."""
+    num_decoded: int = 0
+    num_inflight_tokens: int = 0
+    num_inflight_passes: int = 0
+    num_computed_tokens: int = 0
+    prefill_end: int = 0
+    epoch: int = 0
+    admission: int = 0
+    """Counts admissions to a slot, over all requests: the order of age."""
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    prefix_id: PrefixId = EMPTY_PREFIX
+    prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)
+    finish_reason_if_verified: FinishReason | None = None
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        """Notice an answer that comes complete: it is finished if all of its tokens stand."""
+        self.prompt_tokens = len(self.trajectory.prompt.tokens)
+        self.max_length = self.prompt_tokens + self.max_tokens
+        if len(self.tokens) > self.prompt_tokens:
+            self.finish_reason_if_verified = self._reason_to_finish()
+        if not self.num_unverified:
+            self.finish_reason = self.finish_reason_if_verified
+
+    @classmethod
+    def resumed(
+        cls,
+        trajectory: Trajectory,
+        *,
+        max_tokens: int,
+        tolerance: float | None,
+        sampling: Sampling,
+        version: int,
+        stop_tokens: frozenset[int],
+        decode: Decode | None,
+    ) -> Request:
+        """A request for the rest of a trajectory, for weights of this version.
+
+        Cached tokens of the same version always stand: these weights sampled them.
+        """
+        tolerance = math.inf if tolerance is None else tolerance
+        stands = tolerance == math.inf or all(
+            segment.version == version for segment in trajectory.segments
+        )
+        return cls(
+            trajectory=trajectory,
+            sampling=sampling,
+            stop_tokens=stop_tokens if sampling.stop_tokens is None else sampling.stop_tokens,
+            max_tokens=max_tokens,
+            stream=stream(trajectory.seed, trajectory.attempt),
+            tolerance=tolerance,
+            tokens=[*trajectory.prompt.tokens, *trajectory.tokens],
+            kept_segments=trajectory.segments if stands else (),
+            num_unverified=0 if stands else trajectory.num_tokens,
+            decode=decode,
+        )
+
+    @classmethod
+    def scored(cls, trajectory: Trajectory, *, sampling: Sampling) -> Request:
+        """A request that verifies every token, keeps all of them and samples none."""
+        return cls(
+            trajectory=trajectory,
+            sampling=replace(sampling, stop_strings=()),
+            stop_tokens=frozenset(),
+            max_tokens=trajectory.num_tokens,
+            stream=stream(trajectory.seed, trajectory.attempt),
+            tolerance=math.inf,
+            tokens=[*trajectory.prompt.tokens, *trajectory.tokens],
+            kept_segments=(),
+            num_unverified=trajectory.num_tokens,
+        )
+
+    @property
+    def end(self) -> int:
+        """Positions that can be computed; the last token of a complete answer need not be."""
+        end = len(self.tokens) + self.num_inflight_tokens
+        is_last = self.finish_reason_if_verified is not None or end >= self.max_length
+        return end - 1 if is_last else end
+
+    @property
+    def first_sampled(self) -> int:
+        """The first position whose row must be sampled."""
+        return len(self.tokens) + self.num_inflight_tokens - self.num_unverified - 1
+
+    def confirm(self, logprob: float, *, gap: float) -> None:
+        """Keep the next cached token, with its log-probability under the present weights."""
+        self.logprobs.append(logprob)
+        self.gaps.append(gap)
+        self.num_unverified -= 1
+        if not self.num_unverified:
+            self.finish_reason = self.finish_reason_if_verified
+
+    def diverge(self, token: int, logprob: float) -> None:
+        """Reject the next cached token and all after it; the answer continues with this one."""
+        del self.tokens[len(self.tokens) - self.num_unverified :]
+        self.num_unverified = 0
+        self.finish_reason_if_verified = None
+        self.epoch += 1
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.tokens))
+        self.accept(token, logprob)
+
+    def accept(self, token: int, logprob: float) -> None:
+        """Append a token that the present weights sampled."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.num_decoded += 1
+        self.finish_reason = self._reason_to_finish()
+
+    def release_cache(self) -> None:
+        """Give up the slot and the blocks, but no token."""
+        self.slot = None
+        self.blocks = []
+        self.num_computed_tokens = self.num_cached_blocks = 0
+        self.prefix_id = EMPTY_PREFIX
+
+    def result(self, version: int) -> Trajectory:
+        """The trajectory so far; while its tokens are being verified, the trajectory as it came."""
+        if self.num_unverified:
+            return self.trajectory
+        segments = self.kept_segments
+        if self.logprobs:
+            fresh = self.tokens[len(self.tokens) - len(self.logprobs) :]
+            segments = joined(segments, Segment(tuple(fresh), tuple(self.logprobs), version))
+        return replace(
+            self.trajectory,
+            segments=segments,
+            decoded_tokens=self.trajectory.decoded_tokens + self.num_decoded,
+            finish_reason=self.finish_reason,
+        )
+
+    def _reason_to_finish(self) -> FinishReason | None:
+        if self.tokens[-1] in self.stop_tokens:
+            return "stop"
+        if self.sampling.stop_strings and self._ends_in_stop_string():
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_length else None
+
+    def _ends_in_stop_string(self) -> bool:
+        assert self.decode is not None, "stop strings need a tokenizer"
+        # A token has at least one byte, so what the last token completed lies within this tail.
+        longest = max(len(stop.encode()) for stop in self.sampling.stop_strings)
+        tail = self.tokens[self.prompt_tokens :][-longest - _MARGIN_TOKENS :]
+        text = self.decode(tail)
+        return any(stop in text for stop in self.sampling.stop_strings)

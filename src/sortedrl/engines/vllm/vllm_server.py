@@ -1,0 +1,375 @@
+"""A running vLLM server, driven over HTTP and checked before it is used.
+
+Prompts and answers are exchanged as token ids. Only tokens that the server has sent count, so
+nothing is lost or counted twice when a request is aborted. A server that does not meet the
+requirements of a run is refused, with the reason and the command that starts it correctly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from sortedrl.engines.installed import VLLM
+from sortedrl.engines.streaming.backend import (
+    BackendLimits,
+    Delta,
+    GenerationRequest,
+    ServerRequirements,
+)
+from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
+from sortedrl.engines.vllm.worker_extension import RECEIVER
+from sortedrl.errors import EngineError, EngineLost
+from sortedrl.types import Weights
+
+COMPLETIONS = "/v1/completions"
+# It collects the environment of the machine first.
+_SERVER_INFO_SECONDS = 120.0
+_NO_TOKEN = 2**31 - 1
+_LOGPROB_TOLERANCE = 0.05
+
+
+def start_command(required: ServerRequirements) -> str:
+    """The command that starts a server which meets the requirements."""
+    slots = "SLOTS" if required.slots is None else str(required.slots)
+    return (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --scheduling-policy priority "
+        "--logprobs-mode processed_logprobs --generation-config vllm --skip-tokenizer-init "
+        f"--worker-extension-cls {RECEIVER} "
+        f"--max-model-len {required.context} --max-num-seqs {slots}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmServerInfo:
+    """A server that meets the requirements."""
+
+    version: str
+    model: str
+    limits: BackendLimits
+    has_receiver: bool
+    """Whether it has our worker extension, which also updates packed weights on a CPU."""
+
+
+async def inspect_server(server: Server, required: ServerRequirements) -> VllmServerInfo:
+    """Inspect a server; raises `EngineError` if it does not meet the requirements."""
+    try:
+        version = await _version(server, required)
+        model, context = await _model(server, required)
+        config = await _config(server, required)
+        slots = _slots(server, required, config)
+        await _check_vocabulary(server, required, model=model)
+        await _check_answer(server, required, model=model)
+    except EngineLost as error:
+        raise EngineError(f"{error}; start the server with: {start_command(required)}") from error
+    limits = BackendLimits(slots=slots, context=context, vocabulary=required.vocabulary)
+    extension = config["parallel_config"].get("worker_extension_cls")
+    return VllmServerInfo(
+        version=version, model=model, limits=limits, has_receiver=extension == RECEIVER
+    )
+
+
+async def _version(server: Server, required: ServerRequirements) -> str:
+    try:
+        answer = await server.get("/version")
+    except Refused as error:
+        raise _unmet(server, required, f"is not a vLLM server: {error}") from error
+    if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
+        raise _unmet(server, required, f"is not a vLLM server: /version returns {answer!r:.100}")
+    version: str = answer["version"]
+    VLLM.check(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
+    return version
+
+
+async def _model(server: Server, required: ServerRequirements) -> tuple[str, int]:
+    """The name and the context length of the served model."""
+    answer = await server.get("/v1/models")
+    model = answer["data"][0]
+    context: int = model["max_model_len"]
+    if context < required.context:
+        raise _unmet(
+            server,
+            required,
+            f"serves {model['id']} with a context of {context} tokens, but prompts and answers "
+            f"need {required.context}",
+        )
+    return model["id"], context
+
+
+async def _config(server: Server, required: ServerRequirements) -> dict[str, Any]:
+    """The configuration of the server; refuses one without the endpoints for training."""
+    try:
+        answer = await server.get("/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS)
+    except Refused as error:
+        raise _unmet(
+            server,
+            required,
+            "has no development endpoints, so it cannot load new weights (it was started without "
+            "VLLM_SERVER_DEV_MODE=1)",
+        ) from error
+    config: dict[str, Any] = answer["vllm_config"]
+    return config
+
+
+def _slots(server: Server, required: ServerRequirements, config: Mapping[str, Any]) -> int:
+    """Requests that it runs at the same time."""
+    scheduler = config["scheduler_config"]
+    if scheduler["policy"] != "priority":
+        raise _unmet(
+            server,
+            required,
+            f"has the scheduling policy {scheduler['policy']}, but a run needs priority",
+        )
+    engines: int = config["parallel_config"]["data_parallel_size"]
+    slots: int = scheduler["max_num_seqs"] * engines
+    if required.slots not in (None, slots):
+        raise _unmet(
+            server,
+            required,
+            f"has {slots} slots, not {required.slots}; leave slots out, or restart it",
+        )
+    return slots
+
+
+async def _check_vocabulary(server: Server, required: ServerRequirements, *, model: str) -> None:
+    # No endpoint reports it, but the error for an impossible token does.
+    request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
+    try:
+        await server.post(COMPLETIONS, request)
+    except Refused as error:
+        size = re.search(r"Vocabulary size: (\d+)", str(error))
+        if size is None:
+            raise _unmet(server, required, f"does not report its vocabulary: {error}") from error
+        if int(size[1]) == required.vocabulary:
+            return
+        found = f"serves {model} with {size[1]} tokens"
+    else:
+        found = f"serves {model}, which accepts every token"
+    raise _unmet(
+        server,
+        required,
+        f"{found}, but the model that is trained has {required.vocabulary}; it must serve the same",
+    )
+
+
+async def _check_answer(server: Server, required: ServerRequirements, *, model: str) -> None:
+    """Refuse log-probabilities that are missing, or not scaled by the temperature."""
+    warm = await _top_two_gap(server, required, model=model, temperature=1.0)
+    temperature = required.temperature
+    if temperature in (0.0, 1.0):
+        return
+    lead = await _top_two_gap(server, required, model=model, temperature=temperature)
+    if not math.isclose(lead * temperature, warm, rel_tol=_LOGPROB_TOLERANCE, abs_tol=1e-3):
+        raise _unmet(
+            server,
+            required,
+            "returns log-probabilities before temperature (it was started without --logprobs-mode "
+            f"processed_logprobs), but answers are sampled at temperature {temperature:g}",
+        )
+
+
+async def _top_two_gap(
+    server: Server, required: ServerRequirements, *, model: str, temperature: float
+) -> float:
+    """The difference of the two largest log-probabilities, in nats."""
+    body = completion_body([0], model=model, max_tokens=1) | {
+        "temperature": temperature,
+        "logprobs": 2,
+        "stream": False,
+    }
+    try:
+        answer = await server.post(COMPLETIONS, body)
+    except Refused as error:
+        raise _unmet(server, required, f"refuses the requests of a run: {error}") from error
+    choice = answer["choices"][0]
+    if not choice.get("token_ids"):
+        raise _unmet(server, required, "does not return token ids")
+    tops: list[Mapping[str, float]] = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    if not tops:
+        raise _unmet(server, required, "does not return log-probabilities")
+    best, second, *_ = sorted(tops[0].values(), reverse=True)
+    return best - second
+
+
+def completion_body(tokens: list[int], *, model: str, max_tokens: int) -> dict[str, Any]:
+    """The body of a completion request, token ids in and out, without sampling parameters."""
+    return {
+        "model": model,
+        "prompt": tokens,
+        "max_tokens": max_tokens,
+        "logprobs": 0,
+        "return_token_ids": True,
+        # Without a tokenizer it cannot name them otherwise.
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+        "stream": True,
+        # The generation config of the model may set others.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+def _unmet(server: Server, required: ServerRequirements, reason: str) -> EngineError:
+    return EngineError(f"{server.url} {reason}; start the server with: {start_command(required)}")
+
+
+_RELOAD_SECONDS = 1800.0
+_RESET_TRIES = 100
+_RESET_PAUSE_SECONDS = 0.1
+_ENDS = ("stop", "length", "abort", None)
+
+
+class VllmServer:
+    """A vLLM server, which keeps running when this object is closed."""
+
+    def __init__(self, server: Server, info: VllmServerInfo, *, weights_folder: Path) -> None:
+        """Use a server that was inspected; see `connect`."""
+        self.name = f"vLLM {info.version} at {server.url}"
+        self.limits = info.limits
+        self._server = server
+        self._model = info.model
+        self._has_receiver = info.has_receiver
+        self._weights_folder = weights_folder
+        self._written: set[str] = set()
+        self._aborted: set[str] = set()
+
+    @classmethod
+    async def connect(
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path
+    ) -> VllmServer:
+        """Inspect a running server, and refuse one that does not meet the requirements.
+
+        New weights go through `weights_folder`, which the server must be able to read.
+        """
+        server = Server(url)
+        try:
+            info = await inspect_server(server, required)
+        except BaseException:
+            await server.close()
+            raise
+        return cls(server, info, weights_folder=weights_folder)
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """Generate an answer; raises `EngineLost` if the server is gone."""
+        if request.id in self._aborted:
+            self._aborted.discard(request.id)
+            yield Delta(tokens=(), logprobs=(), end="abort")
+            return
+        self._written.add(request.id)
+        end = None
+        try:
+            async for event in self._server.events(COMPLETIONS, self._body(request)):
+                delta = self._delta(event)
+                end = delta.end
+                yield delta
+                if end is None and request.id in self._aborted:
+                    # The abort came before the request reached it.
+                    await self._send_abort([request.id])
+            if end is None and request.id not in self._aborted:
+                raise EngineLost(f"{self.name} ended a stream before the answer was complete")
+        except Refused as error:
+            raise await self._lost_or_refused(error) from error
+        finally:
+            self._written.discard(request.id)
+            self._aborted.discard(request.id)
+        if end is None:
+            # A request without a token yet ends without an event.
+            yield Delta(tokens=(), logprobs=(), end="abort")
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """Abort these requests; each stream ends with its tokens so far."""
+        self._aborted |= set(ids)
+        known = [id for id in ids if id in self._written]
+        if known:
+            await self._send_abort(known)
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Load these weights and reset the prefix cache."""
+        # No request is running, so these had ended before their abort.
+        self._aborted.clear()
+        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
+        body: dict[str, object] = {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(folder)},
+        }
+        if self._has_receiver:
+            body = {"method": "read_weights", "kwargs": {"folder": str(folder)}}
+        try:
+            await self._server.post("/collective_rpc", body, seconds=_RELOAD_SECONDS)
+            await self._reset_prefix_cache()
+        except Refused as error:
+            raise await self._lost_or_refused(error) from error
+
+    async def close(self) -> None:
+        """Close the connections; the server keeps running."""
+        await self._server.close()
+        remove_exported(self._weights_folder)
+
+    async def _reset_prefix_cache(self) -> None:
+        for _ in range(_RESET_TRIES):
+            if (await self._server.post("/reset_prefix_cache"))["success"]:
+                return
+            await asyncio.sleep(_RESET_PAUSE_SECONDS)
+        raise EngineError(
+            f"{self.name} cannot reset its prefix cache, because it runs other requests; cached "
+            "prefixes are wrong under new weights: use the server for one run only"
+        )
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        question = completion_body(
+            list(request.tokens), model=self._model, max_tokens=request.max_tokens
+        )
+        return question | {
+            "request_id": request.id,
+            "priority": request.priority,
+            "stop_token_ids": sorted(request.stop_tokens),
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+
+    def _delta(self, event: Any) -> Delta:  # noqa: ANN401
+        if "error" in event:
+            error = event["error"]
+            raise Refused(
+                f"{self.name} returned an error: {error['message']}", status=error["code"]
+            )
+        (choice,) = event["choices"]
+        tokens = choice["token_ids"]
+        if choice["finish_reason"] not in _ENDS:
+            raise EngineError(
+                f"{self.name} ended a stream with finish reason {choice['finish_reason']!r}"
+            )
+        return Delta(
+            tokens=tokens,
+            logprobs=choice["logprobs"]["token_logprobs"],
+            end=choice["finish_reason"],
+        )
+
+    async def _send_abort(self, ids: Sequence[str]) -> None:
+        # The name it gives to the first choice of a request.
+        names = [f"cmpl-{id}-0" for id in ids]
+        try:
+            await self._server.post("/abort_requests", {"request_ids": names})
+        except Refused as error:
+            raise await self._lost_or_refused(error) from error
+
+    async def _lost_or_refused(self, refusal: Refused) -> EngineError:
+        """`EngineLost` if the engine behind the server has died, else the refusal itself."""
+        if refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            return refusal
+        try:
+            await self._server.get("/health")
+        except (Refused, EngineLost):
+            return EngineLost(f"{self.name} is gone: {refusal}")
+        return refusal
