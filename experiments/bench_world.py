@@ -208,11 +208,11 @@ class BenchWorld:
             schedule=schedule,
             engine=EngineSettings(slots=workload.slots, max_tokens=workload.max_tokens),
             optimiser=optimisation,
-            passes=PassSettings(tokens=workload.pass_tokens),
+            passes=PassSettings(micro_batch_tokens=workload.pass_tokens),
         )
         gc.collect()  # the moments of the run before
         optimiser = Optimiser(trained_parameters(self._model), optimisation, total_steps=None)
-        return PolicyTrainer(self._policy, optimiser, settings=settings)
+        return PolicyTrainer(self._policy, optimiser, settings=settings.update)
 
     @torch.no_grad()
     def _restore(self) -> None:

@@ -155,7 +155,7 @@ def trl_job(
         beta2=optimiser.beta2,
         epsilon=optimiser.epsilon,
         weight_decay=optimiser.weight_decay,
-        max_norm=optimiser.max_norm or 0.0,
+        max_norm=optimiser.max_grad_norm or 0.0,
         evaluate_every=settings.evaluation.every,
         reward=reward,
         reward_options=dict(reward_options),

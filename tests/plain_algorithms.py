@@ -94,7 +94,7 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
             )
             for reward, own in zip(rewards, kl, strict=True)
         ]
-    weight = algorithm.kl if algorithm.used_kl_place == "reward" else 0.0
+    weight = algorithm.kl_coef if algorithm.effective_kl_place == "reward" else 0.0
     tokens = [[-weight * k for k in own] for own in kl]
     for reward, own in zip(rewards, tokens, strict=True):
         own[-1] += reward

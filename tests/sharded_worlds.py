@@ -112,8 +112,9 @@ class Case:
         return sharded_trainer(
             self.model(),
             ranks,
-            settings=self.settings,
-            first=tiny_model(std=0.3) if algorithm.kl > 0 else None,
+            settings=self.settings.update,
+            temperature=self.settings.rollout.temperature,
+            first=tiny_model(std=0.3) if algorithm.kl_coef > 0 else None,
             critic=tiny_model(std=0.3) if algorithm.has_critic else None,
         )
 
@@ -283,7 +284,8 @@ def held(ranks, case):
     trainer = sharded_trainer(
         case.model(),
         ranks,
-        settings=case.settings,
+        settings=case.settings.update,
+        temperature=case.settings.rollout.temperature,
         first=(first := tiny_model(std=0.3)),
         critic=(critic := tiny_model(std=0.3)),
     )

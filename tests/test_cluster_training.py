@@ -18,7 +18,7 @@ from sortedrl.core.events import read_events
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.runs.start import train
-from sortedrl.training.run_trainer import LocalTrainer
+from sortedrl.training.trainer import PolicyTrainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +52,7 @@ ALONE = TrainSettings(
 def batches(monkeypatch):
     """Every batch that a trainer of a run is given."""
     seen = []
-    for kind in (RemoteTrainer, LocalTrainer):
+    for kind in (RemoteTrainer, PolicyTrainer):
 
         def spied(self, batch, update=kind.update):
             seen.append(batch)

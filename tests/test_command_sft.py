@@ -151,7 +151,7 @@ def test_a_model_without_weights_is_refused_and_nothing_is_written(capsys, tmp_p
     [
         (["nowhere"], "the first word must be a .toml file, got 'nowhere'"),
         (["--epochs", "0"], "epochs must be at least 1, got 0"),
-        (["--optimiser.steps", "2"], "set batch_tokens and epochs"),
+        (["--optimiser.mini-batches", "2"], "set batch_tokens and epochs"),
         (["--optimiser.schedule", "cosinus"], "did you mean 'cosine'?"),
         (["--model", "tiny:hiden=3"], "did you mean 'hidden'?"),
     ],

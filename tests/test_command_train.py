@@ -84,7 +84,7 @@ def test_the_model_is_one_for_transformers_and_says_what_the_trainer_says(
     said(capsys, run_words(tmp_path / "next", "--max-updates", "1", model=tmp_path / "run/model"))
 
 
-@pytest.mark.parametrize("words", [(), ("--lora.rank", "2", "--algorithm.kl", "0.1")])
+@pytest.mark.parametrize("words", [(), ("--lora.rank", "2", "--algorithm.kl-coef", "0.1")])
 def test_a_gguf_file_is_trained_saved_resumed_and_trained_on(capsys, tmp_path, gguf_file, words):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     said(capsys, run_words(whole, *words, "--max-updates", "3", model=gguf_file))
@@ -118,7 +118,10 @@ def test_gradient_checkpointing_computes_twice_and_changes_nothing(capsys, tmp_p
 
 def test_fewer_tokens_in_a_pass_change_nothing_but_rounding(capsys, tmp_path):
     for name, tokens in (("many", "16384"), ("few", "64")):
-        said(capsys, run_words(tmp_path / name, "--passes.tokens", tokens, "--max-updates", "1"))
+        said(
+            capsys,
+            run_words(tmp_path / name, "--passes.micro-batch-tokens", tokens, "--max-updates", "1"),
+        )
     first, second = metrics(tmp_path / "many"), metrics(tmp_path / "few")
     assert first[0]["grad_norm"] == pytest.approx(second[0]["grad_norm"], rel=1e-4)
     assert first[0]["fill"] < second[0]["fill"]

@@ -44,7 +44,6 @@ from sortedrl.simulate.engine import SimulatedEngine, SimulatedPrompts, Simulate
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import PRESETS, six
 from sortedrl.training.overlap import OverlappedTrainer
-from sortedrl.training.run_trainer import LocalTrainer
 from sortedrl.types import TrainBatch, Weights
 from training_worlds import train_settings, world
 from worlds import CountingScorer, rescheduled, run, schedules, simulations
@@ -482,7 +481,7 @@ def real(*, learning_rate, has_overlap, seconds=0.0):
     settings = train_settings(learning_rate=learning_rate)
     here = world(settings, model=tiny_model(std=0.3))
     policy = here.trainer
-    policy._tensors = lambda: dict(here.model.named_parameters())
+    policy._engine_weights = lambda: dict(here.model.named_parameters())
     update = policy.update
 
     def slow(batch):
@@ -491,7 +490,7 @@ def real(*, learning_rate, has_overlap, seconds=0.0):
         time.sleep(seconds)
 
     policy.update = slow
-    trainer = LocalTrainer(policy, model=here.model)
+    trainer = policy
     engine = NativeEngine(
         tiny_model(std=0.3), slots=6, max_tokens=24, stop_tokens=[1, 7, 30, 55, 90]
     )

@@ -280,7 +280,7 @@ def test_one_change_is_enough_where_one_is():
     plan = planned(demand)
     texts = [change.text for change in advice(plan, 10 * GIB)]
     assert "passes.gradient_checkpointing = true" in texts
-    assert any(text.startswith("passes.tokens = ") for text in texts)
+    assert any(text.startswith("passes.micro_batch_tokens = ") for text in texts)
     assert not any(" and " in text for text in texts)
 
 

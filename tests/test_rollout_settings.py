@@ -28,7 +28,7 @@ SERVER = "http://localhost:8000"
         ({"temperature": 1e-6}, "rollout.temperature must lie in"),
         ({"temperature": 1e6}, "rollout.temperature must lie in"),
         ({"temperature": math.nan}, "rollout.temperature must lie in"),
-        ({"cache_gib": 0.0}, "must be positive"),
+        ({"cache_gib": 0.0}, "must be above 0"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_do(given, said):

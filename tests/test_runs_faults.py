@@ -165,7 +165,7 @@ def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stands(runs):
         child = nursery.start(again, file_bytes=model + 10_000)
         assert child.wait() == 2, child.err
         assert "update-000004: the checkpoint cannot be saved: File too large" in child.err
-        assert "the last complete checkpoint update-000003 stands" in child.err
+        assert "the last complete checkpoint is update-000003" in child.err
         assert "Traceback" not in child.err
         assert [one.name for one in checkpoints("full")] == ["update-000002", "update-000003"]
         assert not list(Path("full/checkpoints").glob("*.partial")), "the space is given back"
@@ -342,7 +342,14 @@ def test_after_a_stop_for_what_is_not_finite_the_learning_rate_may_be_lowered(ca
 
 
 def test_less_memory_may_be_taken_on_resume(capsys, copied):
-    words = ["--engine.slots", "3", "--passes.tokens", "64", "--rollout.cache-gib", "0.01"]
+    words = [
+        "--engine.slots",
+        "3",
+        "--passes.micro-batch-tokens",
+        "64",
+        "--rollout.cache-gib",
+        "0.01",
+    ]
     said(capsys, ["train", copied, "--resume", *MORE, *words])
     assert len(metrics(copied)) == 5
 
@@ -587,7 +594,7 @@ REFUSALS = [
     ("[schedule]\nupdate_batch = 4096\n", "lower update_batch or raise group_prompts"),
     ("[algorithm]\noverlong_tokens = 9999\n", "at most engine.max_tokens (8192), got 9999"),
     ("[evaluation]\ntarget = 0.5\n", "needs evaluation.tasks to be measured on"),
-    ("[optimiser]\nlearning_rate = -1.0\n", "optimiser.learning_rate must be 0 or more, got -1.0"),
+    ("[optimiser]\nlearning_rate = -1.0\n", "optimiser.learning_rate must be at least 0, got -1.0"),
     ("[lora]\nrank = 0\n", "lora.rank must be at least 1, got 0"),
     ("[saving]\nkeep_last = 0\n", "saving.keep_last must be at least 1, got 0"),
     ("task = 'no_such_task'\n", "no_such_task"),

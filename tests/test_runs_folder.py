@@ -28,9 +28,11 @@ SETTINGS = [
     TrainSettings(model="some/model", out=Path("a b/c"), seed=7, max_updates=3, threads=2),
     TrainSettings(reward='my "own".py:f', reward_options=("a=1", "b=[1, 2]"), folder=Path("d")),
     TrainSettings(schedule=Schedule(mode="coupled", tolerance=math.inf, lookahead=2)),
-    TrainSettings(algorithm=Algorithm(dual_clip=3.0, kl=1e-3, kl_place="loss")),
+    TrainSettings(algorithm=Algorithm(dual_clip=3.0, kl_coef=1e-3, kl_place="loss")),
     TrainSettings(algorithm=Algorithm(name="ppo", value_clip=None)),
-    TrainSettings(optimiser=Optimisation(max_norm=None, learning_rate=1e-06, schedule="cosine")),
+    TrainSettings(
+        optimiser=Optimisation(max_grad_norm=None, learning_rate=1e-06, schedule="cosine")
+    ),
     TrainSettings(lora=Lora(rank=8, targets=("q_proj", "v_proj")), precision="bfloat16"),
     TrainSettings(
         evaluation=PeriodicEvaluation(tasks=("gsm8k", "a:b=1-2,c=3"), target=0.5, limit=9),
@@ -39,7 +41,7 @@ SETTINGS = [
     ),
     TrainSettings(tracking=Tracking(wandb="mine")),
     TrainSettings(tracking=Tracking(tensorboard=True)),
-    TrainSettings(schedule=SIBLINGS, algorithm=Algorithm(name="dapo", drop_equal=False)),
+    TrainSettings(schedule=SIBLINGS, algorithm=Algorithm(name="dapo", filter_zero_variance=False)),
 ]
 
 
@@ -143,9 +145,9 @@ MAY_CHANGE = TrainSettings(
     engine=EngineSettings(slots=BEGUN.engine.slots - 1),
     rollout=Rollout(cache_gib=1.0),
     optimiser=Optimisation(
-        learning_rate=1e-9, max_norm=0.1, warmup_steps=3, schedule="cosine", max_bad_updates=9
+        learning_rate=1e-9, max_grad_norm=0.1, warmup_steps=3, schedule="cosine", max_bad_updates=9
     ),
-    passes=PassSettings(tokens=7, gradient_checkpointing=True),
+    passes=PassSettings(micro_batch_tokens=7, gradient_checkpointing=True),
     cluster=Cluster(rollout_workers=1),
     rewards=RewardSettings(workers=1, time_limit_seconds=1.0, on_failure="skip"),
     evaluation=PeriodicEvaluation(tasks=("gsm8k",)),
@@ -171,12 +173,24 @@ def test_settings_that_change_no_answer_may_change_and_are_named():
         (TrainSettings(reward_options=("a=1",)), "reward_options was"),
         (TrainSettings(rewards=RewardSettings(failure_reward=-1.0)), "rewards.failure_reward was"),
         (TrainSettings(schedule=Schedule(update_batch=64)), "schedule.update_batch was 128, is 64"),
-        (TrainSettings(optimiser=Optimisation(steps=2)), "optimiser.steps was 1, is 2"),
+        (
+            TrainSettings(optimiser=Optimisation(mini_batches=2)),
+            "optimiser.mini_batches was 1, is 2",
+        ),
     ],
 )
 def test_others_are_refused_by_name(given, words):
     with pytest.raises(ConfigError, match=words):
         refuse_other_settings(as_saved(BEGUN), given)
+
+
+def test_settings_saved_under_old_keys_are_compared_under_the_new_ones():
+    saved = as_saved(BEGUN)
+    saved["optimiser"]["steps"] = saved["optimiser"].pop("mini_batches")
+    assert refuse_other_settings(saved, BEGUN) == []
+    saved["optimiser"]["steps"] = 2
+    with pytest.raises(ConfigError, match=r"optimiser\.mini_batches was 2, is 1"):
+        refuse_other_settings(saved, BEGUN)
 
 
 def test_a_setting_that_is_newer_than_the_checkpoint_was_as_it_is_by_default():

@@ -104,7 +104,8 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(nursery):
     "words",
     [
         pytest.param(
-            ["--lora.rank", "4", "--algorithm.kl", "0.1", "--schedule.mode", "on_policy"], id="lora"
+            ["--lora.rank", "4", "--algorithm.kl-coef", "0.1", "--schedule.mode", "on_policy"],
+            id="lora",
         ),
         pytest.param(
             [
@@ -113,7 +114,7 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(nursery):
                     "ppo",
                     "--schedule.mode",
                     "coupled",
-                    "--optimiser.steps",
+                    "--optimiser.mini-batches",
                     "2",
                 ),
                 *("--evaluation.tasks", HELD_OUT, "--evaluation.every", "1"),
@@ -122,7 +123,7 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(nursery):
         ),
         pytest.param(
             [
-                *("--algorithm.kl", "0.1", "--algorithm.whiten", "group"),
+                *("--algorithm.kl-coef", "0.1", "--algorithm.whiten", "group"),
                 *("--schedule.lookahead", "1", "--precision", "bfloat16"),
             ],
             id="bfloat16",

@@ -26,11 +26,11 @@ def times_trained(out):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("reinforce_pp", ("--algorithm.kl", "0.1")),
+        ("reinforce_pp", ("--algorithm.kl-coef", "0.1")),
         ("reinforce_pp_baseline", SIBLINGS),
-        ("grpo", (*SIBLINGS, "--algorithm.kl", "0.1")),
+        ("grpo", (*SIBLINGS, "--algorithm.kl-coef", "0.1")),
         ("dr_grpo", SIBLINGS),
-        ("rloo", (*SIBLINGS, "--algorithm.kl", "0.1")),
+        ("rloo", (*SIBLINGS, "--algorithm.kl-coef", "0.1")),
         ("dapo", (*SIBLINGS, "--algorithm.overlong-tokens", "8")),
         ("ppo", ("--optimiser.epochs", "2")),
     ],
@@ -47,7 +47,7 @@ def test_every_algorithm_learns_and_the_engine_agrees_with_the_trainer(
     assert all(row["grad_norm"] > 0 for row in rows)
     assert sum(row["gap/max"] for row in rows if row["stale_0/share"] == 1) < 1e-4 * len(rows)
     assert ("value_loss" in rows[0]) == (name == "ppo")
-    assert ("kl/mean" in rows[-1]) == ("--algorithm.kl" in words)
+    assert ("kl/mean" in rows[-1]) == ("--algorithm.kl-coef" in words)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 import sharded_worlds
 from native_worlds import tiny_model
@@ -14,12 +15,11 @@ from sharded_worlds import Case, Pair, outcome, outcome_alone, updated_alone
 from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
 from sortedrl.config.schedule import Schedule
 from sortedrl.errors import CheckpointError, ConfigError
-from sortedrl.training.batch import Answers, TokenSequence, passes_over
+from sortedrl.training.batch import Answers, TokenSequence, micro_batches
 from sortedrl.training.checkpoint import save, verify
-from sortedrl.training.fsdp.checkpoint import Shards, read_joined
+from sortedrl.training.fsdp.checkpoint import Shards, is_sharded, read_joined
 from sortedrl.training.fsdp.model import rows_of
 from sortedrl.training.fsdp.ranks import balanced, open_ranks
-from sortedrl.training.run_trainer import read_trainer, write_trainer
 from sortedrl.types import Prompt, Segment, Trajectory
 from training_worlds import train_settings
 
@@ -56,7 +56,7 @@ class Seat:
     world=st.integers(1, 5),
     budget=st.integers(1, 100),
 )
-def test_ranks_make_equally_many_passes_over_each_answer_once(lengths, world, budget):
+def test_ranks_have_equally_many_micro_batches_and_each_answer_once(lengths, world, budget):
     trajectories = [
         Trajectory(
             prompt=Prompt(id=number, tokens=(1, 2)),
@@ -71,15 +71,21 @@ def test_ranks_make_equally_many_passes_over_each_answer_once(lengths, world, bu
     answers = Answers.of(trajectories, version=0)
     sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
     found = [
-        passes_over(range(len(answers)), answers, sequences, budget=budget, team=Seat(rank, world))
+        micro_batches(
+            range(len(answers)),
+            answers,
+            sequences,
+            micro_batch_tokens=budget,
+            ranks=Seat(rank, world),
+        )
         for rank in range(world)
     ]
-    assert len({len(one.passes) for one in found}) == 1
-    assert len({one.fill for one in found}) == 1
-    places = [one.places for rank in found for one in rank.passes]
-    assert torch.cat(places).sort().values.equal(torch.arange(sum(lengths)))
-    for one in (one for rank in found for one in rank.passes):
-        assert one.read(sequences), "an empty pass reads something too"
+    assert len({len(rank.parts) for rank in found}) == 1
+    assert len({rank.fill for rank in found}) == 1
+    indices = [batch.token_indices for rank in found for batch in rank.parts]
+    assert torch.cat(indices).sort().values.equal(torch.arange(sum(lengths)))
+    for batch in (batch for rank in found for batch in rank.parts):
+        assert batch.read(sequences), "an empty micro-batch reads something too"
 
 
 @given(size=st.integers(1, 300), world=st.integers(1, 9))
@@ -108,7 +114,7 @@ def case(name="reinforce_pp", *, pass_tokens=20, steps=1, epochs=1, correction=N
     special = {} if correction is None else {"correction": correction}
     settings = train_settings(
         algorithm=Algorithm(name=name, **changes.pop("algorithm", {})),
-        optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3, steps=steps, epochs=epochs),
+        optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3, mini_batches=steps, epochs=epochs),
         schedule=Schedule(
             group_prompts=4, samples_per_prompt=2, update_batch=8, harvest_unit="prompt"
         ),
@@ -135,13 +141,13 @@ def assert_same(found, expected, *, atol=1e-5):
 
 CASES = {
     "reinforce_pp": case(),
-    "grpo": case("grpo", algorithm={"kl": 0.1, "entropy": 0.01}),
-    "kl_in_reward": case(algorithm={"kl": 0.05, "kl_place": "reward"}),
+    "grpo": case("grpo", algorithm={"kl_coef": 0.1, "entropy_coef": 0.01}),
+    "kl_in_reward": case(algorithm={"kl_coef": 0.05, "kl_place": "reward"}),
     "ppo": case("ppo", algorithm={"gae_lambda": 0.9}),
     "steps_and_epochs": case("ppo", steps=2, epochs=2),
     "sequence_correction": case(correction=Correction(kind="sequence_mis")),
     "one_long_answer": case(lengths=(1, 2, 1, 70, 2, 1)),
-    "fewer_answers_than_ranks": case(lengths=(9,), algorithm={"entropy": 0.1}),
+    "fewer_answers_than_ranks": case(lengths=(9,), algorithm={"entropy_coef": 0.1}),
     "tied_embeddings": case(architecture="qwen3"),
     "sliding_windows": case(architecture="gemma3"),
     "checkpointed_layers": case(is_checkpointed=True),
@@ -202,7 +208,7 @@ def test_in_float16_ranks_scale_the_loss_alike(pair):
 def test_weights_that_are_not_finite_on_one_rank_are_saved_by_none(pair, tmp_path):
     for said, files in pair.do(sharded_worlds.broken_is_refused, case(), tmp_path):
         assert len(said) == 2
-        assert all("model.embed_tokens.weight hold NaN or infinite numbers" in one for one in said)
+        assert all("model.embed_tokens.weight hold NaN or infinite values" in one for one in said)
         assert files == []
 
 
@@ -231,7 +237,7 @@ def test_ranks_refuse_to_train_on_different_batches(pair):
 
 
 def test_between_updates_a_rank_holds_its_part_and_nothing_else(pair):
-    what = case("ppo", algorithm={"kl": 0.1})
+    what = case("ppo", algorithm={"kl_coef": 0.1})
     for models in pair.do(sharded_worlds.held, what):
         assert len(models) == 3
         assert all(own == whole / 2 for own, whole in models)
@@ -276,7 +282,7 @@ def test_one_process_reads_a_full_checkpoint_of_ranks(pair, tmp_path):
     counters, expected = saved(pair, folder, "full", what)
     model = type(what.model()).from_pretrained(folder / "model")
     trainer, _ = sharded_worlds.replace_model(what, model).alone()
-    read_trainer(trainer, folder, counters)
+    trainer.load(folder, counters)
     trainer.update(what.batch(1))
     assert_same(outcome_alone(trainer, model), expected)
 
@@ -288,8 +294,7 @@ def test_ranks_read_a_checkpoint_of_one_process(pair, tmp_path):
     counters = {}
 
     def write(folder):
-        model.save_pretrained(folder / "model")
-        counters.update(write_trainer(trainer, folder))
+        counters.update(trainer.save(folder, tokenizer=sharded_worlds.Silent()))
 
     save(tmp_path / "one", write)
     trainer.update(what.batch(1))
@@ -305,7 +310,7 @@ def test_other_numbers_of_processes_read_a_sharded_checkpoint(pair, tmp_path, dt
     counters, _ = saved(pair, folder, "sharded", what)
     expected = pair.do(sharded_worlds.resumed, what, folder, "sharded", counters)[0]
     trainer, model = what.alone()
-    read_joined(trainer, folder, model=model, counters=counters)
+    read_joined(trainer, folder, counters=counters)
     masters = trainer.optimiser.state()[0]
     ranks = open_ranks(f"file://{tmp_path}/meeting", rank=0, world=1)
     try:
@@ -322,17 +327,23 @@ def test_other_numbers_of_processes_read_a_sharded_checkpoint(pair, tmp_path, dt
         assert_same(outcome_alone(trainer, model), expected)
 
 
-def test_a_sharded_checkpoint_says_who_has_what(pair, tmp_path):
+def test_a_sharded_checkpoint_has_safetensors_of_every_rank_and_no_pickle(pair, tmp_path):
     folder = tmp_path / "one"
     saved(pair, folder, "sharded", case(architecture="qwen3"))
-    index = json.loads((folder / "shards.json").read_text())["groups"]
-    assert index.keys() == {"model", "optimiser"}
-    assert index["model"]["model.norm.weight"] == {"shape": [48], "rows": [[0, 24], [24, 48]]}
-    assert "lm_head.weight" not in index["model"], "a tensor with two names is saved once"
-    assert sorted(path.name for path in (folder / "shards").iterdir()) == [
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
-    ]
+    shapes = Shards(folder).shapes("model")
+    assert shapes["model.norm.weight"] == (48,)
+    assert "lm_head.weight" not in shapes, "a tensor with two names is saved once"
+    files = sorted((folder / "shards").iterdir())
+    assert [path.name[:11] for path in files] == ["shard-00001", "shard-00002"]
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            assert file.get_slice("model/model.norm.weight").get_shape() == [24]
+
+
+def test_a_sharded_checkpoint_of_the_older_format_is_refused(tmp_path):
+    (tmp_path / "shards.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="resume it with the version of sortedrl that wrote"):
+        is_sharded(tmp_path)
 
 
 def test_what_is_missing_in_a_sharded_checkpoint_is_named(pair, tmp_path):
@@ -340,15 +351,21 @@ def test_what_is_missing_in_a_sharded_checkpoint_is_named(pair, tmp_path):
     counters, _ = saved(pair, folder, "sharded", case())
     with pytest.raises(CheckpointError, match="has no critic; it was saved by a run with other"):
         Shards(folder).shapes("critic")
-    with pytest.raises(CheckpointError, match=r"shards\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"shards: cannot be read"):
         Shards(tmp_path)
     other = case(architecture="qwen3")
-    trainer, model = other.alone()
+    trainer, _model = other.alone()
     with pytest.raises(CheckpointError, match="must be that of the run, but they differ in"):
-        read_joined(trainer, folder, model=model, counters=counters)
-    (folder / "shards" / "rank-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors: cannot be read"):
-        Shards(folder).whole("model")
+        read_joined(trainer, folder, counters=counters)
+    trainer, _model = case().alone()
+    first, last = sorted((folder / "shards").iterdir())
+    last.rename(tmp_path / "last")
+    with pytest.raises(CheckpointError, match="must be that of the run, but they differ in"):
+        read_joined(trainer, folder, counters=counters)
+    (tmp_path / "last").rename(last)
+    first.unlink()
+    with pytest.raises(CheckpointError, match=r"shards: rows of 'model/.*' are missing"):
+        Shards(folder)
 
 
 def test_ranks_that_cannot_write_all_say_so_and_go_on(pair, tmp_path):

@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, trained alone, saved by name, folded in for export."""
+"""Adapters: nothing at first, trained alone, saved by name, merged_tensors in for export."""
 
 import pytest
 import torch
@@ -8,16 +8,15 @@ from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.checkpoint import save
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.lora import (
     add_adapters,
-    folded,
     load_adapters,
+    merged_tensors,
     trained_parameters,
     write_adapters,
 )
-from sortedrl.training.run_trainer import export_model
-from sortedrl.training.trainer import AdapterReference, CopiedReference
+from sortedrl.training.trainer import export_model
 
 SEQUENCES = [TokenSequence([4, 9, 30], [7, 8, 50, 2]), TokenSequence([3], [5])]
 
@@ -80,7 +79,7 @@ def test_other_random_numbers_stay_as_they_were():
 def test_folded_weights_compute_what_the_adapters_do():
     model, plain = adapted(), tiny_model(std=0.3)
     before = logprobs(plain)
-    plain.load_state_dict(folded(model))
+    plain.load_state_dict(merged_tensors(model))
     torch.testing.assert_close(logprobs(plain), logprobs(model), atol=1e-5, rtol=0)
     assert (logprobs(plain) - before).abs().max() > 1e-2
 
@@ -88,7 +87,7 @@ def test_folded_weights_compute_what_the_adapters_do():
 def test_folding_leaves_the_adapters_as_they_are():
     model = adapted()
     before = logprobs(model)
-    folded(model)
+    merged_tensors(model)
     assert torch.equal(logprobs(model), before)
     assert any(".lora_" in name for name, _ in model.named_parameters())
 

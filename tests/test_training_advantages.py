@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 import plain_algorithms as plain
 from sortedrl.config.algorithm import Algorithm
 from sortedrl.errors import ConfigError
-from sortedrl.training.advantages import RunningMoments, estimate, informative, overlong_shaped
+from sortedrl.training.advantages import (
+    RunningMoments,
+    estimate,
+    has_reward_variance,
+    overlong_shaped,
+)
 from sortedrl.training.batch import Answers
 
 NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
@@ -106,7 +111,7 @@ def batches(draw):
 def algorithms(draw, names=NAMES):
     given = {
         "name": draw(st.sampled_from(names)),
-        "kl": draw(st.sampled_from((0.0, 0.01, 0.5))),
+        "kl_coef": draw(st.sampled_from((0.0, 0.01, 0.5))),
         "kl_place": draw(st.sampled_from((None, "reward", "loss"))),
         "overlong_tokens": draw(st.sampled_from((None, 1, 5, 20))),
     }
@@ -205,7 +210,7 @@ def test_rloo_subtracts_the_mean_of_the_others():
 
 def test_rloo_takes_the_divergence_of_the_whole_answer_from_its_reward():
     batch = replace(small([1.0, 1.0], lengths=[2, 1]), kl=[[1.0, 2.0], [0.5]])
-    ours = per_answer(found(batch, Algorithm(name="rloo", kl=0.1)).advantages_T, batch)
+    ours = per_answer(found(batch, Algorithm(name="rloo", kl_coef=0.1)).advantages_T, batch)
     assert ours == pytest.approx([-0.25, 0.25])
 
 
@@ -218,7 +223,7 @@ def test_reinforce_pp_whitens_over_tokens_so_a_long_answer_moves_the_mean_more()
 
 def test_reinforce_pp_charges_a_token_for_its_own_divergence_and_all_after_it():
     batch = replace(small([1.0], lengths=[3]), kl=[[1.0, 2.0, 3.0]])
-    ours = found(batch, Algorithm(kl=0.1)).advantages_T
+    ours = found(batch, Algorithm(kl_coef=0.1)).advantages_T
     # Returns 0.4, 0.5, 0.7 with mean 1.6 / 3.
     returns = torch.tensor([0.4, 0.5, 0.7])
     torch.testing.assert_close(ours, (returns - returns.mean()) / returns.std(), rtol=1e-4, atol=0)
@@ -254,7 +259,7 @@ def test_a_batch_of_one_token_has_no_advantage_under_any_algorithm():
 def test_the_divergence_is_not_in_the_reward_when_it_is_in_the_loss():
     batch = replace(small([1.0, 0.0]), kl=[[5.0] * 3, [9.0] * 3])
     for name in NAMES:
-        place = Algorithm(name=name, kl=0.5, kl_place="loss")
+        place = Algorithm(name=name, kl_coef=0.5, kl_place="loss")
         without = found(batch, Algorithm(name=name)).advantages_T
         assert torch.equal(found(batch, place).advantages_T, without)
 
@@ -278,14 +283,17 @@ def test_an_answer_informs_where_the_rewards_of_its_prompt_differ(batch):
         len({batch.rewards[n] for n in plain.siblings(batch.prompts, number)}) > 1
         for number in range(len(batch.rewards))
     ]
-    assert informative(batch.answers).tolist() == theirs
+    assert has_reward_variance(batch.answers).tolist() == theirs
 
 
 def test_sums_reach_to_the_end_of_long_answers_among_short_ones():
     lengths = [1, 1000, 1, 333, 1]
     kl = [[((7 * n + place) % 11) / 8 for place in range(size)] for n, size in enumerate(lengths)]
     batch = Small([0.0] * 5, [0, 1, 2, 3, 4], kl, kl)
-    for algorithm in (Algorithm(kl=0.5), Algorithm(name="ppo", discount=0.99, gae_lambda=0.95)):
+    for algorithm in (
+        Algorithm(kl_coef=0.5),
+        Algorithm(name="ppo", discount=0.99, gae_lambda=0.95),
+    ):
         theirs = flat(expected(batch, algorithm)[0]).float()
         torch.testing.assert_close(
             found(batch, algorithm).advantages_T, theirs, rtol=1e-6, atol=1e-8

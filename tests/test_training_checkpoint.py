@@ -148,7 +148,7 @@ def test_every_half_of_a_manifest_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("manifest", "reason"),
     [
-        (None, "not a complete checkpoint of ours"),
+        (None, "not a complete sortedrl checkpoint"),
         ("[1, 2]", "must hold a JSON object"),
         ('{"format": "other", "version": 1}', "format must be 'sortedrl-checkpoint', got 'other'"),
         ('{"format": "sortedrl-checkpoint", "version": 2}', "version must be 1, got 2"),
@@ -238,7 +238,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_checkpoint(tmp_path, write
     message = str(caught.value)
     assert str(tmp_path / "update-000002") in message
     assert os.strerror(errno.EFBIG) in message
-    assert "the last complete checkpoint update-000001 stands" in message
+    assert "the last complete checkpoint is update-000001" in message
     assert names(tmp_path) == ["update-000001"]
     assert checkpoints.newest() == old
     assert checkpoints.save(2, write) == checkpoints.newest()
@@ -279,7 +279,7 @@ def test_on_a_disk_that_is_really_full_the_old_checkpoint_stands(tmp_path):
             lambda folder: write_large_tensors(folder) or write_large_tensors(folder / ".."),
             write_large_model,
         ):
-            with pytest.raises(CheckpointError, match=r"No space left .* update-000001 stands"):
+            with pytest.raises(CheckpointError, match=r"No space left .* is update-000001"):
                 checkpoints.save(2, write)
             (tmp_path / "optimiser.safetensors").unlink(missing_ok=True)
             assert names(tmp_path) == ["update-000001"]

@@ -10,7 +10,7 @@ from native_worlds import tiny_model
 from sortedrl.config.algorithm import Algorithm, Optimisation
 from sortedrl.config.schedule import Schedule
 from sortedrl.training.losses import LossInputs, aggregation_weights, loss
-from sortedrl.training.optimiser import StepOutcome
+from sortedrl.training.optimiser import StepResult
 from sortedrl.types import TrainBatch
 from training_worlds import train_settings, trainer_of, world, written
 
@@ -89,7 +89,7 @@ def test_in_partial_mode_stale_tokens_are_corrected_by_default():
         ratios.append(run.trainer.last["correction/ratio_max"])
     assert max(shares) > 0
     assert max(ratios) > 1.01
-    assert run.trainer._kind == "token_tis"
+    assert run.trainer._settings.correction.kind == "token_tis"
 
 
 class Catcher:
@@ -107,7 +107,7 @@ class Catcher:
         assert math.isfinite(loss)
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
-        return StepOutcome(grad_norm=1.0, learning_rate=0.0, is_applied=True)
+        return StepResult(grad_norm=1.0, learning_rate=0.0, is_applied=True)
 
 
 def gradients(algorithm, *, pass_tokens):
@@ -131,9 +131,9 @@ def gradients(algorithm, *, pass_tokens):
 
 ALGORITHMS = [
     Algorithm(name="reinforce_pp"),
-    Algorithm(name="grpo", kl=0.1, entropy=0.01),
+    Algorithm(name="grpo", kl_coef=0.1, entropy_coef=0.01),
     Algorithm(name="dr_grpo"),
-    Algorithm(name="rloo", kl=0.05),
+    Algorithm(name="rloo", kl_coef=0.05),
     Algorithm(name="dapo", overlong_tokens=20),
     Algorithm(name="ppo", gae_lambda=0.9),
 ]
@@ -183,7 +183,7 @@ def test_a_packed_update_is_the_padded_one():
 def test_several_steps_and_epochs_per_update_move_the_ratio():
     settings = train_settings(
         schedule=Schedule(strategy="sorted", mode="coupled", **GROUP),
-        optimiser=Optimisation(learning_rate=1e-2, steps=2, epochs=2),
+        optimiser=Optimisation(learning_rate=1e-2, mini_batches=2, epochs=2),
     )
     run = world(settings)
     batches = list(run.loop.run())

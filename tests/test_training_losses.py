@@ -25,7 +25,7 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 ESTIMATORS = ("k1", "k2", "k3")
 CLIPS = [Algorithm(), Algorithm(clip=0.1, clip_high=0.35), Algorithm(dual_clip=2.5)]
 LIMIT = 16
-JOINT = Algorithm(name="grpo", kl=0.3, entropy=0.02, dual_clip=3.0)
+JOINT = Algorithm(name="grpo", kl_coef=0.3, entropy_coef=0.02, dual_clip=3.0)
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 few = settings(max_examples=50)
 
@@ -56,7 +56,7 @@ def columns(*kinds):
 def bounds(algorithm):
     return {
         "low": algorithm.clip,
-        "high": algorithm.used_clip_high,
+        "high": algorithm.effective_clip_high,
         "dual": algorithm.dual_clip,
     }
 
@@ -316,7 +316,7 @@ def test_masked_tokens_contribute_nothing_and_stay_in_the_denominator():
 
 def test_a_divergence_in_the_reward_is_not_in_the_loss_too():
     current_T, entropy_T, inputs = random_step(3, lengths=[4, 2])
-    ours = loss(current_T, inputs, algorithm=Algorithm(kl=0.5), entropy_T=entropy_T)
+    ours = loss(current_T, inputs, algorithm=Algorithm(kl_coef=0.5), entropy_T=entropy_T)
     assert ours.kl is None
     assert ours.total.item() == ours.policy.item()
     assert math.isclose(ours.entropy.item(), float((inputs.weights_T * entropy_T).sum()))

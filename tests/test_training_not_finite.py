@@ -17,7 +17,7 @@ from sortedrl.training.advantages import RunningMoments
 from sortedrl.training.checkpoint import save
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import bounded_ratios, correction_weights
-from sortedrl.training.run_trainer import LocalTrainer, export_model, read_trainer
+from sortedrl.training.trainer import export_model
 from sortedrl.types import LARGEST_REWARD, Segment, TrainBatch, impossible_logprob
 from training_worlds import train_settings, trainer_of, written
 
@@ -174,17 +174,17 @@ def test_an_update_whose_log_probabilities_are_not_finite_is_skipped_and_the_ans
     with caplog.at_level(logging.WARNING):
         trainer.update(TrainBatch(0, tuple(batch)))
     (record,) = caplog.records
-    assert "the update is skipped" in record.message
-    assert "1 of 6 answers, first of all for prompt 3, sample 0" in record.message
+    assert "update skipped" in record.message
+    assert "1 of 6 answers, the first for prompt 3, sample 0" in record.message
     assert (trainer.version, trainer.num_bad) == (0, 1)
     for was, parameter in zip(before, model.parameters(), strict=True):
         assert was.nan_to_num(7).equal(parameter.nan_to_num(7))
 
 
 MODELS = {
-    "the reference": (Algorithm(kl=0.1, whiten="group"), lambda t: t._reference._packed.model),
+    "the reference": (Algorithm(kl_coef=0.1, whiten="group"), lambda t: t._reference._packed.model),
     "the critic": (Algorithm(name="ppo"), lambda t: t.critic.critic.trunk),
-    "the trained model": (Algorithm(kl=0.1, whiten="group"), lambda t: t._policy.model),
+    "the trained model": (Algorithm(kl_coef=0.1, whiten="group"), lambda t: t._policy.model),
 }
 
 
@@ -197,7 +197,7 @@ def test_a_model_that_gives_no_numbers_is_named_and_spoils_no_window(
     break_token(broken(trainer), only_in(batch, batch[1]))
     with caplog.at_level(logging.WARNING):
         trainer.update(TrainBatch(0, tuple(batch)))
-    assert f"{what} gave numbers that are not finite for 1 of 6 answers" in caplog.text
+    assert f"{what} gave values that are not finite for 1 of 6 answers" in caplog.text
     assert "prompt 1, sample 0" in caplog.text
     assert trainer.last["skipped_steps"] == 1
     assert (trainer.version, trainer.num_bad) == (0, 1)
@@ -222,7 +222,7 @@ def half_trainer(scale, **changes):
     return trainer, model
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm(), Algorithm(name="ppo"), Algorithm(kl=0.1)])
+@pytest.mark.parametrize("algorithm", [Algorithm(), Algorithm(name="ppo"), Algorithm(kl_coef=0.1)])
 def test_an_update_in_float16_that_overflows_is_made_again_and_not_lost(algorithm):
     batch = TrainBatch(0, tuple(answers()))
     trainer, model = half_trainer(2.0**24, algorithm=algorithm, learning_rate=1e-3)
@@ -244,15 +244,14 @@ def test_a_run_in_float16_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
     for batch in batches[:2]:
         trainer.update(batch)
     counters = {}
-    local = LocalTrainer(trainer, model=model)
 
     def write(folder):
-        counters.update(local.save(folder, tokenizer=NoTokenizer()))
+        counters.update(trainer.save(folder, tokenizer=NoTokenizer()))
 
     save(tmp_path / "one", write)
     resumed, again = half_trainer(2.0**16, learning_rate=1e-3)
     again.load_state_dict(model.state_dict())
-    read_trainer(resumed, tmp_path / "one", counters)
+    resumed.load(tmp_path / "one", counters)
     for batch in batches[2:]:
         trainer.update(batch)
         resumed.update(batch)
@@ -265,10 +264,9 @@ def test_a_run_in_float16_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
 
 def test_weights_that_are_not_finite_are_never_saved_over_good_ones(tmp_path):
     trainer, model = trained([answers()])
-    local = LocalTrainer(trainer, model=model)
 
     def write(folder):
-        local.save(folder, tokenizer=NoTokenizer())
+        trainer.save(folder, tokenizer=NoTokenizer())
 
     def files():
         return {f: f.read_bytes() for f in (tmp_path / "one").rglob("*") if f.is_file()}
@@ -283,8 +281,7 @@ def test_weights_that_are_not_finite_are_never_saved_over_good_ones(tmp_path):
 
 
 def test_an_optimiser_or_a_critic_that_is_not_finite_is_not_saved(tmp_path):
-    trainer, model = trained([answers()], settings=settings_of(Algorithm(name="ppo")))
-    local = LocalTrainer(trainer, model=model)
+    trainer, _model = trained([answers()], settings=settings_of(Algorithm(name="ppo")))
     moments = trainer.optimiser.state()[0]["second_moment.lm_head.weight"]
     for tensor, named in (
         (moments, "second_moment.lm_head.weight"),
@@ -294,9 +291,9 @@ def test_an_optimiser_or_a_critic_that_is_not_finite_is_not_saved(tmp_path):
         with torch.no_grad():
             tensor.view(-1)[0] = math.inf
             with pytest.raises(CheckpointError, match=f"{named} hold NaN or infinite"):
-                save(tmp_path / "one", lambda folder: local.save(folder, tokenizer=NoTokenizer()))
+                save(tmp_path / "one", lambda folder: trainer.save(folder, tokenizer=NoTokenizer()))
             tensor.copy_(kept)
-    save(tmp_path / "one", lambda folder: local.save(folder, tokenizer=NoTokenizer()))
+    save(tmp_path / "one", lambda folder: trainer.save(folder, tokenizer=NoTokenizer()))
 
 
 def test_weights_that_are_not_finite_are_never_exported(tmp_path):
@@ -342,7 +339,6 @@ def test_tokens_of_weights_far_away_give_finite_ratios(kind, distance):
         proximal_T,
         lengths_N=torch.tensor([3, 1]),
         correction=Correction(kind=kind),
-        kind=kind,
     )
     assert weights_T.isfinite().all()
     assert weights_T.max() <= 2

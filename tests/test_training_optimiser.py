@@ -137,7 +137,7 @@ def test_loaded_masters_show_in_the_weights():
 def test_in_32_bits_it_is_the_adamw_of_torch(max_norm):
     model, plain = network(), network()
     optimiser = optimiser_of(
-        model, learning_rate=0.01, weight_decay=0.3, beta2=0.95, max_norm=max_norm
+        model, learning_rate=0.01, weight_decay=0.3, beta2=0.95, max_grad_norm=max_norm
     )
     matrices = [p for p in plain.parameters() if p.ndim == 2]
     vectors = [p for p in plain.parameters() if p.ndim == 1]
@@ -163,7 +163,7 @@ def test_in_32_bits_it_is_the_adamw_of_torch(max_norm):
 def test_steps_too_small_for_16_bits_add_up_in_the_master():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimiser = Optimiser(
-        {"weight": weight}, Optimisation(learning_rate=1e-6, max_norm=None), total_steps=None
+        {"weight": weight}, Optimisation(learning_rate=1e-6, max_grad_norm=None), total_steps=None
     )
     for step in range(1, 101):
         (weight.float() * 3).sum().backward()
@@ -194,7 +194,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(dtype):
     whole, parts = network(dtype), network(dtype)
     steps = {}
     for model, size in ((whole, 24), (parts, 6)):
-        optimiser = optimiser_of(model, learning_rate=0.0, max_norm=None, beta1=0.0)
+        optimiser = optimiser_of(model, learning_rate=0.0, max_grad_norm=None, beta1=0.0)
         for start in range(0, 24, size):
             backward(model, slice(start, start + size))
         assert dtype == torch.float32 or all(p.grad is None for p in model.parameters())
@@ -209,7 +209,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(dtype):
 
 def test_gradients_of_16_bits_are_added_in_32():
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    optimiser = Optimiser({"weight": weight}, Optimisation(max_norm=None), total_steps=None)
+    optimiser = Optimiser({"weight": weight}, Optimisation(max_grad_norm=None), total_steps=None)
     (weight * 256).sum().backward()
     for _ in range(64):
         weight.sum().backward()
@@ -218,7 +218,7 @@ def test_gradients_of_16_bits_are_added_in_32():
 
 def test_a_gradient_above_the_norm_is_scaled_down_to_it():
     weight = nn.Parameter(torch.zeros(2, 1))
-    knobs = Optimisation(max_norm=1.0, beta1=0.0, beta2=0.0)
+    knobs = Optimisation(max_grad_norm=1.0, beta1=0.0, beta2=0.0)
     optimiser = Optimiser({"weight": weight}, knobs, total_steps=None)
     (weight * torch.tensor([[30.0], [40.0]])).sum().backward()
     assert optimiser.step().grad_norm == 50
@@ -368,7 +368,7 @@ def test_the_learning_rate_rises_and_stays():
 
 
 def test_the_learning_rate_falls_along_a_cosine():
-    knobs = Optimisation(learning_rate=1.0, schedule="cosine", warmup_steps=1, final_share=0.2)
+    knobs = Optimisation(learning_rate=1.0, schedule="cosine", warmup_steps=1, min_lr_ratio=0.2)
     half, fall = math.sqrt(0.5), 0.4
     expected = [0.5, 1.0, 0.6 + fall * half, 0.6, 0.6 - fall * half, 0.2, 0.2, 0.2]
     assert rates(knobs, 6) == pytest.approx(expected)
@@ -383,7 +383,7 @@ def test_the_learning_rate_falls_along_a_cosine():
 def test_the_learning_rate_rises_once_and_then_never_again(warmup, total, share, schedule):
     share = share if schedule == "cosine" else 0.1
     knobs = Optimisation(
-        learning_rate=1e-3, warmup_steps=warmup, final_share=share, schedule=schedule
+        learning_rate=1e-3, warmup_steps=warmup, min_lr_ratio=share, schedule=schedule
     )
     course = [learning_rate_at(s, settings=knobs, total_steps=total) for s in range(30)]
     assert course[warmup] == pytest.approx(1e-3)
@@ -413,14 +413,14 @@ def test_a_cosine_without_an_end_is_refused():
         {"learning_rate": math.nan},
         {"schedule": "cosin"},
         {"warmup_steps": -1},
-        {"final_share": 1.5},
-        {"final_share": 0.2},
+        {"min_lr_ratio": 1.5},
+        {"min_lr_ratio": 0.2},
         {"weight_decay": -0.1},
         {"beta1": 1.0},
         {"beta2": -0.5},
         {"epsilon": 0.0},
-        {"max_norm": 0.0},
-        {"steps": 0},
+        {"max_grad_norm": 0.0},
+        {"mini_batches": 0},
         {"epochs": 0},
         {"max_bad_updates": 0},
     ],
@@ -460,7 +460,7 @@ def test_in_float16_the_gradient_is_right_however_many_tokens_a_step_has(step_to
 
 def float16_weight(*, max_norm=None):
     weight = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
-    settings = Optimisation(learning_rate=0.01, max_norm=max_norm)
+    settings = Optimisation(learning_rate=0.01, max_grad_norm=max_norm)
     return weight, Optimiser({"weight": weight}, settings, total_steps=None)
 
 

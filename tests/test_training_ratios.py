@@ -33,7 +33,7 @@ def pairs(draw):
 
 
 def setting(kind, *, least=0.0, most=2.0):
-    return Correction(kind=kind, most=most, least=least if kind.endswith("mis") else 0.0)
+    return Correction(kind=kind, max_ratio=most, min_ratio=least if kind.endswith("mis") else 0.0)
 
 
 def tensors(answers):
@@ -44,9 +44,7 @@ def tensors(answers):
 
 def applied(function, answers, correction):
     behaviour_T, proximal_T, lengths_N = tensors(answers)
-    return function(
-        behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction, kind=correction.kind
-    )
+    return function(behaviour_T, proximal_T, lengths_N=lengths_N, correction=correction)
 
 
 @few
@@ -61,7 +59,7 @@ def test_weights_are_those_of_the_plain_formulas(answers, kind, least, most):
     correction = setting(kind, least=least, most=most)
     theirs, held = [], []
     for behaviour, proximal in answers:
-        own = plain.correction(kind, behaviour, proximal, least=correction.least, most=most)
+        own = plain.correction(kind, behaviour, proximal, least=correction.min_ratio, most=most)
         theirs += own[0]
         held += own[1]
     weights = applied(correction_weights, answers, correction)
@@ -79,7 +77,6 @@ def test_weights_are_finite_never_above_the_bound_and_have_no_gradient(answers, 
         proximal_T.float().requires_grad_(),
         lengths_N=lengths_N,
         correction=correction,
-        kind=kind,
     )
     assert weights.dtype == torch.float32
     assert not weights.requires_grad

@@ -23,11 +23,11 @@ from sortedrl.errors import ConfigError
 )
 def test_a_name_brings_its_aggregation_and_its_divergence(name, aggregation, place, estimator):
     own = Algorithm(name=name)
-    assert own.used_aggregation == aggregation
-    assert (own.used_kl_place, own.used_kl_estimator) == (place, estimator)
+    assert own.effective_aggregation == aggregation
+    assert (own.effective_kl_place, own.effective_kl_estimator) == (place, estimator)
     assert own.has_critic == (name == "ppo")
     assert own.needs_siblings == (name not in ("ppo", "reinforce_pp"))
-    assert own.drops_equal == (name == "dapo")
+    assert own.filters_zero_variance == (name == "dapo")
 
 
 def test_what_is_given_goes_before_what_the_name_brings():
@@ -37,25 +37,25 @@ def test_what_is_given_goes_before_what_the_name_brings():
         kl_estimator="k2",
         kl_place="loss",
         clip_high=0.5,
-        drop_equal=False,
+        filter_zero_variance=False,
     )
-    assert own.used_aggregation == "constant"
-    assert (own.used_kl_place, own.used_kl_estimator) == ("loss", "k2")
-    assert own.used_clip_high == 0.5
-    assert not own.drops_equal
+    assert own.effective_aggregation == "constant"
+    assert (own.effective_kl_place, own.effective_kl_estimator) == ("loss", "k2")
+    assert own.effective_clip_high == 0.5
+    assert not own.filters_zero_variance
 
 
 @pytest.mark.parametrize("name", get_args(AlgorithmName))
 def test_the_divergence_is_estimated_as_its_place_demands(name):
-    assert Algorithm(name=name, kl_place="reward").used_kl_estimator == "k1"
-    assert Algorithm(name=name, kl_place="loss").used_kl_estimator in ("k2", "k3")
+    assert Algorithm(name=name, kl_place="reward").effective_kl_estimator == "k1"
+    assert Algorithm(name=name, kl_place="loss").effective_kl_estimator in ("k2", "k3")
     Algorithm(name=name, kl_place="reward", kl_estimator="k1")
     for estimator in ("k2", "k3"):
         Algorithm(name=name, kl_place="loss", kl_estimator=estimator)
-        with pytest.raises(ConfigError, match="must be 'k1' where the divergence enters the rew"):
-            Algorithm(name=name, kl=0.1, kl_place="reward", kl_estimator=estimator)
+        with pytest.raises(ConfigError, match="must be 'k1' where the KL divergence is in the rew"):
+            Algorithm(name=name, kl_coef=0.1, kl_place="reward", kl_estimator=estimator)
     with pytest.raises(ConfigError, match=r"'k2' or 'k3' .* whose gradient is 0 on average"):
-        Algorithm(name=name, kl=0.1, kl_place="loss", kl_estimator="k1")
+        Algorithm(name=name, kl_coef=0.1, kl_place="loss", kl_estimator="k1")
 
 
 def test_an_estimator_must_fit_the_place_that_the_name_brings():
@@ -66,8 +66,8 @@ def test_an_estimator_must_fit_the_place_that_the_name_brings():
 
 
 def test_the_upper_clip_is_the_lower_one_but_for_dapo():
-    assert Algorithm(clip=0.1).used_clip_high == 0.1
-    assert Algorithm(name="dapo").used_clip_high == 0.28
+    assert Algorithm(clip=0.1).effective_clip_high == 0.1
+    assert Algorithm(name="dapo").effective_clip_high == 0.28
 
 
 @pytest.mark.parametrize(
@@ -75,21 +75,21 @@ def test_the_upper_clip_is_the_lower_one_but_for_dapo():
     [
         ({"name": "grp"}, "did you mean 'grpo'"),
         ({"aggregation": "token"}, "did you mean 'token_mean'"),
-        ({"kl_estimator": "k4"}, "unknown kl estimator 'k4'"),
+        ({"kl_estimator": "k4"}, "unknown algorithm.kl_estimator 'k4'"),
         ({"kl_place": "los"}, "did you mean 'loss'"),
         ({"clip": 1.0}, "clip must lie in"),
         ({"clip": math.nan}, "clip must lie in"),
-        ({"clip_high": 0.0}, "clip_high must be positive"),
+        ({"clip_high": 0.0}, "clip_high must be above 0"),
         ({"dual_clip": 1.2}, "above 1 \\+ clip_high = 1.2"),
-        ({"dual_clip": math.inf}, "dual_clip must be above"),
-        ({"kl": -0.1}, "kl must be 0 or more"),
-        ({"entropy": math.inf}, "entropy must be finite"),
+        ({"dual_clip": math.inf}, "dual_clip must be a finite number"),
+        ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
+        ({"entropy_coef": math.inf}, "entropy_coef must be a finite number"),
         ({"discount": 1.1}, "discount must lie in 0..1"),
         ({"gae_lambda": -0.1}, "gae_lambda must lie in 0..1"),
-        ({"value_clip": 0.0}, "value_clip must be positive"),
-        ({"drop_equal": True}, "drop_equal compares the answers"),
+        ({"value_clip": 0.0}, "value_clip must be above 0"),
+        ({"filter_zero_variance": True}, "filter_zero_variance compares the answers"),
         ({"overlong_tokens": 0}, "overlong_tokens must be at least 1"),
-        ({"overlong_penalty": -1.0}, "overlong_penalty must be 0 or more"),
+        ({"overlong_penalty": -1.0}, "overlong_penalty must be at least 0"),
         ({"overlong_penalty": 0.5}, "overlong_penalty needs overlong_tokens, got 0.5 without"),
         ({"discount": 0.99}, "discount belongs to 'ppo', got 0.99 with 'reinforce_pp'"),
         ({"name": "grpo", "gae_lambda": 0.95}, "gae_lambda belongs to 'ppo', got 0.95 with 'grpo'"),
@@ -106,13 +106,13 @@ def test_an_algorithm_that_cannot_work_is_refused(given, message):
     [
         ({"kind": "token_tiss"}, "did you mean 'token_tis'"),
         ({"ratio": "behavior"}, "did you mean 'behaviour'"),
-        ({"most": 0.0}, "least < most"),
-        ({"most": math.inf}, "least < most"),
-        ({"kind": "token_mis", "least": 2.0}, "least < most"),
-        ({"kind": "token_mis", "least": -1.0}, "least < most"),
-        ({"least": 0.5}, "least needs a kind that masks"),
-        ({"kind": "token_tis", "least": 0.5}, "least needs a kind that masks"),
-        ({"kind": "token_tis", "ratio": "behaviour"}, "corrects by itself"),
+        ({"max_ratio": 0.0}, "max_ratio must be above 0"),
+        ({"max_ratio": math.inf}, "max_ratio must be a finite number"),
+        ({"kind": "token_mis", "min_ratio": 2.0}, "must be below correction.max_ratio"),
+        ({"kind": "token_mis", "min_ratio": -1.0}, "min_ratio must be at least 0"),
+        ({"min_ratio": 0.5}, "min_ratio needs a kind that masks"),
+        ({"kind": "token_tis", "min_ratio": 0.5}, "min_ratio needs a kind that masks"),
+        ({"kind": "token_tis", "ratio": "behaviour"}, "needs kind 'none'"),
     ],
 )
 def test_a_correction_that_cannot_work_is_refused(given, message):
@@ -121,8 +121,8 @@ def test_a_correction_that_cannot_work_is_refused(given, message):
 
 
 def test_stale_tokens_are_corrected_unless_the_clip_or_the_user_does_it():
-    assert Correction().used_kind(is_needed=True) == "token_tis"
-    assert Correction().used_kind(is_needed=False) == "none"
-    assert Correction(ratio="behaviour").used_kind(is_needed=True) == "none"
-    assert Correction(kind="none").used_kind(is_needed=True) == "none"
-    assert Correction(kind="token_mis").used_kind(is_needed=False) == "token_mis"
+    assert Correction().effective_kind(is_needed=True) == "token_tis"
+    assert Correction().effective_kind(is_needed=False) == "none"
+    assert Correction(ratio="behaviour").effective_kind(is_needed=True) == "none"
+    assert Correction(kind="none").effective_kind(is_needed=True) == "none"
+    assert Correction(kind="token_mis").effective_kind(is_needed=False) == "token_mis"

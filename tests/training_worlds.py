@@ -18,9 +18,9 @@ from sortedrl.core.recorder import Journal
 from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import CopiedReference, PackedModel
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.trainer import CopiedReference, PolicyTrainer
+from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import Prompt, Segment, Trajectory
 
 END = 1
@@ -62,7 +62,7 @@ def train_settings(*, learning_rate=1e-2, slots=6, max_tokens=24, pass_tokens=40
         schedule=schedule,
         engine=EngineSettings(slots=slots, max_tokens=max_tokens),
         optimiser=optimiser,
-        passes=PassSettings(tokens=pass_tokens),
+        passes=PassSettings(micro_batch_tokens=pass_tokens),
         **changes,
     )
 
@@ -106,7 +106,7 @@ def trainer_of(model, settings, optimiser=None):
     """The trainer as a run has it."""
     policy = PackedModel(model, temperature=settings.rollout.temperature)
     reference = critic = None
-    if settings.algorithm.kl > 0:
+    if settings.algorithm.kl_coef > 0:
         reference = CopiedReference(tiny_model(std=0.3), temperature=policy.temperature)
     if settings.algorithm.has_critic:
         values = Critic(tiny_model(std=0.3))
@@ -114,11 +114,13 @@ def trainer_of(model, settings, optimiser=None):
             values,
             Optimiser(values.learned(), settings.optimiser, total_steps=None),
             settings=settings.optimiser,
-            budget=settings.passes.tokens,
+            micro_batch_tokens=settings.passes.micro_batch_tokens,
         )
     if optimiser is None:
         optimiser = Optimiser(dict(model.named_parameters()), settings.optimiser, total_steps=None)
-    return PolicyTrainer(policy, optimiser, settings=settings, reference=reference, critic=critic)
+    return PolicyTrainer(
+        policy, optimiser, settings=settings.update, reference=reference, critic=critic
+    )
 
 
 def written(model, lengths, *, samples=1, temperature=1.0, version=0, seed=0):

@@ -176,7 +176,7 @@ def test_trl_is_asked_for_what_our_own_run_is_asked_for(tmp_path):
     assert given["num_generations"] == schedule.samples_per_prompt
     assert given["max_completion_length"] == settings.engine.max_tokens
     assert given["learning_rate"] == optimiser.learning_rate
-    assert given["max_grad_norm"] == optimiser.max_norm
+    assert given["max_grad_norm"] == optimiser.max_grad_norm
     assert (given["beta"], given["shuffle_dataset"], given["bf16"]) == (0.0, False, False)
 
 

@@ -242,11 +242,12 @@ def _options(
 ) -> Mapping[str, _Option]:
     """Every option of a command, by its flag."""
     options: dict[str, _Option] = {}
-    hints = get_type_hints(command, include_extras=True)
+    hints = get_type_hints(command)
+    marked = get_type_hints(command, include_extras=True)
     for field in fields(command):
         hint = hints[field.name]
-        is_marked = get_origin(hint) is Annotated
-        hint, *marks = get_args(hint) if is_marked else (hint,)
+        is_marked = get_origin(marked[field.name]) is Annotated
+        marks = get_args(marked[field.name])[1:] if is_marked else ()
         if is_dataclass(hint):
             assert isinstance(hint, type)
             # A command's settings stand at its top: their fields have no name before them.

@@ -123,7 +123,9 @@ def _given(arguments: Sequence[str]) -> Arguments:
 def _settings_from(source: Path) -> TrainSettings:
     folder = RunFolder(source)
     if folder.holds_run:
-        settings = settings_over(TrainSettings(), read_toml(folder.config), path=folder.config)
+        settings = settings_over(
+            TrainSettings(), read_toml(folder.config), path=folder.config, takes_old_keys=True
+        )
         return replace(settings, out=source)
     if source.suffix != ".toml":
         raise ConfigError(

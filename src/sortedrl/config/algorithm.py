@@ -1,11 +1,11 @@
 """The settings of an update: algorithm, off-policy correction and optimiser.
 
-The algorithm is one name and the few numbers it leaves open. A field left at `None` takes the value
-that belongs to the name; the properties `used_*` give the value that holds in the end.
+The algorithm is a name and the few numbers it leaves open. A field left at `None` takes the default
+of that name; the properties `effective_*` give the value that is used.
 
-The correction deals with tokens of older weights. A token has three log-probabilities: under the
-weights that sampled it (behaviour), under the weights at the start of the update (proximal), and
-under the weights being trained (current). Formulas: docs/algorithms.md.
+The correction is for tokens sampled by older weights. A token has three log-probabilities: under
+the weights that sampled it (behaviour), under the weights at the start of the update (proximal),
+and under the weights being trained (current). Formulas: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from sortedrl.config.checks import require
-from sortedrl.errors import unknown_name
+from sortedrl.config.checks import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    above,
+    check_values,
+    require,
+    within,
+)
 
 AlgorithmName = Literal[
     "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo"
@@ -28,25 +37,25 @@ Whitening = Literal["batch", "group"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Nature:
-    """What belongs to the name of an algorithm."""
+class _Defaults:
+    """The defaults of an algorithm, and what it needs."""
 
     aggregation: Aggregation
     kl_place: KlPlace
     kl_in_loss: KlEstimator
-    """The estimator where the divergence enters the loss; in the reward it is always k1."""
+    """The estimator where the KL divergence is in the loss; in the reward it is always k1."""
     needs_siblings: bool
 
 
-_NATURES = MappingProxyType(
+_DEFAULTS = MappingProxyType(
     {
-        "reinforce_pp": _Nature("token_mean", "reward", "k3", False),
-        "reinforce_pp_baseline": _Nature("token_mean", "loss", "k2", True),
-        "grpo": _Nature("sequence_mean", "loss", "k3", True),
-        "dr_grpo": _Nature("constant", "loss", "k3", True),
-        "rloo": _Nature("constant", "reward", "k3", True),
-        "dapo": _Nature("token_mean", "loss", "k3", True),
-        "ppo": _Nature("token_mean", "reward", "k3", False),
+        "reinforce_pp": _Defaults("token_mean", "reward", "k3", False),
+        "reinforce_pp_baseline": _Defaults("token_mean", "loss", "k2", True),
+        "grpo": _Defaults("sequence_mean", "loss", "k3", True),
+        "dr_grpo": _Defaults("constant", "loss", "k3", True),
+        "rloo": _Defaults("constant", "reward", "k3", True),
+        "dapo": _Defaults("token_mean", "loss", "k3", True),
+        "ppo": _Defaults("token_mean", "reward", "k3", False),
     }
 )
 
@@ -57,99 +66,76 @@ class Algorithm:
 
     name: AlgorithmName = "reinforce_pp"
     """reinforce_pp: rewards normalised over the batch (REINFORCE++).
-    reinforce_pp_baseline: less the mean of the prompt's answers, then normalised over the batch.
-    grpo: less the mean of the prompt's answers, over their standard deviation.
-    dr_grpo: less the mean only, summed over tokens and divided by a constant.
-    rloo: less the mean of the prompt's other answers, summed as in dr_grpo.
-    dapo: grpo with a higher upper clip, prompts without variance left out, token mean.
+    reinforce_pp_baseline: minus the mean reward of the prompt, then normalised over the batch.
+    grpo: minus the mean reward of the prompt, divided by their standard deviation.
+    dr_grpo: minus the mean only; token losses are summed and divided by a constant.
+    rloo: minus the mean reward of the prompt's other answers; losses as in dr_grpo.
+    dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
     ppo: a critic and generalised advantage estimation."""
-    clip: float = 0.2
-    """How far the probability ratio of a token may fall or rise before its gradient stops."""
-    clip_high: float | None = None
-    """How far it may rise, if not as far as it may fall; dapo has 0.28."""
+    clip: Annotated[float, within(0, 1, ends="()")] = 0.2
+    """Clip range: how far a token's importance ratio may fall or rise before its gradient stops."""
+    clip_high: PositiveFloat | None = None
+    """Upper clip range, where it differs from the lower one; 0.28 for dapo."""
     dual_clip: float | None = None
-    """For a negative advantage, the ratio at which the loss stops to grow, such as 3."""
+    """Dual clip: the ratio at which the loss of a negative advantage stops growing, such as 3."""
     aggregation: Aggregation | None = None
-    """How token losses are joined. token_mean: all tokens alike. sequence_mean: the mean of each
-    answer, then the mean of the answers. constant: the sum over answers times engine.max_tokens.
-    By default what belongs to the algorithm."""
-    kl: float = 0.0
-    """Weight of the divergence from the model the run began with; 0 keeps no reference model."""
+    """How token losses are aggregated. token_mean: the mean over all tokens. sequence_mean: the
+    mean over each answer, then over answers. constant: the sum, divided by the number of answers
+    times engine.max_tokens. By default that of the algorithm."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL divergence from the initial model; 0 keeps no reference model."""
     kl_estimator: KlEstimator | None = None
-    """How the divergence is estimated. In the reward it is k1, the log ratio. In the loss it is
-    k2, half its square, or k3, ratio - 1 - log ratio. By default what belongs to its place."""
+    """KL estimator. In the reward it is k1, the log ratio. In the loss it is k2, half its square,
+    or k3, ratio - 1 - log ratio. By default that of the algorithm."""
     kl_place: KlPlace | None = None
-    """Where the divergence enters: into the reward of every token, or into the loss. By default
-    what belongs to the algorithm."""
+    """Whether the KL divergence is in the reward of every token or in the loss. By default that
+    of the algorithm."""
     whiten: Whitening = "batch"
-    """reinforce_pp: whose rewards an answer is measured by. batch: those of its update. group:
-    those of as many updates as a group has; update batches are sorted by length, so one batch
-    alone does not show whether long answers do better than short ones."""
-    entropy: float = 0.0
-    """Weight of the policy's entropy in the loss; positive keeps it curious."""
-    discount: float = 1.0
-    """ppo: what a reward one token later is worth."""
-    gae_lambda: float = 1.0
-    """ppo: 1 trusts rewards only, 0 trusts the critic only."""
-    value_clip: float | None = 0.2
-    """ppo: how far the critic's estimate may move from the old one before its gradient stops."""
-    drop_equal: bool | None = None
-    """Leave out prompts whose answers all have the same reward, and hold the others until an
-    update batch is full (dynamic sampling); dapo does."""
-    overlong_tokens: int | None = None
-    """Answers that come this close to engine.max_tokens lose reward, linearly, up to
-    overlong_penalty at the limit (DAPO's overlong shaping)."""
-    overlong_penalty: float = 1.0
-    """What an answer at the limit loses."""
+    """reinforce_pp: what rewards are normalised over. batch: the answers of the update. group: the
+    last updates, as many as a group has; update batches are sorted by length, so one batch alone
+    does not show whether long answers do better than short ones."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus; positive keeps the policy exploring."""
+    discount: Fraction = 1.0
+    """ppo: discount factor (gamma) per token."""
+    gae_lambda: Fraction = 1.0
+    """ppo: lambda of GAE; 1 uses rewards only, 0 the critic only."""
+    value_clip: Annotated[float, above(0, "leave it out for none")] | None = 0.2
+    """ppo: clip range of the critic: how far a value may move before its gradient stops."""
+    filter_zero_variance: bool | None = None
+    """Filter out prompts whose answers all have the same reward, and hold the others back until
+    an update batch is full (dynamic sampling); on for dapo."""
+    overlong_tokens: PositiveInt | None = None
+    """Overlong shaping (DAPO): answers this close to engine.max_tokens lose reward, linearly, up
+    to overlong_penalty at the limit."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Reward that an answer at the limit loses."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, kind, names in (
-            (self.name, "algorithm", get_args(AlgorithmName)),
-            (self.aggregation, "aggregation", get_args(Aggregation)),
-            (self.kl_estimator, "kl estimator", get_args(KlEstimator)),
-            (self.kl_place, "kl place", get_args(KlPlace)),
-            (self.whiten, "whitening", get_args(Whitening)),
-        ):
-            require(name is None or name in names, unknown_name(kind, str(name), names))
+        check_values(self, "algorithm.")
         self._check_loss()
         self._check_rewards()
 
     def _check_loss(self) -> None:
-        require(0 < self.clip < 1, f"algorithm.clip must lie in (0, 1), got {self.clip}")
         require(
-            self.clip_high is None or 0 < self.clip_high < math.inf,
-            f"algorithm.clip_high must be positive, got {self.clip_high}",
-        )
-        require(
-            self.dual_clip is None or 1 + self.used_clip_high < self.dual_clip < math.inf,
-            f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.used_clip_high}, "
+            self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
+            f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.effective_clip_high}, "
             f"got {self.dual_clip}",
         )
-        require(0 <= self.kl < math.inf, f"algorithm.kl must be 0 or more, got {self.kl}")
         require(
-            self.used_kl_place == "loss" or self.used_kl_estimator == "k1",
-            f"algorithm.kl_estimator must be 'k1' where the divergence enters the reward, got "
-            f"{self.kl_estimator!r}: it punishes a token that became less likely as much as one "
-            "that became more likely, so it hardly pulls back; leave it out, or set kl_place to "
-            "'loss'",
+            self.effective_kl_place == "loss" or self.effective_kl_estimator == "k1",
+            f"algorithm.kl_estimator must be 'k1' where the KL divergence is in the reward, got "
+            f"{self.kl_estimator!r}, which penalises a token that became less likely as much as "
+            "one that became more likely; leave it out, or set kl_place to 'loss'",
         )
         require(
-            self.used_kl_place == "reward" or self.used_kl_estimator != "k1",
-            "algorithm.kl_estimator must be 'k2' or 'k3' where the divergence enters the loss, got "
-            "'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
-        )
-        require(
-            math.isfinite(self.entropy), f"algorithm.entropy must be finite, got {self.entropy}"
-        )
-        require(
-            self.value_clip is None or 0 < self.value_clip < math.inf,
-            f"algorithm.value_clip must be positive, got {self.value_clip}; leave it out for none",
+            self.effective_kl_place == "reward" or self.effective_kl_estimator != "k1",
+            "algorithm.kl_estimator must be 'k2' or 'k3' where the KL divergence is in the loss, "
+            "got 'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
         )
 
     def _check_rewards(self) -> None:
-        for field, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda)):
-            require(0 <= value <= 1, f"algorithm.{field} must lie in 0..1, got {value}")
         for field, given, default in (
             ("discount", self.discount, 1.0),
             ("gae_lambda", self.gae_lambda, 1.0),
@@ -165,17 +151,9 @@ class Algorithm:
             f"{self.name!r}; leave it out",
         )
         require(
-            not self.drop_equal or self.needs_siblings,
-            f"algorithm.drop_equal compares the answers to a prompt, got it with {self.name!r}; "
-            "take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
-        )
-        require(
-            self.overlong_tokens is None or self.overlong_tokens >= 1,
-            f"algorithm.overlong_tokens must be at least 1, got {self.overlong_tokens}",
-        )
-        require(
-            0 <= self.overlong_penalty < math.inf,
-            f"algorithm.overlong_penalty must be 0 or more, got {self.overlong_penalty}",
+            not self.filter_zero_variance or self.needs_siblings,
+            f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
+            f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
         )
         require(
             self.overlong_penalty == 1.0 or self.overlong_tokens is not None,
@@ -185,42 +163,44 @@ class Algorithm:
 
     @property
     def needs_siblings(self) -> bool:
-        """Whether an answer is compared with the other answers to its prompt."""
-        return _NATURES[self.name].needs_siblings
+        """Whether advantages compare an answer with the other answers to its prompt."""
+        return _DEFAULTS[self.name].needs_siblings
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are estimated by a second model."""
+        """Whether there is a critic: a second model that estimates values."""
         return self.name == "ppo"
 
     @property
-    def used_clip_high(self) -> float:
-        """How far a ratio may rise."""
+    def effective_clip_high(self) -> float:
+        """Upper clip range."""
         if self.clip_high is not None:
             return self.clip_high
         return 0.28 if self.name == "dapo" else self.clip
 
     @property
-    def used_aggregation(self) -> Aggregation:
-        """How token losses are joined."""
-        return self.aggregation or _NATURES[self.name].aggregation
+    def effective_aggregation(self) -> Aggregation:
+        """How token losses are aggregated."""
+        return self.aggregation or _DEFAULTS[self.name].aggregation
 
     @property
-    def used_kl_estimator(self) -> KlEstimator:
-        """How the divergence is estimated."""
+    def effective_kl_estimator(self) -> KlEstimator:
+        """KL estimator."""
         if self.kl_estimator is not None:
             return self.kl_estimator
-        return "k1" if self.used_kl_place == "reward" else _NATURES[self.name].kl_in_loss
+        return "k1" if self.effective_kl_place == "reward" else _DEFAULTS[self.name].kl_in_loss
 
     @property
-    def used_kl_place(self) -> KlPlace:
-        """Where the divergence enters."""
-        return self.kl_place or _NATURES[self.name].kl_place
+    def effective_kl_place(self) -> KlPlace:
+        """Whether the KL divergence is in the reward or in the loss."""
+        return self.kl_place or _DEFAULTS[self.name].kl_place
 
     @property
-    def drops_equal(self) -> bool:
-        """Whether prompts without variance are left out."""
-        return self.name == "dapo" if self.drop_equal is None else self.drop_equal
+    def filters_zero_variance(self) -> bool:
+        """Whether zero-variance prompts are filtered out."""
+        return (
+            self.name == "dapo" if self.filter_zero_variance is None else self.filter_zero_variance
+        )
 
 
 CorrectionName = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
@@ -229,52 +209,47 @@ Ratio = Literal["proximal", "behaviour"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How a token counts that other weights than the present ones have sampled."""
+    """Importance-sampling correction of tokens that other weights have sampled."""
 
     kind: CorrectionName | None = None
-    """none: like any other.
-    token_tis: weighted by proximal over behaviour probability, at most `most`.
+    """none: no correction.
+    token_tis: truncated importance sampling: the ratio of proximal to behaviour probability, at
+    most max_ratio.
     sequence_tis: the same with the ratio of the whole answer.
-    token_mis, sequence_mis: weighted by the same ratio, and left out where it lies outside of
-    least..most.
+    token_mis, sequence_mis: masked importance sampling: the same ratio, and 0 outside of
+    min_ratio..max_ratio.
     By default token_tis where stale tokens are trained on (partial mode, posthoc) or the engine is
     not the native one, else none."""
-    most: float = 2.0
-    """The largest weight, or the largest ratio that is not left out."""
-    least: float = 0.0
-    """Masking only: the smallest ratio that is not left out."""
+    max_ratio: PositiveFloat = 2.0
+    """Truncation: the largest weight. Masking: the largest ratio that is kept."""
+    min_ratio: NonNegativeFloat = 0.0
+    """Masking only: the smallest ratio that is kept."""
     ratio: Ratio = "proximal"
-    """What the clipped ratio of the loss is taken against. proximal: the weights at the start of
-    the update (decoupled PPO). behaviour: the weights that sampled the token, which makes the
-    clip itself the correction; it takes kind none."""
+    """The denominator of the clipped ratio in the loss. proximal: the weights at the start of the
+    update (decoupled PPO). behaviour: the weights that sampled the token, which makes the clip
+    itself the correction; it needs kind none."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        kinds = get_args(CorrectionName)
+        check_values(self, "correction.")
         require(
-            self.kind is None or self.kind in kinds,
-            unknown_name("correction", str(self.kind), kinds),
-        )
-        ratios = get_args(Ratio)
-        require(self.ratio in ratios, unknown_name("ratio", self.ratio, ratios))
-        require(
-            0 < self.most < math.inf and 0 <= self.least < self.most,
-            "correction.least and correction.most must hold 0 <= least < most, "
-            f"got {self.least} and {self.most}",
+            self.min_ratio < self.max_ratio,
+            "correction.min_ratio must be below correction.max_ratio, got "
+            f"{self.min_ratio} and {self.max_ratio}",
         )
         require(
-            self.least == 0 or self.kind in ("token_mis", "sequence_mis"),
-            f"correction.least needs a kind that masks, got {self.least} with kind {self.kind!r}; "
-            "leave it out or set kind to 'token_mis' or 'sequence_mis'",
+            self.min_ratio == 0 or self.kind in ("token_mis", "sequence_mis"),
+            f"correction.min_ratio needs a kind that masks, got {self.min_ratio} with kind "
+            f"{self.kind!r}; leave it out or set kind to 'token_mis' or 'sequence_mis'",
         )
         require(
             self.ratio == "proximal" or self.kind in (None, "none"),
-            f"correction.ratio 'behaviour' corrects by itself, got kind {self.kind!r} with it; "
+            f"correction.ratio 'behaviour' needs kind 'none', got kind {self.kind!r}; "
             "set ratio to 'proximal' or kind to 'none'",
         )
 
-    def used_kind(self, *, is_needed: bool) -> CorrectionName:
-        """The correction that holds in the end."""
+    def effective_kind(self, *, is_needed: bool) -> CorrectionName:
+        """The correction that is used."""
         if self.kind is not None:
             return self.kind
         return "token_tis" if is_needed and self.ratio == "proximal" else "none"
@@ -285,75 +260,44 @@ RateSchedule = Literal["constant", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimisation:
-    """AdamW, the course of its learning rate, and how an update batch is gone through."""
+    """AdamW, its learning-rate schedule, and the optimiser steps of an update batch."""
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """The learning rate after the warm-up; 0 leaves the weights as they are."""
     schedule: RateSchedule = "constant"
     """The learning rate after the warm-up.
-    constant: stays.
+    constant: unchanged.
     cosine: falls along half a cosine until the last step of the run."""
-    warmup_steps: int = 0
-    """Steps during which the learning rate rises linearly before it is reached."""
-    final_share: float = 0.1
-    """Schedule cosine only: the share of the learning rate that the last step has."""
-    weight_decay: float = 0.0
-    """Pull towards zero, on matrices only: biases and norms are left alone."""
-    beta1: float = 0.9
-    """How much of the mean gradient is kept from step to step."""
-    beta2: float = 0.999
-    """How much of the mean squared gradient is kept from step to step. Update batches come
-    sorted by length, so it should remember longer than a group has updates."""
-    epsilon: float = 1e-8
-    """Keeps steps small where gradients are tiny."""
-    max_norm: float | None = 1.0
-    """Gradients whose norm over all weights is larger are scaled down to it."""
-    steps: int = 1
-    """Optimiser steps per update batch: it is cut into that many mini-batches."""
-    epochs: int = 1
-    """How often an update batch is gone through."""
-    max_bad_updates: int = 5
-    """Stop after so many updates in a row whose loss or gradient is not finite."""
+    warmup_steps: NonNegativeInt = 0
+    """Warm-up steps, in which the learning rate rises linearly."""
+    min_lr_ratio: Fraction = 0.1
+    """Schedule cosine only: the learning rate of the last step, as a fraction of the full one."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay, on matrices only, not on biases and norms."""
+    beta1: Annotated[float, within(0, 1, ends="[)")] = 0.9
+    """AdamW's beta1: decay of the running mean of gradients."""
+    beta2: Annotated[float, within(0, 1, ends="[)")] = 0.999
+    """AdamW's beta2: decay of the running mean of squared gradients. Update batches come sorted by
+    length, so it should average over more steps than a group has updates."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon, added to the denominator."""
+    max_grad_norm: Annotated[float, above(0, "None never clips")] | None = 1.0
+    """Gradients are clipped to this global norm; None never clips."""
+    mini_batches: PositiveInt = 1
+    """Mini-batches that an update batch is split into, with one optimiser step each."""
+    epochs: PositiveInt = 1
+    """Passes over an update batch."""
+    max_bad_updates: PositiveInt = 5
+    """Stop after this many updates in a row whose loss or gradient is not finite."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        schedules = get_args(RateSchedule)
+        check_values(self, "optimiser.")
         require(
-            self.schedule in schedules,
-            unknown_name("learning rate schedule", self.schedule, schedules),
+            self.min_lr_ratio == 0.1 or self.schedule == "cosine",
+            f"optimiser.min_lr_ratio belongs to the schedule 'cosine', got {self.min_lr_ratio} "
+            f"with {self.schedule!r}; set schedule to 'cosine' or leave it out",
         )
-        for field, rate in (
-            ("learning_rate", self.learning_rate),
-            ("weight_decay", self.weight_decay),
-        ):
-            require(0 <= rate < math.inf, f"optimiser.{field} must be 0 or more, got {rate}")
-        for field, share in (("beta1", self.beta1), ("beta2", self.beta2)):
-            require(0 <= share < 1, f"optimiser.{field} must lie in [0, 1), got {share}")
-        require(
-            0 <= self.final_share <= 1,
-            f"optimiser.final_share must lie in 0..1, got {self.final_share}",
-        )
-        require(
-            self.final_share == 0.1 or self.schedule == "cosine",
-            f"optimiser.final_share belongs to the schedule 'cosine', got {self.final_share} with "
-            f"{self.schedule!r}; set schedule to 'cosine' or leave it out",
-        )
-        require(
-            0 < self.epsilon < math.inf,
-            f"optimiser.epsilon must be positive, got {self.epsilon}",
-        )
-        require(
-            self.max_norm is None or 0 < self.max_norm < math.inf,
-            f"optimiser.max_norm must be positive, got {self.max_norm}; set it to none to never "
-            "scale gradients down",
-        )
-        for field, count, least in (
-            ("warmup_steps", self.warmup_steps, 0),
-            ("steps", self.steps, 1),
-            ("epochs", self.epochs, 1),
-            ("max_bad_updates", self.max_bad_updates, 1),
-        ):
-            require(count >= least, f"optimiser.{field} must be at least {least}, got {count}")
 
 
 def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | None) -> float:
@@ -378,4 +322,4 @@ def learning_rate_at(step: int, *, settings: Optimisation, total_steps: int | No
     way = max(1, total_steps - 1 - settings.warmup_steps)
     passed = min(1.0, (step - settings.warmup_steps) / way)
     height = (1 + math.cos(math.pi * passed)) / 2
-    return settings.learning_rate * (settings.final_share + (1 - settings.final_share) * height)
+    return settings.learning_rate * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * height)

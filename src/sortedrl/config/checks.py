@@ -1,17 +1,34 @@
-"""Checks that all settings share: what holds for a value whatever section it stands in."""
+"""Checks that all settings share, and bounds that a field declares in its type.
+
+    every: PositiveInt = 50
+    top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
+
+`check_values` reads the bounds and says in one sentence what must hold and what was given. A check
+that needs several fields stands in `__post_init__` of its settings.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from types import MappingProxyType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from sortedrl.errors import ConfigError
+from sortedrl.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,15 +40,66 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a number must lie in."""
+
+    low: float
+    high: float = math.inf
+    has_low: bool = True
+    has_high: bool = True
+    advice: str = ""
+    """What to do about a number outside, where that is not plain."""
+
+    def check(self, value: float, called: str) -> None:
+        """Refuse a number outside, NaN included."""
+        is_above = value >= self.low if self.has_low else value > self.low
+        is_below = value <= self.high if self.has_high else value < self.high
+        advice = f"; {self.advice}" if self.advice else ""
+        require(is_above and is_below, f"{called} must {self._words}, got {value}{advice}")
+
+    @property
+    def _words(self) -> str:
+        if self.high == math.inf:
+            return f"be at least {self.low:g}" if self.has_low else f"be above {self.low:g}"
+        if self.has_low and self.has_high:
+            return f"lie in {self.low:g}..{self.high:g}"
+        ends = "[" if self.has_low else "(", "]" if self.has_high else ")"
+        return f"lie in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+
+
+def at_least(low: float, advice: str = "") -> Bounds:
+    """This number or more."""
+    return Bounds(low=low, advice=advice)
+
+
+def above(low: float, advice: str = "") -> Bounds:
+    """More than this number."""
+    return Bounds(low=low, has_low=False, advice=advice)
+
+
+def within(low: float, high: float, *, ends: str = "[]", advice: str = "") -> Bounds:
+    """Between two numbers; a round bracket in `ends` leaves that one out."""
+    return Bounds(
+        low=low, high=high, has_low=ends[0] == "[", has_high=ends[1] == "]", advice=advice
+    )
+
+
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+PositiveFloat = Annotated[float, above(0)]
+NonNegativeFloat = Annotated[float, at_least(0)]
+Fraction = Annotated[float, within(0, 1)]
 _COLDEST, _HOTTEST = 1e-4, 100.0
+Temperature = Annotated[float, within(_COLDEST, _HOTTEST)]
+"""Below, every draw would be the same; above, the model would not matter."""
 
 
-def require_temperature(setting: str, value: float, *, is_greedy_allowed: bool) -> None:
-    """Refuse a temperature at which every draw is the same, or the model does not matter."""
-    zero = "be 0 (greedy) or " if is_greedy_allowed else ""
+def require_temperature(setting: str, value: float) -> None:
+    """Refuse what is neither 0, which is greedy, nor a `Temperature`."""
     require(
-        _COLDEST <= value <= _HOTTEST or (is_greedy_allowed and value == 0),
-        f"{setting} must {zero}lie in {_COLDEST}..{_HOTTEST:g}, got {value}",
+        _COLDEST <= value <= _HOTTEST or value == 0,
+        f"{setting} must be 0 (greedy) or lie in {_COLDEST}..{_HOTTEST:g}, got {value}",
     )
 
 
@@ -72,12 +140,20 @@ _NATIVE = ("torch", "transformers", "safetensors", "numpy")
 
 
 def check_values(settings: DataclassInstance, section: str = "") -> None:
-    """Refuse values that no setting can mean, in all sections: NaN, a NUL, a billion slots.
+    """Refuse values outside of what their fields declare, in all sections, with the field's name.
 
-    What a single setting must hold beyond that is checked where it is defined.
+    A text must be one of the names that its field lists, a number within its bounds, and no
+    setting can be NaN, hold a NUL or ask for a billion slots.
     """
+    rules = _rules(type(settings))
     for field in fields(settings):
         value = getattr(settings, field.name)
+        rule = rules[field.name]
+        if rule.names and (value is not None or not rule.is_optional):
+            known = value in rule.names
+            require(known, unknown_name(section + field.name, value, rule.names))
+        if rule.bounds is not None and value is not None:
+            rule.bounds.check(value, section + field.name)
         if is_dataclass(value) and not isinstance(value, type):
             # A command's own settings stand at its top.
             inner = section if field.name == "settings" else f"{section}{field.name}."
@@ -88,6 +164,31 @@ def check_values(settings: DataclassInstance, section: str = "") -> None:
                 f"{section}{field.name} must not be empty; leave it out, or give a value",
             )
             _check_value(value, section + field.name, name=field.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What the type of a field says of its values."""
+
+    names: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+    is_optional: bool = False
+
+
+@cache
+def _rules(kind: type) -> Mapping[str, _Rule]:
+    return {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def _rule(hint: Any) -> _Rule:  # noqa: ANN401
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return _Rule(names=get_args(kind), is_optional=type(None) in kinds)
+        for mark in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
+            if isinstance(mark, Bounds):
+                return _Rule(bounds=mark, is_optional=type(None) in kinds)
+    return _Rule()
 
 
 def _is_blank(value: object) -> bool:

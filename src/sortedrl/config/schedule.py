@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from sortedrl.config.checks import MOST, check_values, require
-from sortedrl.errors import unknown_name
+from sortedrl.config.checks import (
+    MOST,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    at_least,
+    check_values,
+    require,
+)
 
 StrategyName = Literal[
     "sync", "minibatch", "posthoc", "sorted", "ungrouped", "tail_batching", "april"
@@ -22,7 +29,7 @@ HarvestUnit = Literal["trajectory", "prompt"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Which work runs when, and what becomes of interrupted work."""
+    """Which work runs when, and how interrupted generations are handled."""
 
     strategy: StrategyName = "sorted"
     """The scheduler's rules.
@@ -42,12 +49,12 @@ class Schedule:
     far as the old and the new weights agree. The engine must draw from a seed per answer.
     partial: kept with its old log-probabilities and continued under the new weights.
     coupled: kept as far as the new weights write the same tokens from the same noise."""
-    tolerance: float | None = None
+    tolerance: NonNegativeFloat | None = None
     """Coupled mode only: nats by which a cached token may fall short of the best one and still
     be kept. 0 (the default there) is exactly on-policy, inf is partial mode."""
-    group_prompts: int = 512
+    group_prompts: PositiveInt = 512
     """Prompts loaded together; the next group waits until all of them are trained."""
-    samples_per_prompt: int = 1
+    samples_per_prompt: PositiveInt = 1
     """Answers drawn for each prompt."""
     update_batch: int = 128
     """Trajectories per update: harvest as soon as that many are ready."""
@@ -56,36 +63,25 @@ class Schedule:
     need it. What is ready beyond that waits for the next update: kept in partial mode, verified
     again in coupled mode, drawn again otherwise. Only the last update of the data may be smaller.
     By default an update takes everything that is ready."""
-    lookahead: int = 0
+    lookahead: NonNegativeInt = 0
     """Strategy sorted only: groups that may be opened ahead of the oldest unfinished one, to
     fill the slots its last long answers leave free."""
     harvest_unit: HarvestUnit = "trajectory"
     """When an answer may be trained on: as soon as it is complete (trajectory: PPO,
     REINFORCE++), or when all answers to its prompt are (prompt: GRPO, RLOO, DAPO)."""
-    max_restarts: int | None = None
+    max_restarts: (
+        Annotated[int, at_least(1, "strategies sync, minibatch and posthoc never interrupt")] | None
+    ) = None
     """A trajectory interrupted that often is not interrupted again: the harvest waits for it."""
-    max_staleness: int | None = None
+    max_staleness: NonNegativeInt | None = None
     """Partial mode only: cached tokens more versions old than this are dropped at resume, and
     the answer is written anew."""
-    over_launch: float = 1.25
+    over_launch: Annotated[float, at_least(1)] = 1.25
     """Strategies tail_batching and april: launch this many times the update batch."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, kind, names in (
-            (self.strategy, "strategy", get_args(StrategyName)),
-            (self.mode, "mode", get_args(ModeName)),
-            (self.harvest_unit, "harvest unit", get_args(HarvestUnit)),
-        ):
-            require(name in names, unknown_name(kind, name, names))
-        require(
-            self.group_prompts >= 1,
-            f"schedule.group_prompts must be at least 1, got {self.group_prompts}",
-        )
-        require(
-            self.samples_per_prompt >= 1,
-            f"schedule.samples_per_prompt must be at least 1, got {self.samples_per_prompt}",
-        )
+        check_values(self, "schedule.")
         require(
             self.group_trajectories <= MOST["group_prompts"],
             f"a group may have {MOST['group_prompts']:,} answers at most, got "
@@ -99,7 +95,6 @@ class Schedule:
         self._check_exact()
         self._check_strategy()
         self._check_mode()
-        check_values(self, "schedule.")
 
     def _check_exact(self) -> None:
         together = self.samples_per_prompt if self.strategy == "sync" else self.unit_size
@@ -116,20 +111,10 @@ class Schedule:
         )
 
     def _check_strategy(self) -> None:
-        require(self.lookahead >= 0, f"schedule.lookahead must be at least 0, got {self.lookahead}")
         require(
             self.lookahead == 0 or self.strategy == "sorted",
             f"schedule.lookahead needs strategy 'sorted', got lookahead {self.lookahead} with "
             f"strategy {self.strategy!r}; set lookahead to 0 or strategy to 'sorted'",
-        )
-        require(
-            self.over_launch >= 1 and math.isfinite(self.over_launch),
-            f"schedule.over_launch must be a number of at least 1, got {self.over_launch}",
-        )
-        require(
-            self.max_restarts is None or self.max_restarts >= 1,
-            f"schedule.max_restarts must be at least 1, got {self.max_restarts}; "
-            "use strategy 'sync', 'minibatch' or 'posthoc' to never interrupt",
         )
 
     def _check_mode(self) -> None:
@@ -139,17 +124,9 @@ class Schedule:
             f"{self.mode!r}; leave tolerance out or set mode to 'coupled'",
         )
         require(
-            self.tolerance is None or self.tolerance >= 0,
-            f"schedule.tolerance must be 0 or more nats, got {self.tolerance}",
-        )
-        require(
             self.max_staleness is None or self.mode == "partial",
             f"schedule.max_staleness needs mode 'partial', got {self.max_staleness} with mode "
             f"{self.mode!r}, which has no stale tokens; leave it out or set mode to 'partial'",
-        )
-        require(
-            self.max_staleness is None or self.max_staleness >= 0,
-            f"schedule.max_staleness must be at least 0, got {self.max_staleness}",
         )
         updates = self.group_trajectories // self.update_batch
         require(
@@ -228,20 +205,13 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The engine that writes the answers."""
+    """The engine that generates the answers."""
 
-    slots: int = 128
-    """Answers written at the same time."""
-    max_tokens: int = 8192
+    slots: PositiveInt = 128
+    """Answers generated at the same time."""
+    max_tokens: PositiveInt = 8192
     """Tokens after which an answer is cut off."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        require(
-            self.slots >= 1,
-            f"engine.slots must be at least 1, got {self.slots}; nothing can run without a slot",
-        )
-        require(
-            self.max_tokens >= 1, f"engine.max_tokens must be at least 1, got {self.max_tokens}"
-        )
         check_values(self, "engine.")

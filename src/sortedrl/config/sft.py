@@ -1,4 +1,4 @@
-"""Every setting of a supervised warm start."""
+"""Every setting of supervised fine-tuning, the warm start before RL."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.config.checks import check_device, check_values, require
-from sortedrl.config.train import DataSettings, Lora, PassSettings, Precision
+from sortedrl.config.checks import PositiveInt, check_device, check_values, require
+from sortedrl.config.train import DataSettings, Lora, PassSettings, PrecisionChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedSettings:
-    """Supervised training on written answers."""
+    """Supervised fine-tuning on given answers."""
 
     model: str = "tiny"
-    """A hub name, a folder, a GGUF file, or tiny: a small model made from nothing."""
+    """A hub name, a folder, a GGUF file, or tiny: a small model with random weights."""
     task: str = "knights_knaves:people=3-5,count=4096,style=compact"
     """Rows with a column `response`, the answer to imitate: a task, a file or a hub name."""
     out: Path = Path("runs/sft")
     """The folder for the trained model and its losses."""
     seed: int = 0
-    """Decides the order of the rows."""
-    epochs: int = 1
-    """Times the data is gone through."""
-    max_steps: int | None = None
-    """Stop after so many steps."""
-    batch_tokens: int = 16384
-    """Tokens, prompts included, of one optimiser step, at least."""
+    """Fixes the order of the rows."""
+    epochs: PositiveInt = 1
+    """Passes over the data."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many steps."""
+    batch_tokens: PositiveInt = 16384
+    """Tokens of one optimiser step, prompts included, at least."""
     folder: Path | None = None
-    """Folder with the files of the data sets; by default $SORTEDRL_DATA, and then the hub."""
+    """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads; by default all cores. Tiny models are fastest with 1."""
-    precision: Precision = "auto"
-    """Of the weights; auto is bfloat16 on a GPU, float32 on a CPU."""
+    precision: PrecisionChoice = "auto"
+    """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU."""
     optimiser: Optimisation = field(
         default_factory=lambda: Optimisation(
             learning_rate=1e-5, schedule="cosine", warmup_steps=10, beta2=0.98
@@ -49,18 +49,9 @@ class SupervisedSettings:
         """Refuse what cannot work."""
         check_values(self)
         check_device(self.device)
-        for name, value in (("epochs", self.epochs), ("batch_tokens", self.batch_tokens)):
-            require(value >= 1, f"{name} must be at least 1, got {value}")
         require(
-            self.max_steps is None or self.max_steps >= 1,
-            f"max_steps must be at least 1, got {self.max_steps}",
-        )
-        require(
-            self.optimiser.steps == self.optimiser.epochs == 1,
-            "optimiser.steps and optimiser.epochs belong to updates from rewards, got "
-            f"{self.optimiser.steps} and {self.optimiser.epochs}; set batch_tokens and epochs",
-        )
-        require(
-            self.threads is None or self.threads >= 1,
-            f"threads must be at least 1, got {self.threads}",
+            self.optimiser.mini_batches == self.optimiser.epochs == 1,
+            "optimiser.mini_batches and optimiser.epochs are for reinforcement learning, got "
+            f"{self.optimiser.mini_batches} and {self.optimiser.epochs}; set batch_tokens and "
+            "epochs",
         )

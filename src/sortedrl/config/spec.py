@@ -1,4 +1,4 @@
-"""A task or a model in one word: `name`, or `name:option=value,option=value`.
+"""Specs of tasks and models: `name`, or `name:option=value,option=value`.
 
     gsm8k
     knights_knaves:people=3-7,count=5000,split=train
@@ -6,7 +6,7 @@
     tiny:hidden=128,layers=3
 
 A pair of numbers is written with a dash, a list of words with plus signs.
-The same words stand on a command line and in a TOML file.
+A spec is written the same way on a command line and in a TOML file.
 """
 
 from __future__ import annotations

@@ -26,12 +26,24 @@ if TYPE_CHECKING:
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
 RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
-    {"costs.hand_over_seconds": "costs.weight_sync_seconds"}
+    {
+        "algorithm.drop_equal": "algorithm.filter_zero_variance",
+        "algorithm.entropy": "algorithm.entropy_coef",
+        "algorithm.kl": "algorithm.kl_coef",
+        "correction.least": "correction.min_ratio",
+        "correction.most": "correction.max_ratio",
+        "costs.hand_over_seconds": "costs.weight_sync_seconds",
+        "optimiser.final_share": "optimiser.min_lr_ratio",
+        "optimiser.max_norm": "optimiser.max_grad_norm",
+        "optimiser.steps": "optimiser.mini_batches",
+        "passes.tokens": "passes.micro_batch_tokens",
+    }
 )
 """Keys and sections of older versions, and what they are called now.
 
 A file or a flag with an old name is refused, and the error says the new one. Where there is no
-single new key, the text says what to set instead.
+single new key, the text says what to set instead. The settings of a run that was saved under old
+names are read.
 """
 TYPE_NAMES = {
     int: "a whole number",
@@ -90,13 +102,20 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  what TOML has a notation for
 
 
 def settings_over(
-    default: _Settings, table: Mapping[str, Any], *, path: Path, section: str = ""
+    default: _Settings,
+    table: Mapping[str, Any],
+    *,
+    path: Path,
+    section: str = "",
+    takes_old_keys: bool = False,
 ) -> _Settings:
     """The settings that the tables of a file make of others; `path` is what errors name.
 
-    `section` is where the table stands in the file, such as `cluster.`.
+    `section` is where the table stands in the file, such as `cluster.`. Renamed keys are refused,
+    unless `takes_old_keys`.
     """
     try:
+        table = under_new_keys(table) if takes_old_keys else table
         settings = replaced(default, _values(type(default), table, section=section))
         check_values(settings)
     except ConfigError as error:
@@ -116,6 +135,24 @@ def replaced(settings: _Settings, values: Mapping[str, Any]) -> _Settings:
         for name, value in values.items()
     }
     return replace(settings, **changes)
+
+
+def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings with renamed keys under their new names."""
+    tables = {
+        name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()
+    }
+    for old, new in RENAMED_KEYS.items():
+        section, _, key = old.partition(".")
+        place = tables.get(section)
+        if not isinstance(place, dict) or key not in place:
+            continue
+        new_section, _, new_key = new.partition(".")
+        target = tables.setdefault(new_section, {})
+        if not isinstance(target, dict) or new_key in target:
+            raise ConfigError(f"{old} is now {new}, got both; remove {old}")
+        target[new_key] = place.pop(key)
+    return tables
 
 
 def refuse_renamed(key: str) -> None:

@@ -2,17 +2,10 @@
 
 A log opens with `begin`, ends with `end`, and between them repeats, round by round:
 `hand_over` (when the weights are new), `renew`, then `load`, `start` and `finish` as the rollout
-<<<<<<< HEAD
 goes (in conversations also `pause` and `reply`), `harvest`, `interrupt` for what was still
 running, `score` (where rewards are given) and `update`.
-Where updates run beside the rollout, an `update` begins with the next round, and its `landed`
-comes before the next `update`.
-=======
-goes, `harvest`, `interrupt` for what was still running, `score` (where rewards are given) and
-`update`.
 Where updates overlap the rollout, an `update` starts with the next round, and its `landed` comes
 before the next `update`.
->>>>>>> content
 The rollout of a round lasts from its `hand_over` (or `begin`, or its first `load` or `start` where
 the weights are the same) to its `harvest`. Every reported metric is a function of this log (see
 `metrics`).

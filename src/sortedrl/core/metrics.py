@@ -1,12 +1,8 @@
 """The metrics of a run, computed by `meter` from its events.
 
 Bubble ratio: idle slot-seconds over all slot-seconds of the rollout phases.
-<<<<<<< HEAD
 Outside bubble: the part of it in which the environment of a conversation was awaited.
-Idle share: the same over the whole run, with updates and hand-overs counted too.
-=======
 Idle share: the same over the whole run, including updates and weight syncs.
->>>>>>> content
 Throughput: decoded tokens per second of rollout. Goodput: trained tokens per second of rollout.
 Ledger: decoded = trained + discarded + still cached, in every run, or it is a bug.
 Steady state: from the close of the first group to the load of the last one.

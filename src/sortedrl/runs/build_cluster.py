@@ -89,8 +89,11 @@ class TrainerRecipe:
         trainer = sharded_trainer(
             trained_model(settings, source=source, dtype=dtype, device="cpu"),
             ranks,
-            settings=settings,
-            first=first_model(settings, dtype=dtype, device="cpu") if algorithm.kl > 0 else None,
+            settings=settings.update,
+            temperature=settings.rollout.temperature,
+            first=first_model(settings, dtype=dtype, device="cpu")
+            if algorithm.kl_coef > 0
+            else None,
             critic=first_model(settings, dtype=dtype, device="cpu")
             if algorithm.has_critic
             else None,

@@ -28,7 +28,7 @@ from sortedrl.engines.streaming.weight_files import refuse_other_model
 from sortedrl.models.loading import stop_tokens
 from sortedrl.models.tiny import is_tiny
 from sortedrl.training.lora import trained_parameters
-from sortedrl.training.run_trainer import export_model
+from sortedrl.training.trainer import export_model
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:

@@ -29,13 +29,17 @@ from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
 from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.fsdp.checkpoint import is_sharded, read_joined
-from sortedrl.training.lora import add_adapters, load_adapters, trained_parameters
+from sortedrl.training.lora import (
+    add_adapters,
+    load_adapters,
+    plain_tensors,
+    trained_parameters,
+)
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.overlap import OverlappedTrainer
-from sortedrl.training.run_trainer import LocalTrainer, RunTrainer, plain_tensors, read_trainer
-from sortedrl.training.trainer import AdapterReference, CopiedReference, PolicyTrainer
+from sortedrl.training.trainer import PolicyTrainer, RunTrainer
 from sortedrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -88,7 +92,7 @@ def first_model(
 def total_steps(settings: TrainSettings, *, num_rows: int) -> int:
     """Steps of the optimiser in the whole run, to which the learning rate is stretched."""
     updates = settings.updates_expected(num_rows=num_rows)
-    return updates * settings.optimiser.steps * settings.optimiser.epochs
+    return updates * settings.optimiser.mini_batches * settings.optimiser.epochs
 
 
 _TRIED_PROMPTS = 4
@@ -154,7 +158,7 @@ def training_parts(
         if engine.version != trainer.version:
             engine.load_weights(trainer.weights())
     else:
-        assert isinstance(trainer, LocalTrainer)
+        assert isinstance(trainer, PolicyTrainer)
         # As it stood: weights newer than the engine's version are handed over, and that is logged.
         version = 0 if saved is None else saved.state["engine_version"]
         world = RolloutWorld(
@@ -236,10 +240,10 @@ def _trainer(
     is_shared = cluster is None and not settings.rollout.is_outside
     policy = _policy_trainer(settings, model, num_rows=num_rows, is_shared=is_shared)
     if saved is not None and is_spread:
-        read_joined(policy, saved.folder, model=model, counters=saved.state["trainer"])
+        read_joined(policy, saved.folder, counters=saved.state["trainer"])
     elif saved is not None:
-        read_trainer(policy, saved.folder, saved.state["trainer"])
-    return LocalTrainer(policy, model=model)
+        policy.load(saved.folder, saved.state["trainer"])
+    return policy
 
 
 def _policy_trainer(
@@ -255,9 +259,9 @@ def _policy_trainer(
         is_compiled=model.device.type == "cuda" if is_compiled is None else is_compiled,
     )
     reference: AdapterReference | CopiedReference | None = None
-    if algorithm.kl > 0 and settings.lora.rank is not None:
+    if algorithm.kl_coef > 0 and settings.lora.rank is not None:
         reference = AdapterReference(policy)
-    elif algorithm.kl > 0:
+    elif algorithm.kl_coef > 0:
         reference = CopiedReference(first_model(settings), temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
@@ -266,7 +270,7 @@ def _policy_trainer(
             values,
             Optimiser(values.learned(), optimisation, total_steps=steps),
             settings=optimisation,
-            budget=settings.passes.tokens,
+            micro_batch_tokens=settings.passes.micro_batch_tokens,
         )
     optimiser = Optimiser(
         trained_parameters(model), optimisation, total_steps=steps, computes_in=model.dtype
@@ -274,8 +278,8 @@ def _policy_trainer(
     return PolicyTrainer(
         policy,
         optimiser,
-        settings=settings,
+        settings=settings.update,
         reference=reference,
         critic=critic,
-        tensors=None if is_shared else partial(plain_tensors, model),
+        engine_weights=None if is_shared else partial(plain_tensors, model),
     )

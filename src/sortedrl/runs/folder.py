@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from sortedrl.config.toml import under_new_keys
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 
@@ -45,8 +46,8 @@ _MAY_CHANGE = (
     "optimiser.learning_rate",
     "optimiser.schedule",
     "optimiser.warmup_steps",
-    "optimiser.final_share",
-    "optimiser.max_norm",
+    "optimiser.min_lr_ratio",
+    "optimiser.max_grad_norm",
     "optimiser.max_bad_updates",
     "passes",
     "cluster",
@@ -247,7 +248,7 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
     refused: list[str] = []
     # A setting that is newer than the checkpoint was as it is by default.
     defaults = as_saved(type(given)())
-    for name, before, after in _differences(saved, as_saved(given), defaults):
+    for name, before, after in _differences(under_new_keys(saved), as_saved(given), defaults):
         words = f"{name} was {before!r}, is {after!r}"
         (allowed if _may_change(name, before, after) else refused).append(words)
     if refused:

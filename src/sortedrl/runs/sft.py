@@ -33,8 +33,8 @@ from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.lora import trained_parameters
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.run_trainer import export_model
 from sortedrl.training.sft import SupervisedStep, step_rows, supervised_steps
+from sortedrl.training.trainer import export_model
 
 _LINE_EVERY = 50
 
@@ -92,7 +92,7 @@ def supervised_run(
             optimiser,
             sequences,
             rows=rows,
-            budget=settings.passes.tokens,
+            micro_batch_tokens=settings.passes.micro_batch_tokens,
             max_bad=settings.optimiser.max_bad_updates,
         ):
             done.append(step)

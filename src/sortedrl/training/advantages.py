@@ -4,9 +4,9 @@ Everything is computed in float64 and returned in float32. Values that are all e
 advantages of exactly 0, and so does an answer without siblings where siblings are compared.
 Formulas: docs/algorithms.md.
 
-Update batches come sorted by length. Where length and reward go together, the answers of a batch
-are alike, and whitened among themselves they do not show that long ones did better than short
-ones. `RunningMoments` whitens over as many updates as a group has, which cover all lengths.
+Update batches come sorted by length. Where reward depends on length, whitening within a batch hides
+that long answers did better than short ones. `RunningMoments` whitens over as many updates as a
+group has, which cover all lengths.
 
 Axes: N answers, T answer tokens of all of them together, V any values, G their groups.
 """
@@ -43,9 +43,10 @@ class RunningMoments:
         self._last: deque[Moments] = deque(maxlen=window)
 
     def whitened(self, values_V: Tensor, *, floor: float) -> Tensor:
-        """The values of a new update, less the mean and over the spread of the window with it.
+        """The values of a new update, minus the mean and over the standard deviation of the window.
 
-        Values that are not all finite give NaN, and the window forgets them.
+        The window includes the new update. Values that are not all finite give NaN and are not
+        remembered.
         """
         # Above the lowest value, so that equal values are exactly 0 and not rounding errors.
         lowest = float(values_V.min())
@@ -62,11 +63,11 @@ class RunningMoments:
         return (values_V - whole.mean) / (math.sqrt(whole.squares / (whole.size - 1)) + floor)
 
     def state(self) -> list[list[float]]:
-        """What a checkpoint keeps."""
+        """What a checkpoint holds."""
         return [list(moments) for moments in self._last]
 
     def load_state(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._last.clear()
         self._last.extend(Moments(int(count), mean, squares) for count, mean, squares in state)
 
@@ -85,7 +86,7 @@ SPREAD_FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """How much better each token did than expected, and what the critic should have expected."""
+    """The advantage of each token, and the return that the critic should predict."""
 
     advantages_T: Tensor
     returns_T: Tensor | None
@@ -101,11 +102,11 @@ def estimate(
     values_T: Tensor | None = None,
     moments: RunningMoments | None = None,
 ) -> Advantages:
-    """The advantages of an update's answers, all of which must be there at once.
+    """The advantages of all answers of an update.
 
-    `kl_T` estimates the divergence from the reference and is used where it belongs to the reward;
-    `values_T` is the critic's value of the state before each token, for ppo; `moments` are those
-    of the updates before, where rewards are whitened over a group.
+    `kl_T` estimates the KL divergence from the reference, for a penalty in the reward; `values_T`
+    is the critic's value of the state before each token, for ppo; `moments` are those of earlier
+    updates, where rewards are whitened over a group.
     """
     rewards_N = answers.rewards_N.double()
     if algorithm.overlong_tokens is not None:
@@ -134,13 +135,13 @@ def estimate(
 def overlong_shaped(
     rewards_N: Tensor, lengths_N: Tensor, *, max_tokens: int, overlong_tokens: int, penalty: float
 ) -> Tensor:
-    """Rewards less what answers lose that come within `overlong_tokens` of the limit."""
+    """Rewards minus the penalty of answers within `overlong_tokens` of the limit."""
     excess_N = lengths_N.double() - (max_tokens - overlong_tokens)
     return rewards_N - penalty * (excess_N / overlong_tokens).clamp(0, 1)
 
 
-def informative(answers: Answers) -> Tensor:
-    """For each answer, whether the rewards of its prompt differ, as they are before any shaping."""
+def has_reward_variance(answers: Answers) -> Tensor:
+    """For each answer, whether the rewards of its prompt differ, before any shaping."""
     groups_N = answers.prompts_N.unique(return_inverse=True)[1]
     return _range(answers.rewards_N, groups_N)[groups_N] > 0
 
@@ -148,17 +149,17 @@ def informative(answers: Answers) -> Tensor:
 def _token_rewards(
     answers: Answers, algorithm: Algorithm, *, rewards_N: Tensor, kl_T: Tensor | None
 ) -> Tensor:
-    """An answer's reward at its last token, less what divergence costs at every token."""
+    """The reward at an answer's last token, minus the KL penalty at every token."""
     rewards_T = torch.zeros(answers.num_tokens, dtype=torch.float64)
     rewards_T[answers.ends_N] = rewards_N
-    if algorithm.kl > 0 and algorithm.used_kl_place == "reward":
-        assert kl_T is not None, "a divergence in the reward must be estimated first"
-        rewards_T -= algorithm.kl * kl_T.double()
+    if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward":
+        assert kl_T is not None, "a KL penalty in the reward needs its estimate"
+        rewards_T -= algorithm.kl_coef * kl_T.double()
     return rewards_T
 
 
 def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor) -> Tensor:
-    """Each answer's whole reward compared with those of the other answers to its prompt."""
+    """Each answer's reward compared with those of the other answers to its prompt."""
     rewards_N = torch.zeros(len(answers), dtype=torch.float64)
     rewards_N.index_add_(0, answers.owners_T, rewards_T)
     groups_N = answers.prompts_N.unique(return_inverse=True)[1]
@@ -178,12 +179,12 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
 def _with_critic(
     answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor, values_T: Tensor
 ) -> Advantages:
-    """Generalised advantage estimation; after the last token there is nothing to come."""
+    """Generalised advantage estimation; the value after the last token is 0."""
     next_values_T = values_T.roll(-1)
     next_values_T[answers.ends_N] = 0.0
-    surprises_T = rewards_T + algorithm.discount * next_values_T - values_T
+    deltas_T = rewards_T + algorithm.discount * next_values_T - values_T
     discount = algorithm.discount * algorithm.gae_lambda
-    advantages_T = _sums_to_the_end(surprises_T, answers, discount=discount)
+    advantages_T = _sums_to_the_end(deltas_T, answers, discount=discount)
     returns_T = advantages_T + values_T
     return Advantages(_whitened(advantages_T).float(), returns_T.float())
 
@@ -204,7 +205,7 @@ def _sums_to_the_end(values_T: Tensor, answers: Answers, *, discount: float) -> 
 
 
 def _whitened(values_V: Tensor) -> Tensor:
-    """Values less their mean, over their standard deviation (n - 1)."""
+    """Values minus their mean, over their standard deviation (n - 1)."""
     if len(values_V) < 2:
         return torch.zeros_like(values_V)
     # Above the lowest value, so that equal values are exactly 0 and not rounding errors.
@@ -213,7 +214,7 @@ def _whitened(values_V: Tensor) -> Tensor:
 
 
 def _centred(values_V: Tensor, groups_V: Tensor) -> tuple[Tensor, Tensor]:
-    """Values less the mean of their group, and the standard deviation (n - 1) of their group.
+    """Values minus the mean of their group, and the standard deviation (n - 1) of their group.
 
     As in `_whitened`, means are taken above the lowest value.
     """
@@ -233,5 +234,5 @@ def _lowest(values_V: Tensor, groups_V: Tensor) -> Tensor:
 
 
 def _range(values_V: Tensor, groups_V: Tensor) -> Tensor:
-    """Highest less lowest value of each group."""
+    """Highest minus lowest value of each group."""
     return -_lowest(-values_V, groups_V) - _lowest(values_V, groups_V)

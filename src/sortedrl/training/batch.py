@@ -1,12 +1,13 @@
-"""The answers of one update as flat tensors, in mini-batches for steps and packs for passes.
+"""The answers of one update as flat tensors, in mini-batches and micro-batches.
 
-Only answer tokens have an entry, answer after answer, so there is no padding and nothing to mask
-for it. A pack is sequences laid end to end in a row of at most `budget` tokens. Every sequence is
-in exactly one pack, and the same lengths always give the same packs; a sequence longer than the
-budget has a pack of its own, so nothing is ever cut or left out.
+A mini-batch is the answers of one optimiser step. A micro-batch is the answers of one forward and
+backward pass, packed: sequences laid end to end in a row of at most `micro_batch_tokens` tokens.
+Only answer tokens have an entry, answer after answer, so there is no padding and nothing to mask.
+Every sequence is in exactly one pack, and the same lengths always give the same packs; a sequence
+longer than the budget has a pack of its own, so nothing is cut or left out.
 
-Several ranks may make an update together. Each knows all answers and passes over a share of them,
-and all make the same number of passes: a rank with fewer makes empty ones.
+Several ranks may make an update together. Each knows all answers and processes a share of them,
+and all have the same number of micro-batches: a rank with fewer adds empty ones.
 
 Axes: N answers, T answer tokens of all of them together.
 """
@@ -131,8 +132,8 @@ class Answers:
         """The answer that each token belongs to, 0 to N - 1."""
         return torch.arange(len(self)).repeat_interleave(self.lengths_N)
 
-    def places(self, answers: Sequence[int]) -> Tensor:
-        """Where the tokens of these answers stand, in their order."""
+    def token_indices(self, answers: Sequence[int]) -> Tensor:
+        """The positions of these answers' tokens on the axis T, in the order of the answers."""
         ends_N = self.lengths_N.cumsum(0).tolist()
         starts_N = [0, *ends_N[:-1]]
         spans = [torch.arange(starts_N[answer], ends_N[answer]) for answer in answers]
@@ -140,7 +141,7 @@ class Answers:
 
     @property
     def ends_N(self) -> Tensor:
-        """The place of each answer's last token."""
+        """The position of each answer's last token."""
         return self.lengths_N.cumsum(0) - 1
 
 
@@ -149,13 +150,13 @@ def trainable(batch: TrainBatch) -> tuple[Trajectory, ...]:
     return tuple(t for t in batch.trajectories if t.reward is not None and t.num_tokens)
 
 
-def sound(trajectories: Sequence[Trajectory], *, is_telling: bool = True) -> tuple[Trajectory, ...]:
-    """The trajectories without those whose numbers would spoil the whole update.
+def usable(trajectories: Sequence[Trajectory], *, is_logged: bool = True) -> tuple[Trajectory, ...]:
+    """The trajectories without those whose reward or log-probabilities are not valid numbers.
 
-    Whoever made such numbers has a fault, so they are told of, with the answers' names.
+    One of them would make the whole update NaN; they are logged, with the answers' names.
     """
     faults = {t.key: fault for t in trajectories if (fault := _fault(t)) is not None}
-    if faults and is_telling:
+    if faults and is_logged:
         named = [
             f"prompt {prompt}, sample {sample}: {fault}"
             for (prompt, sample), fault in list(faults.items())[:_NAMED]
@@ -190,29 +191,29 @@ def _reward(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-# Read in an empty pass; every vocabulary has this token.
-_NOTHING = TokenSequence((0,), (0,))
+# Read in an empty micro-batch; every vocabulary has this token.
+_EMPTY = TokenSequence((0,), (0,))
 
 
-class Team(Protocol):
-    """The processes that make an update together."""
+class RankGroup(Protocol):
+    """The processes that make an update together; collective calls are made by all of them."""
 
     @property
     def rank(self) -> int:
         """The number of this process, from 0."""
 
     def shares(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """For each process, which of the sequences of these sizes it goes through."""
+        """For each rank, which of the sequences of these sizes it processes."""
 
-    def summed(self, values: Tensor) -> Tensor:
-        """The sum over all processes, which must ask for it together."""
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
 
-    def joined(self, values_T: Tensor) -> Tensor:
-        """The values of all processes, one after the other; they may have different numbers."""
+    def all_gather(self, values_T: Tensor) -> Tensor:
+        """The values of all ranks, one after the other; ranks may have different numbers."""
 
 
-class Alone:
-    """A team of one process."""
+class SingleRank:
+    """A group of one process."""
 
     rank = 0
 
@@ -220,103 +221,110 @@ class Alone:
         """Everything."""
         return [range(len(sizes))]
 
-    def summed(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The values themselves."""
         return values
 
-    def joined(self, values_T: Tensor) -> Tensor:
+    def all_gather(self, values_T: Tensor) -> Tensor:
         """The values themselves."""
         return values_T
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """Answers that go through the model together, and where their tokens stand."""
+class MicroBatch:
+    """Answers that go through the model together, and the positions of their tokens."""
 
     answers: Sequence[int]
-    """Empty in a pass that is only made because other processes make one."""
-    places: Tensor
+    """Empty where this rank has none left and others have."""
+    token_indices: Tensor
 
     def read(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """What the model reads; of what comes out, the first `len(places)` count.
+        """What the model reads; of its output, the first `len(token_indices)` entries count.
 
-        An empty pass reads a token nevertheless, so that it takes part in what processes do
-        together, and nothing that comes out counts: its gradients are 0.
+        An empty micro-batch still reads a token, so that this rank takes part in the collective
+        operations; none of the output counts, and its gradients are 0.
         """
-        return [sequences[answer] for answer in self.answers] or [_NOTHING]
+        return [sequences[answer] for answer in self.answers] or [_EMPTY]
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """The passes of this process over some answers, each answer whole in one of them."""
+class MicroBatches:
+    """The micro-batches of this rank over some answers, each answer whole in one of them."""
 
-    passes: Sequence[Pass]
+    parts: Sequence[MicroBatch]
     fill: float
-    """The share of the passes' tokens that they hold, over all processes."""
+    """The share of the token budget that they use, over all ranks."""
 
 
-def passes_over(
+def micro_batches(
     chosen: Sequence[int],
     answers: Answers,
     sequences: Sequence[TokenSequence],
     *,
-    budget: int,
-    team: Team = ALONE,
-) -> Passes:
-    """Few passes of at most `budget` tokens over this process's share of the chosen answers.
+    micro_batch_tokens: int,
+    ranks: RankGroup = SINGLE_RANK,
+) -> MicroBatches:
+    """Few micro-batches over this rank's share of the chosen answers.
 
-    Every process finds the packs of all, and so how many passes to make, without asking.
+    Every rank computes the packs of all, and so how many micro-batches there are, by itself.
     """
     sizes = [sequences[answer].num_rows for answer in chosen]
-    shares = team.shares(sizes)
-    found = [packs([sizes[index] for index in share], budget=budget) for share in shares]
+    shares = ranks.shares(sizes)
+    found = [
+        packs([sizes[index] for index in share], budget=micro_batch_tokens) for share in shares
+    ]
     most = max(len(packed) for packed in found)
     filled = [[*packed, *[Pack((), 0)] * (most - len(packed))] for packed in found]
-    own = shares[team.rank]
-    members = [[chosen[own[index]] for index in pack.indices] for pack in filled[team.rank]]
-    return Passes(
-        [Pass(answers_of, answers.places(answers_of)) for answers_of in members],
-        fill([pack for packed in filled for pack in packed], budget=budget),
+    own = shares[ranks.rank]
+    members = [[chosen[own[index]] for index in pack.indices] for pack in filled[ranks.rank]]
+    return MicroBatches(
+        [MicroBatch(own_answers, answers.token_indices(own_answers)) for own_answers in members],
+        fill([pack for packed in filled for pack in packed], budget=micro_batch_tokens),
     )
 
 
-def mini_batches(count: int, *, steps: int, epochs: int, seed: int) -> Iterator[Sequence[int]]:
+def mini_batches(count: int, *, parts: int, epochs: int, seed: int) -> Iterator[Sequence[int]]:
     """The answers of each optimiser step: all of them, or parts in an order by the seed.
 
-    >>> list(mini_batches(5, steps=1, epochs=1, seed=0))
+    >>> list(mini_batches(5, parts=1, epochs=1, seed=0))
     [range(0, 5)]
     """
     for epoch in range(epochs):
-        if steps == 1:
+        if parts == 1:
             yield range(count)
             continue
         order = sorted(range(count), key=lambda answer: mix(seed, epoch, answer))
-        bounds = [count * step // steps for step in range(steps + 1)]
+        bounds = [count * part // parts for part in range(parts + 1)]
         for start, end in pairwise(bounds):
             if end > start:
                 yield order[start:end]
 
 
-def of_all(
+def in_micro_batches(
     answers: Answers,
     sequences: Sequence[TokenSequence],
     compute: Callable[[Sequence[TokenSequence]], Tensor],
     *,
-    budget: int,
-    team: Team = ALONE,
+    micro_batch_tokens: int,
+    ranks: RankGroup = SINGLE_RANK,
 ) -> Tensor:
     """What `compute` gives for the tokens of every answer, without gradients."""
-    parts, places = [], []
+    outputs, indices = [], []
+    everything = micro_batches(
+        range(len(answers)),
+        answers,
+        sequences,
+        micro_batch_tokens=micro_batch_tokens,
+        ranks=ranks,
+    )
     with torch.no_grad():
-        everything = range(len(answers))
-        going = passes_over(everything, answers, sequences, budget=budget, team=team)
-        for one in going.passes:
-            parts.append(compute(one.read(sequences))[: len(one.places)])
-            places.append(one.places)
-    own_T = torch.cat(parts)
+        for part in everything.parts:
+            outputs.append(compute(part.read(sequences))[: len(part.token_indices)])
+            indices.append(part.token_indices)
+    own_T = torch.cat(outputs)
     result_T = own_T.new_zeros(answers.num_tokens)
-    result_T[torch.cat(places).to(own_T.device)] = own_T
-    return team.summed(result_T)
+    result_T[torch.cat(indices).to(own_T.device)] = own_T
+    return ranks.all_reduce(result_T)

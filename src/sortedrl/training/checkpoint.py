@@ -10,11 +10,11 @@
     update-000250.partial/     being written, or left by a process that was killed
 
 A checkpoint is written under its name with `.partial`, flushed to disk, the manifest last, and then
-renamed. So what has its final name is complete, and older ones are never touched. Only safetensors,
-JSON and our own buffer files are read; a folder with a pickle is refused.
+renamed. So what has its final name is complete, and older ones are never modified. Only
+safetensors, JSON and our own buffer files are read; a folder with a pickle is refused.
 
-Nothing is remembered outside these folders: a checkpoint carries its own score, so a process killed
-between saving and deleting leaves nothing but a folder too many for the next save.
+There is no state outside these folders: a checkpoint has its own score, so a process killed between
+saving and deleting leaves only an extra folder, which the next save deletes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ADVICE = {
 def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None = None) -> None:
     """Let `write` fill a folder, and give it its name once all of it is on the disk.
 
-    `previous` is the checkpoint that stands if this one fails, to be named in the error.
+    `previous` is the last complete checkpoint, which the error names if this one fails.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     try:
@@ -83,7 +83,7 @@ def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None =
 def write_model(folder: Path, write: Callable[[Path], None], *, otherwise: str) -> None:
     """Let `write` fill the folder of a trained model: all of its files appear, or none.
 
-    Other files that are there already stay. `otherwise` is told where the disk does not take it.
+    Existing files stay. `otherwise` is the advice where the disk cannot take it.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     try:
@@ -111,7 +111,7 @@ def write_model(folder: Path, write: Callable[[Path], None], *, otherwise: str) 
 
 
 def settle(folder: Path) -> None:
-    """Finish or undo a replacement in the middle of which the process was killed."""
+    """Finish or undo a replacement that was interrupted by a kill."""
     replaced = folder.with_name(folder.name + _REPLACED)
     if not replaced.exists():
         return
@@ -122,14 +122,15 @@ def settle(folder: Path) -> None:
             replaced.rename(folder)
     except OSError as error:
         raise CheckpointError(
-            f"{replaced}: cannot be put in order ({error.strerror}); make {folder.parent} writable"
+            f"{replaced}: cannot be moved or deleted ({error.strerror}); make "
+            f"{folder.parent} writable"
         ) from error
 
 
 def inspect(folder: Path) -> dict[str, str]:
     """The checksum of every file, if all are there in their sizes: `verify` without reading them.
 
-    Raises `CheckpointError` naming the file that is missing or too short, or what is foreign.
+    Raises `CheckpointError` naming the file that is missing, truncated or foreign.
     """
     checksums = {}
     for name, (size, checksum) in _read_manifest(folder).items():
@@ -164,9 +165,9 @@ def verify(folder: Path) -> None:
 def refuse_not_finite(
     tensors: Mapping[str, Tensor], *, together: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Raise where weights about to be written are not finite: they would be of no use to anyone.
+    """Raise where weights about to be written are not finite.
 
-    `together` adds up what ranks found that have a part of each tensor, so that all of them raise.
+    `together` sums the findings of ranks that have a part of each tensor, so that all raise.
     """
     broken = not_finite(tensors)
     if together is not None:
@@ -176,8 +177,8 @@ def refuse_not_finite(
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise CheckpointError(
             f"weights must be finite to be saved, but {broken[0]}{more} hold NaN or infinite "
-            "numbers: the training has diverged. They were not written, and the last checkpoint "
-            "stands; lower optimiser.learning_rate, and go on from it (--resume)"
+            "values: the training has diverged. They were not written, and the last checkpoint "
+            "is intact; lower optimiser.learning_rate and resume from it (--resume)"
         )
 
 
@@ -202,12 +203,12 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Counters, and everything small."""
+    """The counters."""
     return _read_object(_listed(folder, "state.json"))
 
 
 def _seal(folder: Path) -> None:
-    """Bring every file to the disk, and write down what there is."""
+    """Flush every file to disk, and write the manifest."""
     _refuse_pickles(folder)
     files = {}
     for path in _files(folder):
@@ -224,7 +225,7 @@ def _seal(folder: Path) -> None:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename; a folder that had the name (of an abandoned future of the run) gives way."""
+    """Rename; a folder of that name (from an abandoned continuation of the run) is replaced."""
     replaced = folder.with_name(folder.name + _REPLACED)
     if folder.exists():
         folder.rename(replaced)
@@ -266,7 +267,7 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     path = folder / _MANIFEST
     if not path.is_file():
         raise CheckpointError(
-            f"{folder}: not a complete checkpoint of ours (it has no {_MANIFEST}); check the path"
+            f"{folder}: not a complete sortedrl checkpoint (it has no {_MANIFEST}); check the path"
         )
     manifest = _read_object(path)
     if manifest.get("format") != _FORMAT:
@@ -310,9 +311,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _why_not_saved(folder: Path, error: Exception, previous: Path | None) -> str:
     number = _number_in(error)
     reason = os.strerror(number) if number is not None else str(error)
-    advice = _ADVICE.get(number or 0, "see to it, and resume")
+    advice = _ADVICE.get(number or 0, "fix this, and resume")
     stands = (
-        f"the last complete checkpoint {previous.name} stands"
+        f"the last complete checkpoint is {previous.name}"
         if previous is not None
         else "there is no complete checkpoint yet"
     )
@@ -320,7 +321,7 @@ def _why_not_saved(folder: Path, error: Exception, previous: Path | None) -> str
 
 
 def _number_in(error: Exception) -> int | None:
-    """The errno of an error, in whose message libraries written in Rust have it."""
+    """The errno of an error; libraries written in Rust have it in their message."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -338,7 +339,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, keep_last: int, keep_best: bool, warn: Callable[[str], None]
     ) -> None:
-        """Nothing is read or written yet; `warn` is told of what is skipped or set aside."""
+        """Nothing is read or written yet; `warn` gets what is skipped or set aside."""
         self._folder = folder
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -351,7 +352,7 @@ class Checkpoints:
     def save(
         self, update: int, write: Callable[[Path], None], *, score: float | None = None
     ) -> Path:
-        """Save what `write` puts into a folder, and delete what need not be kept any more.
+        """Save what `write` puts into a folder, and delete checkpoints that are no longer kept.
 
         Without a score a checkpoint is never the best one.
         """
@@ -379,7 +380,7 @@ class Checkpoints:
         return len(self._named())
 
     def newest(self) -> Path | None:
-        """The newest whose every byte is right; tells of those that had to be skipped."""
+        """The newest that is intact to the byte; warns about those that are skipped."""
         self._settle()
         for folder in self._named():
             problem = _problem(folder, verify)
@@ -426,14 +427,14 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _set_future_aside(self, update: int) -> None:
-        """Take the names of later updates away from a future that the run has left behind."""
+        """Rename checkpoints of later updates, from an abandoned continuation of the run."""
         for folder in self._named():
             if _update(folder) > update:
                 aside = _free_name(folder)
                 folder.rename(aside)
                 self._warn(
                     f"checkpoint {folder.name} is later than update {update}, from which this run "
-                    f"went on; it is now called {aside.name}, delete it if you do not need it"
+                    f"was resumed; it was renamed to {aside.name}, delete it if you do not need it"
                 )
 
 

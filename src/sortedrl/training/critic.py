@@ -1,6 +1,6 @@
-"""The critic of PPO: a second model that says what an unfinished answer is worth.
+"""The critic of PPO: a second model that estimates the value of an unfinished answer.
 
-It begins as a copy of the policy with a value head of zeros, so at first every state is worth 0.
+It begins as a copy of the policy with a value head of zeros, so at first every value is 0.
 
 Axes: T answer tokens, D hidden size.
 """
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.training.batch import ALONE, Answers, Team, TokenSequence, mini_batches, passes_over
+from sortedrl.training.batch import (
+    SINGLE_RANK,
+    Answers,
+    RankGroup,
+    TokenSequence,
+    micro_batches,
+    mini_batches,
+)
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.losses import value_losses
 from sortedrl.training.optimiser import Optimiser
@@ -24,7 +31,7 @@ class Critic(nn.Module):
     """Values of the states before each answer token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take the model over as its trunk; its output layer is not used."""
+        """Use the model as the trunk; its output layer is not used."""
         super().__init__()
         self.trunk = model
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
@@ -51,18 +58,18 @@ class Critic(nn.Module):
         return {name: p for name, p in self.named_parameters() if id(p) not in unused}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it."""
+        """What a checkpoint holds of it."""
         return {name: parameter.detach() for name, parameter in self.learned().items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what a checkpoint holds."""
+        """Load what a checkpoint holds."""
         for name, parameter in self.learned().items():
             parameter.copy_(tensors[name])
 
 
 class CriticTrainer:
-    """Moves the critic towards the returns of an update's answers."""
+    """Trains the critic on the returns of an update's answers."""
 
     def __init__(
         self,
@@ -70,15 +77,15 @@ class CriticTrainer:
         optimiser: Optimiser,
         *,
         settings: Optimisation,
-        budget: int,
-        team: Team = ALONE,
+        micro_batch_tokens: int,
+        ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Passes have at most `budget` tokens; the team is that of the policy's trainer."""
+        """The ranks are those of the policy's trainer."""
         self.critic = critic
         self.optimiser = optimiser
         self._settings = settings
-        self._budget = budget
-        self._team = team
+        self._micro_batch_tokens = micro_batch_tokens
+        self._ranks = ranks
 
     def train(
         self,
@@ -90,25 +97,29 @@ class CriticTrainer:
         clip: float | None,
         seed: int,
     ) -> float:
-        """Make the steps of one update; gives the mean loss before each of them."""
-        steps, epochs = self._settings.steps, self._settings.epochs
+        """Make the optimiser steps of one update; gives the mean of their losses."""
+        parts, epochs = self._settings.mini_batches, self._settings.epochs
         losses = []
-        for chosen in mini_batches(len(answers), steps=steps, epochs=epochs, seed=seed):
+        for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
-            going = passes_over(chosen, answers, sequences, budget=self._budget, team=self._team)
+            batches = micro_batches(
+                chosen,
+                answers,
+                sequences,
+                micro_batch_tokens=self._micro_batch_tokens,
+                ranks=self._ranks,
+            )
             is_to_repeat = True
             while is_to_repeat:
                 total = torch.zeros((), device=returns_T.device)
-                for one in going.passes:
-                    places = one.places.to(returns_T.device)
-                    values_T = self.critic.values(one.read(sequences))[: len(places)]
-                    losses_T = value_losses(
-                        values_T, old_values_T[places], returns_T[places], clip=clip
-                    )
+                for batch in batches.parts:
+                    at = batch.token_indices.to(returns_T.device)
+                    values_T = self.critic.values(batch.read(sequences))[: len(at)]
+                    losses_T = value_losses(values_T, old_values_T[at], returns_T[at], clip=clip)
                     part = losses_T.sum() * weight
                     self.optimiser.backward(part)
                     total += part.detach()
-                value = float(self._team.summed(total))
+                value = float(self._ranks.all_reduce(total))
                 is_to_repeat = self.optimiser.step(loss=value).is_to_repeat
             losses.append(value)
         return sum(losses) / len(losses)

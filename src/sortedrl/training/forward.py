@@ -1,18 +1,18 @@
 """The forward pass of training: packed sequences in, log-probabilities of their answers out.
 
-The sequences are laid end to end in one row without padding; only the places that predict a token
-of an answer go through the output layer. What comes out does not depend on what was packed
-together.
+The sequences are laid end to end in one row without padding; only the positions that predict an
+answer token go through the output layer. The output does not depend on how sequences were packed.
 
 Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ from sortedrl.training.logprobs import token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What the model says of the answer tokens, answer after answer."""
+class TokenLogprobs:
+    """The model's output for the answer tokens, answer after answer."""
 
     logprobs_T: Tensor
     entropies_T: Tensor | None
@@ -49,9 +49,9 @@ class PackedModel:
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, is_compiled: bool = False
     ) -> None:
-        """Refuse a model whose log-probabilities would come out wrong.
+        """Refuse a model whose log-probabilities would be wrong.
 
-        Compiled layers take less time and memory on a GPU, and half a minute before the first pass.
+        Compiled layers need less time and memory on a GPU, and half a minute before the first pass.
         """
         self.model = model
         self.temperature = temperature
@@ -71,9 +71,11 @@ class PackedModel:
             )
         return layer
 
-    def logprobs(self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False) -> Scored:
-        """The log-probability of every answer token, and the entropy where it was drawn."""
-        return Scored(*self._inside(partial(self._logprobs, sequences, with_entropy)))
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False
+    ) -> TokenLogprobs:
+        """The log-probability of every answer token, and the entropy of its distribution."""
+        return TokenLogprobs(*self._inside(partial(self._logprobs, sequences, with_entropy)))
 
     def hidden(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """The states from which the answer tokens are predicted, `[T, D]`."""
@@ -81,7 +83,7 @@ class PackedModel:
         return hidden_TD
 
     def _inside(self, compute: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Compute as the model's forward, for only there has a sharded model its weights."""
+        """Compute as the model's forward: a sharded model has its weights only there."""
         with replaced_forwards({self.model: compute}):
             return self.model()
 
@@ -125,6 +127,49 @@ class PackedModel:
         return hidden_RD.index_select(0, torch.tensor(keep, device=device))
 
 
+class Reference(Protocol):
+    """The policy that the run began with: the reference of the KL divergence."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+
+
+class CopiedReference:
+    """A frozen copy of the initial model."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+        """Freeze the model, which must not be the one that is trained."""
+        model.requires_grad_(False)
+        self._packed = PackedModel(model, temperature=temperature)
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        return self._packed.logprobs(sequences).logprobs_T
+
+
+class AdapterReference:
+    """The trained model without its adapters: a reference that takes no memory."""
+
+    def __init__(self, policy: PackedModel) -> None:
+        """The policy whose adapters are trained."""
+        self._policy = policy
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """`logprobs_T` under the first weights."""
+        with self._without_adapters():
+            return self._policy.logprobs(sequences).logprobs_T
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        self._policy.model.disable_adapters()
+        try:
+            yield
+        finally:
+            self._policy.model.enable_adapters()
+
+
 def _refuse_unreadable(sequences: Sequence[TokenSequence]) -> None:
     if not sequences:
         raise RequestError("at least one sequence must be given to the model, got none")
@@ -140,11 +185,10 @@ def _refuse_unreadable(sequences: Sequence[TokenSequence]) -> None:
 
 @torch.no_grad()
 def _probe(packed: PackedModel) -> None:
-    """Compare with the model's own way from tokens to logits, on a handful of tokens.
+    """Compare with the model's own forward pass on a few tokens.
 
-    What goes into the output layer must be what we put into it, and what leaves it must be what
-    leaves the model: numbers that no model makes are put there, so that any scaling or capping
-    of logits shows, however small the model's own are.
+    The input of the output layer must equal ours, and its output must be the model's logits: they
+    are replaced by values that no model produces, so that any scaling or capping of logits shows.
     """
     layer, model = packed.output_layer, packed.model
     vocabulary = len(layer.weight)
@@ -179,7 +223,7 @@ def _probe(packed: PackedModel) -> None:
     if not same:
         raise ModelError(
             f"{name} changes its logits after the output layer (capped or scaled), which training "
-            "does not know; train another model"
+            "does not support; train another model"
         )
     theirs_TD = torch.cat(entered).float()
     if not bool(theirs_TD.isfinite().all()):

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens, without ever holding logits of all of them.
+"""Log-probabilities of tokens, without materialising the logits of all of them.
 
-Logits are made chunk by chunk in float32 and forgotten; the backward pass makes them again. What
-is kept between the two is the hidden states and one number per token.
+Logits are computed chunk by chunk in float32 and dropped; the backward pass recomputes them. Only
+the hidden states and one number per token are kept between the two.
 
 With p the probabilities of a row, y its token and t the temperature, the gradients are those of
 log p_y = logit_y / t - logsumexp(logits / t) and of the entropy H = -sum p log p:
@@ -35,7 +35,7 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """For each target its log-probability, and if asked the entropy of what it was drawn from.
+    """For each target its log-probability and, on request, the entropy of its distribution.
 
     Both are of the logits divided by the temperature, in float32 (float64 for float64 inputs).
     """

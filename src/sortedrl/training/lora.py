@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: added to a model in place, and folded in for export."""
+"""Low-rank adapters through peft: added to a model in place, and merged for export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
@@ -18,7 +18,7 @@ _FILE = "adapters"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
-    """Add adapters that change nothing yet; only they are trained from now on."""
+    """Add adapters initialised to no change; only they are trained from now on."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
 
 
 def _refuse_other_layers(model: PreTrainedModel) -> None:
-    """Only adapters of linear layers can be folded in."""
+    """Only adapters of linear layers can be merged."""
     from peft.tuners.lora import Linear, LoraLayer
 
     others = [
@@ -52,7 +52,7 @@ def _refuse_other_layers(model: PreTrainedModel) -> None:
         )
 
 
-def folded(model: PreTrainedModel) -> dict[str, Tensor]:
+def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of the plain model that computes the same, by the plain model's names."""
     from peft.tuners.lora import Linear
 
@@ -70,6 +70,21 @@ def folded(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
+def plain_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights by the names of the plain model, adapters merged: what an engine is given."""
+    return merged_tensors(model) if model._hf_peft_config_loaded else model.state_dict()
+
+
+def merged_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, or a plain one with its adapters merged."""
+    if not model._hf_peft_config_loaded:
+        return model
+    plain: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    plain.load_state_dict(merged_tensors(model))
+    plain.generation_config = model.generation_config
+    return plain
+
+
 def write_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters into a checkpoint."""
     write_tensors(folder, _FILE, tensors=trained_parameters(model))
@@ -77,7 +92,7 @@ def write_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Take over the adapters that a checkpoint holds."""
+    """Load the adapters of a checkpoint."""
     tensors = read_tensors(folder, _FILE)
     for name, parameter in trained_parameters(model).items():
         if name not in tensors or tensors[name].shape != parameter.shape:

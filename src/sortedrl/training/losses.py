@@ -1,11 +1,11 @@
 """The loss of an update: importance ratios, corrections, token losses, and their aggregation.
 
 A ratio is the exponential of a difference of log-probabilities. Corrections for tokens of older
-weights are numbers, never part of a gradient. The weight of a token follows from the lengths of an
-optimiser step's answers alone, so the loss of the step is the sum of its parts, in whatever packing
-they come. Formulas: docs/algorithms.md.
+weights have no gradient. The weight of a token depends only on the lengths of the mini-batch's
+answers, so the loss of an optimiser step is the sum over its micro-batches, however answers are
+packed. Formulas: docs/algorithms.md.
 
-Axes: N answers, T answer tokens, of a whole optimiser step or of a part of it.
+Axes: N answers, T answer tokens, of a mini-batch or of a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sortedrl.config.algorithm import (
 )
 
 LARGEST_LOG_RATIO = 20.0
-"""Log ratios are held within this: beyond, a ratio is as good as 0 or infinite, and an advantage
-of 0 times an infinite ratio would be no number."""
+"""Log ratios are clamped to this: beyond, a ratio is practically 0 or infinite, and an advantage of
+0 times an infinite ratio would be NaN."""
 
 
 def bounded_ratios(numerator_T: Tensor, denominator_T: Tensor) -> Tensor:
-    """The ratio of two probabilities, given their logarithms; always finite and above 0."""
+    """The ratio of two probabilities, given their logarithms; finite and above 0."""
     return (numerator_T - denominator_T).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -40,20 +40,19 @@ def correction_weights(
     *,
     lengths_N: Tensor,
     correction: Correction,
-    kind: CorrectionName,
 ) -> Tensor:
-    """How much each token counts, in the type of `proximal_T`.
+    """The importance weight of each token, in the type of `proximal_T`.
 
-    Tokens that are not left out count by their ratio (as in IcePop), so masking, like truncation,
-    is importance sampling with the extreme weights taken out.
+    Tokens that masking keeps are weighted by their ratio (as in IcePop), so masking, like
+    truncation, is importance sampling without the extreme weights.
     """
-    if kind == "none":
+    if correction.kind == "none":
         return torch.ones_like(proximal_T)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
-    if kind in ("token_tis", "sequence_tis"):
-        weights_T = ratios_T.clamp(max=correction.most)
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
+    if correction.kind in ("token_tis", "sequence_tis"):
+        weights_T = ratios_T.clamp(max=correction.max_ratio)
     else:
-        is_kept_T = (ratios_T >= correction.least) & (ratios_T <= correction.most)
+        is_kept_T = (ratios_T >= correction.min_ratio) & (ratios_T <= correction.max_ratio)
         weights_T = ratios_T.where(is_kept_T, 0.0)
     return weights_T.to(proximal_T.dtype)
 
@@ -64,25 +63,25 @@ def is_held_back(
     *,
     lengths_N: Tensor,
     correction: Correction,
-    kind: CorrectionName,
 ) -> Tensor:
-    """For each token, whether its weight is truncated, or the token left out."""
-    if kind == "none":
+    """For each token, whether its weight is truncated or masked."""
+    if correction.kind == "none":
         return torch.zeros_like(proximal_T, dtype=torch.bool)
-    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=kind)
-    is_high_T = ratios_T > correction.most
-    if kind in ("token_tis", "sequence_tis"):
+    ratios_T = _ratios(behaviour_T, proximal_T, lengths_N=lengths_N, kind=correction.kind)
+    is_high_T = ratios_T > correction.max_ratio
+    if correction.kind in ("token_tis", "sequence_tis"):
         return is_high_T
-    return is_high_T | (ratios_T < correction.least)
+    return is_high_T | (ratios_T < correction.min_ratio)
 
 
 def _ratios(
-    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, kind: CorrectionName
+    behaviour_T: Tensor, proximal_T: Tensor, *, lengths_N: Tensor, kind: CorrectionName | None
 ) -> Tensor:
     """The ratio of each token, or of its whole answer, in float64.
 
-    The ratio of a long answer may be infinite or 0; neither truncation nor masking minds.
+    The ratio of a long answer may be infinite or 0; truncation and masking handle both.
     """
+    assert kind is not None, "the kind of a correction is resolved before the update"
     logs_T = proximal_T.detach().double() - behaviour_T.detach().double()
     if kind in ("sequence_tis", "sequence_mis"):
         owners_T = torch.repeat_interleave(lengths_N.to(logs_T.device))
@@ -93,19 +92,19 @@ def _ratios(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """The policy's loss of each token, and where its gradient has stopped."""
+    """The policy loss of each token, and where it is clipped."""
 
     loss_T: Tensor
     is_clipped_low_T: Tensor
-    """Discouraged, and already less likely by the clip."""
+    """Negative advantage, and a ratio below the clip range."""
     is_clipped_high_T: Tensor
-    """Encouraged, and already more likely by the clip."""
+    """Positive advantage, and a ratio above the clip range."""
     is_dual_clipped_T: Tensor
-    """Discouraged, and more likely by the dual clip."""
+    """Negative advantage, and a ratio above the dual clip."""
 
     @classmethod
     def joined(cls, parts: Sequence[TokenLosses]) -> TokenLosses:
-        """Those of several parts, one after the other."""
+        """Those of several micro-batches, concatenated."""
         return cls(
             loss_T=torch.cat([part.loss_T for part in parts]),
             is_clipped_low_T=torch.cat([part.is_clipped_low_T for part in parts]),
@@ -114,7 +113,7 @@ class TokenLosses:
         )
 
     def detached(self) -> TokenLosses:
-        """The same numbers without the graph behind them."""
+        """The same without the autograd graph."""
         return TokenLosses(
             loss_T=self.loss_T.detach(),
             is_clipped_low_T=self.is_clipped_low_T,
@@ -125,7 +124,7 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss knows of its tokens before the weights are trained; nothing has a gradient."""
+    """What the loss needs beside the current log-probabilities; nothing has a gradient."""
 
     advantages_T: Tensor
     anchor_T: Tensor
@@ -136,20 +135,20 @@ class LossInputs:
     weights_T: Tensor
     """From `aggregation_weights`."""
     reference_T: Tensor | None = None
-    """Log-probabilities under the reference, where the divergence belongs to the loss."""
+    """Log-probabilities under the reference, where the KL divergence is in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The loss of a part of an optimiser step; over all parts, `total` adds up to the whole."""
+    """The loss of a micro-batch; `total` sums to the loss of the optimiser step."""
 
     total: Tensor
     """The one with a gradient."""
     policy: Tensor
     kl: Tensor | None
-    """Before its weight in the loss; `None` where it does not belong to the loss."""
+    """Before its coefficient; `None` where it is not in the loss."""
     entropy: Tensor | None
-    """Before its weight in the loss; `None` where it is not computed."""
+    """Before its coefficient; `None` where it is not computed."""
     tokens: TokenLosses
 
 
@@ -164,16 +163,16 @@ def loss(
     tokens = policy_losses(current_T, inputs.anchor_T, inputs.advantages_T, algorithm=algorithm)
     policy = (inputs.weights_T * inputs.corrections_T * tokens.loss_T).sum()
     total, kl, entropy = policy, None, None
-    if algorithm.kl > 0 and algorithm.used_kl_place == "loss":
-        assert inputs.reference_T is not None, "a divergence in the loss needs the reference"
-        kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.used_kl_estimator)
+    if algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss":
+        assert inputs.reference_T is not None, "a KL divergence in the loss needs the reference"
+        kl_T = kl_estimates(current_T, inputs.reference_T, algorithm.effective_kl_estimator)
         kl = (inputs.weights_T * kl_T).sum()
-        total = total + algorithm.kl * kl
+        total = total + algorithm.kl_coef * kl
     if entropy_T is not None:
         entropy = (inputs.weights_T * entropy_T).sum()
-    if algorithm.entropy != 0:
-        assert entropy is not None, "an entropy in the loss must be computed"
-        total = total - algorithm.entropy * entropy
+    if algorithm.entropy_coef != 0:
+        assert entropy is not None, "an entropy bonus needs the entropy"
+        total = total - algorithm.entropy_coef * entropy
     return Loss(
         total=total,
         policy=policy.detach(),
@@ -188,11 +187,11 @@ def policy_losses(
 ) -> TokenLosses:
     """The clipped policy loss of each token.
 
-    A token's gradient stops where its probability has moved far enough the way its advantage
-    points; the other way it goes on, for a negative advantage up to the dual clip.
+    The gradient of a token stops where its ratio has moved past the clip range in the direction of
+    its advantage, and for a negative advantage also past the dual clip.
     """
     ratios_T = bounded_ratios(current_T, proximal_T)
-    lowest, highest = 1 - algorithm.clip, 1 + algorithm.used_clip_high
+    lowest, highest = 1 - algorithm.clip, 1 + algorithm.effective_clip_high
     is_low_T = (advantages_T < 0) & (ratios_T < lowest)
     is_high_T = (advantages_T > 0) & (ratios_T > highest)
     loss_T = -advantages_T * ratios_T
@@ -224,7 +223,7 @@ def kl_estimates(policy_T: Tensor, reference_T: Tensor, estimator: KlEstimator) 
 def value_losses(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None
 ) -> Tensor:
-    """The critic's loss of each token: half the squared error, the worse of moved and clipped."""
+    """The critic's loss of each token: half the squared error, of the clipped value if larger."""
     losses_T = (values_T - returns_T) ** 2 / 2
     if clip is None:
         return losses_T
@@ -235,8 +234,8 @@ def value_losses(
 def aggregation_weights(lengths_N: Tensor, aggregation: Aggregation, *, max_tokens: int) -> Tensor:
     """The weight of each token in the loss of an optimiser step on answers of these lengths.
 
-    A token that a correction leaves out contributes nothing and still counts in the denominator:
-    otherwise the remaining tokens would weigh more the more there is to correct.
+    A token that a correction masks contributes nothing but counts in the denominator: otherwise
+    the remaining tokens would weigh more the more tokens are masked.
     """
     lengths_N = lengths_N.double()
     if aggregation == "token_mean":

@@ -1,6 +1,6 @@
-"""AdamW over the trainable weights, in 32 bits even where the weights have 16.
+"""AdamW on 32-bit master weights, even where the model has 16 bits.
 
-The weights that the model computes with are changed in place, because the engine shares them.
+The model's weights are changed in place, because the engine shares them.
 
     gradients -> norm -> finite? -- no --> gradients dropped, nothing else changes
                             |
@@ -9,10 +9,10 @@ The weights that the model computes with are changed in place, because the engin
 Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 or not at all. So
 16-bit weights have a 32-bit master, which gradients are added up in and AdamW works on.
 
-Small gradients would be lost in float16, which ends at 6e-8: a token of a step of a million has a
-millionth of the loss. So where the model computes in float16, `backward` multiplies the loss by a
-power of two, and `step` divides the gradients by it. A scale at which gradients overflow is
-lowered, and the caller makes the passes again (`StepOutcome.is_to_repeat`), so no batch is lost.
+Small gradients would underflow in float16, whose smallest number is 6e-8: one token of a million
+has a millionth of the loss. So where the model computes in float16, `backward` multiplies the loss
+by a power of two, and `step` divides the gradients by it. A scale at which gradients overflow is
+lowered, and the caller repeats the micro-batches (`StepResult.is_to_repeat`); no batch is lost.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _SCALE_RISES_AFTER = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What became of one optimiser step."""
+class StepResult:
+    """The result of one optimiser step."""
 
     grad_norm: float
     """The norm of all gradients together, before clipping."""
     learning_rate: float
     """The learning rate of the step."""
     is_applied: bool
-    """Whether the weights were changed; not if a gradient was infinite or no number."""
+    """Whether the weights were changed; not if a gradient was infinite or NaN."""
     is_to_repeat: bool = False
-    """Whether the gradients overflowed in float16, and the loss is now scaled by less: the same
-    passes, made again, may give gradients that are finite."""
+    """Whether the gradients overflowed in float16 and the loss scale was lowered: the same
+    micro-batches, repeated, may give finite gradients."""
 
 
 class LossScale:
@@ -72,7 +72,7 @@ class LossScale:
         self._before: list[float] | None = None
 
     def fell(self) -> bool:
-        """Take note of gradients that are not finite; whether a lower scale is worth a try."""
+        """Record gradients that are not finite; whether to retry with the lower scale."""
         before = self.state() if self._before is None else self._before
         if self.value == 1:
             self.load_state(before)
@@ -82,24 +82,24 @@ class LossScale:
         return True
 
     def held(self) -> None:
-        """Take note of gradients that are finite."""
+        """Record finite gradients."""
         self._before = None
         self._num_good += 1
         if self._num_good >= _SCALE_RISES_AFTER:
             self.value, self._num_good = min(self.value * 2, _LARGEST_SCALE), 0
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps."""
+        """What a checkpoint holds."""
         return [self.value, self._num_good]
 
     def load_state(self, state: Sequence[float]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         value, num_good = state
         self.value, self._num_good, self._before = float(value), int(num_good), None
 
 
 class Optimiser:
-    """Collects the gradients of backward passes and turns them into steps."""
+    """Accumulates gradients over backward passes and applies them in steps."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Optimiser:
         norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
         computes_in: torch.dtype | None = None,
     ) -> None:
-        """Take on the parameters that require a gradient; `total_steps` are those of the run.
+        """Optimise the parameters that require a gradient; `total_steps` are those of the run.
 
         `norm` gives the norm of all gradients together, where this process has parts of them.
-        `computes_in` is the precision of the model, where its trained weights have another, as
-        adapters do.
+        `computes_in` is the precision of the model, where the trained weights (such as adapters)
+        have another.
         """
         require(
             settings.schedule == "constant" or total_steps is not None,
@@ -147,15 +147,15 @@ class Optimiser:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by in backward passes; `None` where nothing is scaled."""
+        """What the loss is multiplied by; `None` where it is not scaled."""
         return None if self._scale is None else self._scale.value
 
     def backward(self, loss: Tensor) -> None:
-        """Collect the gradients of a part of the step's loss."""
+        """Accumulate the gradients of a part of the step's loss."""
         (loss if self._scale is None else loss * self._scale.value).backward()
 
-    def step(self, *, loss: float = 0.0) -> StepOutcome:
-        """Change the weights by the gradients collected since the last step, and drop these.
+    def step(self, *, loss: float = 0.0) -> StepResult:
+        """Apply the gradients accumulated since the last step, and drop them.
 
         A loss or gradients that are not finite change nothing, not even the count of steps.
         """
@@ -164,7 +164,7 @@ class Optimiser:
         )
         if not math.isfinite(loss):
             self.zero_grad()
-            return StepOutcome(grad_norm=math.nan, learning_rate=rate, is_applied=False)
+            return StepResult(grad_norm=math.nan, learning_rate=rate, is_applied=False)
         gradients = [p.grad for p in self._masters.values() if p.grad is not None]
         if self._scale is not None:
             for gradient in gradients:
@@ -176,15 +176,15 @@ class Optimiser:
         if is_finite:
             if self._scale is not None:
                 self._scale.held()
-            if self._settings.max_norm is not None:
-                clip_grads_with_norm_(self._masters.values(), self._settings.max_norm, norm)
+            if self._settings.max_grad_norm is not None:
+                clip_grads_with_norm_(self._masters.values(), self._settings.max_grad_norm, norm)
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
             self._copy_masters()
             self._num_steps += 1
         self.zero_grad()
-        return StepOutcome(
+        return StepResult(
             grad_norm=grad_norm,
             learning_rate=rate,
             is_applied=is_finite,
@@ -192,13 +192,13 @@ class Optimiser:
         )
 
     def zero_grad(self) -> None:
-        """Drop the gradients collected since the last step."""
+        """Drop the gradients accumulated since the last step."""
         for name, parameter in self._parameters.items():
             parameter.grad = None
             self._masters[name].grad = None
 
     def close(self) -> None:
-        """Let go of the parameters, so that another optimiser can take them on."""
+        """Release the parameters, so that another optimiser can have them."""
         self.zero_grad()
         for hook in self._hooks:
             hook.remove()
@@ -216,7 +216,7 @@ class Optimiser:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and JSON values: with the weights, all that further steps depend on.
 
-        The tensors are the living ones: save them before the next step.
+        The tensors are the live ones: save them before the next step.
         """
         steps = {name: int(self._adam.state[p]["step"]) for name, p in self._masters.items()}
         values: dict[str, Any] = {"num_steps": self._num_steps, "parameter_steps": steps}
@@ -225,9 +225,9 @@ class Optimiser:
         return self._tensors(), values
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; nothing is changed unless all of it fits.
+        """Continue from where `state` was taken; nothing is changed unless all of it fits.
 
-        16-bit weights are set from their masters; 32-bit weights are the model's own business.
+        16-bit weights are set from their masters; 32-bit weights are loaded with the model.
         """
         own = self._tensors()
         _check_tensors(own, tensors)
@@ -263,7 +263,7 @@ class Optimiser:
 
 
 def _adam(parameters: list[Parameter], settings: Optimisation) -> torch.optim.AdamW:
-    """AdamW with all its memory taken now, so that what does not fit fails at the start."""
+    """AdamW with all its memory allocated now, so that what does not fit fails at the start."""
     is_fused = all(parameter.is_cuda for parameter in parameters)
     adam = torch.optim.AdamW(
         [

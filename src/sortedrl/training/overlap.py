@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.recorder import Landing
-from sortedrl.training.run_trainer import RunTrainer
+from sortedrl.training.trainer import RunTrainer
 from sortedrl.types import TrainBatch, Weights
 
 

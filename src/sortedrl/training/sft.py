@@ -1,7 +1,7 @@
-"""Supervised training on written answers: the warm start before reinforcement learning.
+"""Supervised fine-tuning on given answers: the warm start before reinforcement learning.
 
-Every row is met once per epoch, in an order that only the seed decides; a step takes rows until
-it has its tokens. The passes are those of an update: packed, without padding.
+Every row comes once per epoch, in an order fixed by the seed; a step takes rows until it has its
+tokens. The micro-batches are those of an update: packed, without padding.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sortedrl.training.optimiser import Optimiser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStep:
-    """What one step did."""
+    """The metrics of one step."""
 
     step: int
     epoch: int
     loss: float
-    """Mean negative log-probability of an answer's token, before the step."""
+    """Mean negative log-likelihood of an answer token, before the step."""
     grad_norm: float
     learning_rate: float
     answer_tokens: int
@@ -60,10 +60,10 @@ def supervised_steps(
     sequences: Sequence[TokenSequence],
     *,
     rows: Sequence[Sequence[int]],
-    budget: int,
+    micro_batch_tokens: int,
     max_bad: int,
 ) -> Iterator[SupervisedStep]:
-    """Train step by step; the weights are whole whenever a step is yielded."""
+    """Train step by step; the weights are consistent whenever a step is yielded."""
     met = num_bad = 0
     for number, chosen in enumerate(rows):
         began = time.perf_counter()
@@ -73,14 +73,14 @@ def supervised_steps(
         is_to_repeat = True
         while is_to_repeat:
             total = torch.zeros((), device=policy.model.device)
-            for pack in packs(lengths, budget=budget):
-                scored = policy.logprobs([of_step[index] for index in pack.indices])
-                part = -scored.logprobs_T.sum() / answer_tokens
+            for pack in packs(lengths, budget=micro_batch_tokens):
+                found = policy.logprobs([of_step[index] for index in pack.indices])
+                part = -found.logprobs_T.sum() / answer_tokens
                 optimiser.backward(part)
                 total += part.detach()
-            outcome = optimiser.step(loss=float(total))
-            is_to_repeat = outcome.is_to_repeat
-        num_bad = 0 if outcome.is_applied else num_bad + 1
+            result = optimiser.step(loss=float(total))
+            is_to_repeat = result.is_to_repeat
+        num_bad = 0 if result.is_applied else num_bad + 1
         if num_bad >= max_bad:
             raise TrainingError(
                 f"{max_bad} steps in a row had a loss or a gradient that is not finite; they were "
@@ -91,8 +91,8 @@ def supervised_steps(
             step=number + 1,
             epoch=(met - 1) // len(sequences),
             loss=float(total),
-            grad_norm=outcome.grad_norm,
-            learning_rate=outcome.learning_rate,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
             answer_tokens=answer_tokens,
             tokens=sum(lengths),
             seconds=time.perf_counter() - began,

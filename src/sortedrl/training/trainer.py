@@ -1,11 +1,14 @@
-"""One policy update from one batch of answers, in packed passes without padding.
+"""One policy update from one batch of answers, in packed micro-batches without padding.
 
     answers -> (log-probabilities before, reference, values) -> advantages
-            -> for each mini-batch: passes forward and backward, then one optimiser step
+            -> for each mini-batch: its micro-batches forward and backward, then one optimiser step
 
-An answer is passed over whole in one pass, and each token has its weight in the loss before the
-first pass begins, so how answers are packed into passes changes nothing but rounding. The reference
-is the policy that the run began with, a copy or the model without its adapters.
+An answer is whole in one micro-batch, and each token has its weight in the loss before the first
+micro-batch, so how answers are packed changes nothing but rounding.
+
+The trainer of a run also writes checkpoints and the trained model. In a checkpoint its tensors are
+safetensors files and its counters JSON; the trained model is exported as a folder that transformers
+reads, with its tokenizer and with adapters merged.
 
 Axes: N answers, T answer tokens of all of them together.
 """
@@ -14,34 +17,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import UpdateSettings
+from sortedrl.core.buffer import BufferState
+from sortedrl.core.buffer_file import load_buffer, save_buffer
+from sortedrl.core.protocols import Trainer
 from sortedrl.core.randomness import mix
 from sortedrl.errors import TrainingError
-from sortedrl.training.advantages import RunningMoments, estimate, informative
+from sortedrl.models.loading import without_bars
+from sortedrl.training.advantages import RunningMoments, estimate, has_reward_variance
 from sortedrl.training.batch import (
-    ALONE,
+    SINGLE_RANK,
     Answers,
-    Pass,
-    Team,
+    MicroBatch,
+    RankGroup,
     TokenSequence,
+    in_micro_batches,
+    micro_batches,
     mini_batches,
-    of_all,
-    passes_over,
-    sound,
     trainable,
+    usable,
 )
+from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_tensors
 from sortedrl.training.critic import CriticTrainer
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import PackedModel, Reference
+from sortedrl.training.lora import merged_model, write_adapters
 from sortedrl.training.losses import (
     LossInputs,
     aggregation_weights,
@@ -49,81 +58,71 @@ from sortedrl.training.losses import (
     kl_estimates,
     loss,
 )
-from sortedrl.training.optimiser import Optimiser, StepOutcome
-from sortedrl.training.statistics import Seen, UpdateRecord, update_statistics
+from sortedrl.training.optimiser import Optimiser, StepResult
+from sortedrl.training.update_metrics import TokenOutputs, UpdateRecord, update_metrics
 from sortedrl.types import TrainBatch, Trajectory, Weights
 
-
-class CopiedReference:
-    """A second model that never changes."""
-
-    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
-        """Freeze the model, which must not be the one that is trained."""
-        model.requires_grad_(False)
-        self._packed = PackedModel(model, temperature=temperature)
-
-    @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """`logprobs_T` under the first weights."""
-        return self._packed.logprobs(sequences).logprobs_T
-
-
-class AdapterReference:
-    """The trained model without its adapters: a reference that takes no memory."""
-
-    def __init__(self, policy: PackedModel) -> None:
-        """The policy whose adapters are trained."""
-        self._policy = policy
-
-    @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """`logprobs_T` under the first weights."""
-        with self._without_adapters():
-            return self._policy.logprobs(sequences).logprobs_T
-
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        self._policy.model.disable_adapters()
-        try:
-            yield
-        finally:
-            self._policy.model.enable_adapters()
-
-
 _LOG = logging.getLogger(__name__)
+_HELD = "held.bin"
 
 
-class Reference(Protocol):
-    """The policy that the run began with."""
+class RunTrainer(Trainer, Protocol):
+    """What a run asks of its trainer beyond the loop."""
 
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """`logprobs_T` under the first weights."""
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The metrics of the last update."""
+
+    @property
+    def device(self) -> str:
+        """What it computes on, for a person."""
+
+    def flush(self) -> bool:
+        """Train on what is held back, as there will be no more; whether there was anything."""
+
+    def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Write model and trainer into the folder of a checkpoint; gives the counters."""
+
+    def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
+        """Write the trained model as a folder that transformers reads."""
+
+    def close(self) -> None:
+        """Release everything it holds; a second call does nothing."""
+
+
+def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:  # noqa: ANN401
+    """Write weights, config and tokenizer; no pickle, and no weights that are not finite."""
+    plain = merged_model(model)
+    refuse_not_finite(dict(plain.named_parameters()))
+    with without_bars():
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What is known of the answers before they are trained on; tensors on the model's device."""
+    """What an update computes before its first step; tensors on the model's device."""
 
     answers: Answers
     sequences: Sequence[TokenSequence]
     behaviour_T: Tensor
     advantages_T: Tensor
     proximal_T: Tensor | None
-    """`None` where the first pass of the only step finds it by the way."""
+    """`None` where the only step computes it with its own micro-batches."""
     reference_T: Tensor | None
     values_T: Tensor | None
     returns_T: Tensor | None
 
 
 class _NotFiniteError(Exception):
-    """The numbers of an update that is to be skipped, and where they came from."""
+    """Why an update is skipped: values that are not finite, and which answers they belong to."""
 
 
 class PolicyTrainer:
-    """A `Trainer` of one model.
+    """A `RunTrainer` of one model, in one process or as one rank of several.
 
-    Its weights are the engine's own, and handing them over copies nothing; or, where `tensors` is
-    given, the engine has a copy, and they are handed over by name.
+    The engine reads the very weights that are trained; or, where `engine_weights` is given, it has
+    a copy and gets new weights by name.
     """
 
     def __init__(
@@ -131,14 +130,14 @@ class PolicyTrainer:
         policy: PackedModel,
         optimiser: Optimiser,
         *,
-        settings: TrainSettings,
+        settings: UpdateSettings,
         reference: Reference | None = None,
         critic: CriticTrainer | None = None,
-        tensors: Callable[[], Mapping[str, Tensor]] | None = None,
+        engine_weights: Callable[[], Mapping[str, Tensor]] | None = None,
         version: int = 0,
-        team: Team = ALONE,
+        ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Train the policy's model as the settings say, alone or as one process of a team."""
+        """Train the policy's model as the settings say."""
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
         self._num_unusable = 0
@@ -148,34 +147,45 @@ class PolicyTrainer:
         self.critic = critic
         self.moments: RunningMoments | None = None
         if settings.algorithm.whiten == "group":
-            self.moments = RunningMoments(settings.schedule.updates_per_group)
+            self.moments = RunningMoments(settings.updates_per_group)
         self._policy = policy
         self._settings = settings
         self._reference = reference
-        self._tensors = tensors
-        self._team = team
-        self._kind = settings.correction.used_kind(is_needed=settings.needs_correction)
+        self._engine_weights = engine_weights
+        self._ranks = ranks
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is trained."""
+        return self._policy.model
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return str(self.model.device)
 
     def weights(self) -> Weights:
         """The present weights: only their version where the engine has the tensors."""
-        return Weights(self.version, None if self._tensors is None else self._tensors())
+        return Weights(
+            self.version, None if self._engine_weights is None else self._engine_weights()
+        )
 
     def update(self, batch: TrainBatch) -> None:
-        """Make one policy update, unless too few answers have something to teach.
+        """Make one policy update, unless too few answers are left.
 
-        Where prompts without variance are left out, the others are held back until an update
-        batch of them is there; the weights have not changed meanwhile, so they are not staler.
+        Where zero-variance prompts are filtered, the others are held back until they fill an
+        update batch; the weights have not changed meanwhile, so they are not staler.
         """
         given = trainable(batch)
-        fit = sound(given, is_telling=self._team.rank == 0)
+        fit = usable(given, is_logged=self._ranks.rank == 0)
         self._num_unusable = len(given) - len(fit)
         trajectories = (*self.held, *fit)
         self.held = ()
-        if self._settings.algorithm.drops_equal and trajectories:
-            chosen = informative(Answers.of(trajectories, version=self.version)).tolist()
+        if self._settings.algorithm.filters_zero_variance and trajectories:
+            chosen = has_reward_variance(Answers.of(trajectories, version=self.version)).tolist()
             pairs = zip(trajectories, chosen, strict=True)
-            trajectories = tuple(trajectory for trajectory, teaches in pairs if teaches)
-            if len(trajectories) < self._settings.schedule.update_batch:
+            trajectories = tuple(trajectory for trajectory, is_kept in pairs if is_kept)
+            if len(trajectories) < self._settings.update_batch:
                 self.held = trajectories
                 self.last = {"held": float(len(trajectories)), **self._unusable()}
                 return
@@ -188,6 +198,81 @@ class PolicyTrainer:
         if held:
             self._train(held)
         return bool(held)
+
+    def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Write model, adapters and trainer; gives the counters."""
+        export_model(self.model, tokenizer, folder / "model")
+        if self.model._hf_peft_config_loaded:
+            write_adapters(self.model, folder)
+        for name, tensors in self.tensors().items():
+            refuse_not_finite(tensors)
+            write_tensors(folder, name, tensors=tensors)
+        self.write_held(folder)
+        return self.counters()
+
+    def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
+        """Write the trained model, adapters merged."""
+        export_model(self.model, tokenizer, folder)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Everything but the model that a checkpoint has as tensors: the live ones, by file."""
+        files = {"optimiser": self.optimiser.state()[0]}
+        if self.critic is not None:
+            files["critic"] = self.critic.critic.tensors()
+            files["critic_optimiser"] = self.critic.optimiser.state()[0]
+        return files
+
+    def counters(self) -> dict[str, Any]:
+        """Everything that a checkpoint has as JSON."""
+        counters: dict[str, Any] = {
+            "version": self.version,
+            "num_bad": self.num_bad,
+            "optimiser": self.optimiser.state()[1],
+        }
+        if self.moments is not None:
+            counters["moments"] = self.moments.state()
+        if self.critic is not None:
+            counters["critic_optimiser"] = self.critic.optimiser.state()[1]
+        return counters
+
+    def write_held(self, folder: Path) -> None:
+        """Write the answers that are held back."""
+        held = BufferState(
+            unit_size=1,
+            next_group=0,
+            next_prompt=0,
+            num_trained=0,
+            fresh=(),
+            returned=(),
+            ready=self.held,
+        )
+        save_buffer(held, folder / _HELD)
+
+    def load(
+        self,
+        folder: Path,
+        counters: Mapping[str, Any],
+        *,
+        read: Callable[[Path, str], Mapping[str, Tensor]] = read_tensors,
+    ) -> None:
+        """Continue from a checkpoint; its model is loaded already.
+
+        `read` gives the tensors of a file, where they are not in one by that name.
+        """
+        self.version = counters["version"]
+        self.num_bad = counters["num_bad"]
+        self.optimiser.load_state(read(folder, "optimiser"), counters["optimiser"])
+        if self.moments is not None:
+            self.moments.load_state(counters["moments"])
+        if self.critic is not None:
+            self.critic.critic.load(read(folder, "critic"))
+            self.critic.optimiser.load_state(
+                read(folder, "critic_optimiser"), counters["critic_optimiser"]
+            )
+        self.held = load_buffer(folder / _HELD).ready
 
     def _train(self, trajectories: Sequence[Trajectory]) -> None:
         if not trajectories:
@@ -202,46 +287,46 @@ class PolicyTrainer:
             self.last = {"skipped_steps": 1.0, **self._unusable()}
             self._skip(str(error))
             return
-        seen = Seen.nothing(prepared.answers.num_tokens, device=self._policy.model.device)
+        outputs = TokenOutputs.zeros(prepared.answers.num_tokens, device=self._policy.model.device)
         settings, seed = self._settings.optimiser, mix(self._settings.seed, self.version)
-        outcomes = [
-            self._step(prepared, chosen, seen)
+        steps = [
+            self._step(prepared, chosen, outputs)
             for chosen in mini_batches(
-                len(trajectories), steps=settings.steps, epochs=settings.epochs, seed=seed
+                len(trajectories), parts=settings.mini_batches, epochs=settings.epochs, seed=seed
             )
         ]
         value_loss = self._train_critic(prepared, seed=seed)
-        applied = [outcome for _, outcome in outcomes if outcome.is_applied]
+        applied = [result for _, result in steps if result.is_applied]
         self.version += bool(applied)
         self.last = {
-            **self._statistics(prepared, seen),
+            **self._metrics(prepared, outputs),
             **value_loss,
-            "loss": sum(value for value, _ in outcomes) / len(outcomes),
-            "grad_norm": max(outcome.grad_norm for _, outcome in outcomes),
-            "learning_rate": outcomes[-1][1].learning_rate,
-            "skipped_steps": float(len(outcomes) - len(applied)),
+            "loss": sum(value for value, _ in steps) / len(steps),
+            "grad_norm": max(result.grad_norm for _, result in steps),
+            "learning_rate": steps[-1][1].learning_rate,
+            "skipped_steps": float(len(steps) - len(applied)),
             **self._unusable(),
             **self._loss_scale(),
-            "fill": sum(seen.fills) / len(seen.fills),
+            "fill": sum(outputs.fills) / len(outputs.fills),
             "update_seconds": time.perf_counter() - began,
         }
         if applied:
             self.num_bad = 0
         else:
-            self._skip(_why_skipped(trajectories, prepared.answers, seen))
+            self._skip(_why_skipped(trajectories, prepared.answers, outputs))
 
     def _skip(self, reason: str) -> None:
-        """Count an update that changed nothing, and stop where there were too many in a row."""
+        """Count an update that changed nothing, and stop after too many in a row."""
         self.num_bad += 1
-        if self._team.rank == 0:
-            _LOG.warning("the update is skipped, and the weights stay: %s", reason)
+        if self._ranks.rank == 0:
+            _LOG.warning("update skipped, weights unchanged: %s", reason)
         most = self._settings.optimiser.max_bad_updates
         if self.num_bad >= most:
             raise TrainingError(
                 f"{most} updates in a row had a loss or a gradient that is not finite; they were "
-                "skipped, and the weights are those before them. The last of them: "
-                f"{reason}. Lower optimiser.learning_rate or look at the rewards, then go on from "
-                "the last checkpoint (--resume)"
+                f"skipped, and the weights are unchanged. The last one: {reason}. Lower "
+                "optimiser.learning_rate or check the rewards, then resume from the last "
+                "checkpoint (--resume)"
             )
 
     def _unusable(self) -> dict[str, float]:
@@ -253,20 +338,26 @@ class PolicyTrainer:
 
     def _prepare(self, trajectories: Sequence[Trajectory]) -> _Prepared:
         algorithm, optimisation = self._settings.algorithm, self._settings.optimiser
-        device, budget = self._policy.model.device, self._settings.passes.tokens
+        device = self._policy.model.device
         answers = Answers.of(trajectories, version=self.version)
         sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
-        over_all = partial(of_all, answers, sequences, budget=budget, team=self._team)
-        in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+        over_all = partial(
+            in_micro_batches,
+            answers,
+            sequences,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            ranks=self._ranks,
+        )
+        in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
         reference_T = kl_T = proximal_T = values_T = None
-        if in_reward or optimisation.steps * optimisation.epochs > 1:
+        if in_reward or optimisation.mini_batches * optimisation.epochs > 1:
             proximal_T = over_all(self._policy_logprobs)
         if self._reference is not None:
             reference_T = over_all(self._reference.logprobs)
         if in_reward:
             assert proximal_T is not None
-            assert reference_T is not None, "a divergence needs the reference"
-            kl_T = kl_estimates(proximal_T, reference_T, algorithm.used_kl_estimator).cpu()
+            assert reference_T is not None, "a KL divergence needs the reference"
+            kl_T = kl_estimates(proximal_T, reference_T, algorithm.effective_kl_estimator).cpu()
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
         for what, numbers_T in (
@@ -279,7 +370,7 @@ class PolicyTrainer:
         found = estimate(
             answers,
             algorithm,
-            max_tokens=self._settings.engine.max_tokens,
+            max_tokens=self._settings.max_tokens,
             kl_T=kl_T,
             values_T=None if values_T is None else values_T.cpu(),
             moments=self.moments,
@@ -302,52 +393,48 @@ class PolicyTrainer:
         )
 
     def _step(
-        self, prepared: _Prepared, chosen: Sequence[int], seen: Seen
-    ) -> tuple[float, StepOutcome]:
-        """One optimiser step over the chosen answers; gives its loss and what came of it."""
+        self, prepared: _Prepared, chosen: Sequence[int], outputs: TokenOutputs
+    ) -> tuple[float, StepResult]:
+        """One optimiser step over a mini-batch; gives its loss and its result."""
         settings, answers = self._settings, prepared.answers
         weights_T = torch.zeros_like(prepared.behaviour_T)
-        at = answers.places(chosen).to(weights_T.device)
+        at = answers.token_indices(chosen).to(weights_T.device)
         weights_T[at] = aggregation_weights(
             answers.lengths_N[torch.tensor(list(chosen))],
-            settings.algorithm.used_aggregation,
-            max_tokens=settings.engine.max_tokens,
+            settings.algorithm.effective_aggregation,
+            max_tokens=settings.max_tokens,
         ).to(weights_T.device)
-        going = passes_over(
+        batches = micro_batches(
             chosen,
             answers,
             prepared.sequences,
-            budget=settings.passes.tokens,
-            team=self._team,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            ranks=self._ranks,
         )
-        seen.fills.append(going.fill)
-        num_seen = len(seen.losses)
+        outputs.fills.append(batches.fill)
+        num_before = len(outputs.losses)
         while True:
-            seen.forget(at)
-            del seen.losses[num_seen:]
+            outputs.reset(at)
+            del outputs.losses[num_before:]
             total = torch.zeros((), device=weights_T.device)
-            for one in going.passes:
-                total += self._pass(prepared, one, weights_T, seen)
-            value = float(self._team.summed(total))
-            outcome = self.optimiser.step(loss=value)
-            if not outcome.is_to_repeat:
+            for batch in batches.parts:
+                total += self._micro_batch(prepared, batch, weights_T, outputs)
+            value = float(self._ranks.all_reduce(total))
+            result = self.optimiser.step(loss=value)
+            if not result.is_to_repeat:
                 break
-        seen.share(at, self._team)
-        return value, outcome
+        outputs.gather(at, self._ranks)
+        return value, result
 
-    def _pass(
-        self,
-        prepared: _Prepared,
-        one: Pass,
-        weights_T: Tensor,
-        seen: Seen,
+    def _micro_batch(
+        self, prepared: _Prepared, batch: MicroBatch, weights_T: Tensor, outputs: TokenOutputs
     ) -> Tensor:
-        """Forward and backward over some answers; gives their part of the step's loss."""
+        """Forward and backward over a micro-batch; gives its part of the step's loss."""
         correction = self._settings.correction
-        at = one.places.to(weights_T.device)
-        scored = self._policy.logprobs(one.read(prepared.sequences), with_entropy=True)
-        assert scored.entropies_T is not None
-        current_T, entropy_T = scored.logprobs_T[: len(at)], scored.entropies_T[: len(at)]
+        at = batch.token_indices.to(weights_T.device)
+        found = self._policy.logprobs(batch.read(prepared.sequences), with_entropy=True)
+        assert found.entropies_T is not None
+        current_T, entropy_T = found.logprobs_T[: len(at)], found.entropies_T[: len(at)]
         before = prepared.proximal_T
         proximal_T = current_T.detach() if before is None else before[at]
         behaviour_T = prepared.behaviour_T[at]
@@ -358,20 +445,19 @@ class PolicyTrainer:
             corrections_T=correction_weights(
                 behaviour_T,
                 proximal_T,
-                lengths_N=prepared.answers.lengths_N[torch.tensor(one.answers, dtype=torch.long)],
+                lengths_N=prepared.answers.lengths_N[torch.tensor(batch.answers, dtype=torch.long)],
                 correction=correction,
-                kind=self._kind,
             ),
             weights_T=weights_T[at],
             reference_T=None if reference_T is None else reference_T[at],
         )
-        found = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
-        self.optimiser.backward(found.total)
-        seen.current_T[at] = current_T.detach()
-        seen.proximal_T[at] = proximal_T
-        seen.entropy_T[at] = entropy_T.detach()
-        seen.losses.append(found.tokens)
-        return found.total.detach()
+        part = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
+        self.optimiser.backward(part.total)
+        outputs.current_T[at] = current_T.detach()
+        outputs.proximal_T[at] = proximal_T
+        outputs.entropy_T[at] = entropy_T.detach()
+        outputs.losses.append(part.tokens)
+        return part.total.detach()
 
     def _train_critic(self, prepared: _Prepared, *, seed: int) -> Mapping[str, float]:
         if self.critic is None:
@@ -388,22 +474,21 @@ class PolicyTrainer:
         )
         return {"value_loss": value_loss}
 
-    def _statistics(self, prepared: _Prepared, seen: Seen) -> Mapping[str, float]:
+    def _metrics(self, prepared: _Prepared, outputs: TokenOutputs) -> Mapping[str, float]:
         reference_T, kl_T = prepared.reference_T, None
         if reference_T is not None:
-            kind = self._settings.algorithm.used_kl_estimator
-            kl_T = kl_estimates(seen.proximal_T, reference_T, kind)
-        return update_statistics(
+            kind = self._settings.algorithm.effective_kl_estimator
+            kl_T = kl_estimates(outputs.proximal_T, reference_T, kind)
+        return update_metrics(
             UpdateRecord(
                 answers=prepared.answers,
                 advantages_T=prepared.advantages_T,
-                proximal_T=seen.proximal_T,
-                current_T=seen.current_T,
+                proximal_T=outputs.proximal_T,
+                current_T=outputs.current_T,
                 correction=self._settings.correction,
-                kind=self._kind,
-                tokens=seen.token_losses(self._team),
+                tokens=outputs.token_losses(self._ranks),
                 kl_T=kl_T,
-                entropy_T=seen.entropy_T,
+                entropy_T=outputs.entropy_T,
             )
         )
 
@@ -418,14 +503,16 @@ def _refuse_not_finite(
     is_broken_T = ~numbers_T.isfinite().cpu()
     if bool(is_broken_T.any()):
         raise _NotFiniteError(
-            f"{what} gave numbers that are not finite for "
+            f"{what} gave values that are not finite for "
             + _named(trajectories, answers, is_broken_T)
         )
 
 
-def _why_skipped(trajectories: Sequence[Trajectory], answers: Answers, seen: Seen) -> str:
+def _why_skipped(
+    trajectories: Sequence[Trajectory], answers: Answers, outputs: TokenOutputs
+) -> str:
     """Where a loss or a gradient came from that is not finite."""
-    is_broken_T = ~(seen.current_T.isfinite() & seen.entropy_T.isfinite()).cpu()
+    is_broken_T = ~(outputs.current_T.isfinite() & outputs.entropy_T.isfinite()).cpu()
     if not bool(is_broken_T.any()):
         return "every log-probability is finite, but the loss or the gradient is not"
     return "the trained model gave log-probabilities that are not finite for " + _named(
@@ -434,10 +521,10 @@ def _why_skipped(trajectories: Sequence[Trajectory], answers: Answers, seen: See
 
 
 def _named(trajectories: Sequence[Trajectory], answers: Answers, is_broken_T: Tensor) -> str:
-    """The answers that these tokens belong to, in words."""
+    """The answers that these tokens belong to, for a message."""
     broken = answers.owners_T[is_broken_T].unique().tolist()
     prompt, sample = trajectories[broken[0]].key
     return (
-        f"{len(broken)} of {len(trajectories)} answers, first of all for prompt {prompt}, "
+        f"{len(broken)} of {len(trajectories)} answers, the first for prompt {prompt}, "
         f"sample {sample}"
     )

@@ -184,7 +184,7 @@ def _sample_size(found: Findings) -> Iterator[Proposal]:
         yield Proposal(
             symptom=symptom,
             options=({"schedule.max_staleness": oldest // 2},),
-            cost="Older tokens are discarded and generated again. A stricter correction.most "
+            cost="Older tokens are discarded and generated again. A stricter correction.max_ratio "
             "bounds the importance weights instead, at no cost in speed.",
             about="learning",
         )

@@ -174,11 +174,11 @@ def _text(before: Demand, after: Demand) -> str:
     if after.lora_rank != before.lora_rank:
         changes.append(f"lora.rank = {after.lora_rank}")
     if after.has_reference != before.has_reference:
-        changes.append("algorithm.kl = 0 (no reference model)")
+        changes.append("algorithm.kl_coef = 0 (no reference model)")
     if after.has_critic != before.has_critic:
         changes.append("an algorithm without a critic (not ppo)")
     if after.pass_tokens != before.pass_tokens:
-        changes.append(f"passes.tokens = {after.pass_tokens}")
+        changes.append(f"passes.micro_batch_tokens = {after.pass_tokens}")
     if after.max_tokens != before.max_tokens:
         changes.append(f"engine.max_tokens = {after.max_tokens}")
     if after.layout.devices != before.layout.devices:

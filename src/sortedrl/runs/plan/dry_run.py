@@ -103,10 +103,10 @@ def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens:
         slots=engine.slots,
         max_tokens=engine.max_tokens,
         prompt_tokens=prompt_tokens,
-        pass_tokens=settings.passes.tokens,
+        pass_tokens=settings.passes.micro_batch_tokens,
         precision=_precision(settings, card),
         is_gpu=card.is_gpu,
-        has_reference=settings.algorithm.kl > 0,
+        has_reference=settings.algorithm.kl_coef > 0,
         has_critic=settings.algorithm.has_critic,
         has_engine_copy=settings.rollout.engine in ("vllm", "sglang"),
         lora_rank=settings.lora.rank,
@@ -127,7 +127,7 @@ def _prediction(
     mean_length: float | None,
 ) -> Prediction:
     algorithm, optimisation = settings.algorithm, settings.optimiser
-    in_reward = algorithm.kl > 0 and algorithm.used_kl_place == "reward"
+    in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
     lengths = None
     if mean_length is not None:
         lengths = guessed_lengths(
@@ -142,7 +142,7 @@ def _prediction(
         epochs=settings.epochs,
         max_updates=settings.max_updates,
         batch_epochs=optimisation.epochs,
-        has_first_pass=in_reward or optimisation.steps * optimisation.epochs > 1,
+        has_first_pass=in_reward or optimisation.mini_batches * optimisation.epochs > 1,
         lengths=lengths,
         prompt_tokens=mean_prompt,
     )

@@ -1,22 +1,16 @@
-"""Checkpoints of a sharded trainer: the files of one process, or one file per rank.
+"""Checkpoints of a sharded trainer: the files of one process, or the files of every rank.
 
     full                         sharded
       model/                       model/         config and tokenizer only
-      optimiser.safetensors        shards/        one file per rank: model, optimiser, critic
-      critic...safetensors         shards.json    who has which rows
+      optimiser.safetensors        shards/        the rows of each rank: model, optimiser, critic
+      critic...safetensors
       held.bin                     held.bin
 
 A full one is what the trainer of one process writes and reads; the first rank gathers one file
 after the other in its main memory. A sharded one is written by all ranks at once into a folder
-that all of them see, and read by any number of ranks, or by one process (`read_joined`):
-
-    shards/rank-00000.safetensors   the rows of rank 0 of every tensor, as `group/name`
-    shards/rank-00001.safetensors
-    shards.json                     {"groups": {"optimiser": {"first_moment.lm_head.weight":
-                                        {"shape": [128, 48], "rows": [[0, 64], [64, 128]]}, ...
-
-Any rows can be read from it, however many ranks there were, and only they are read. A tensor that
-is not sharded lies whole with rank 0.
+that all of them see, and read by any number of ranks, or by one process (`read_joined`). It is a
+`torch.distributed.checkpoint` in safetensors: a tensor is called `group/name`, and the header of
+each file says which rows it has, so there is no index, and no pickle.
 
 The functions are called by all ranks together, and written inside `save` of `training.checkpoint`,
 which makes the folder and seals it. A rank that cannot write says so only after it has done its
@@ -25,18 +19,18 @@ part of the collective operations; then all of them raise.
 
 from __future__ import annotations
 
-import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import without_bars
@@ -44,116 +38,100 @@ from sortedrl.training.checkpoint import refuse_not_finite, write_tensors
 from sortedrl.training.fsdp.model import on_first, part_of, rows_of
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
-from sortedrl.training.run_trainer import (
-    read_trainer,
-    trainer_counters,
-    trainer_tensors,
-    write_held,
-)
 from sortedrl.training.trainer import PolicyTrainer
 
-Groups = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by name, by the part of the trainer that they belong to."""
-_INDEX = "shards.json"
 _FOLDER = "shards"
+_OLD_INDEX = "shards.json"
+_FILE_BYTES = 1 << 30
 _USE_ANOTHER = "use another checkpoint"
 
 
 def is_sharded(folder: Path) -> bool:
     """Whether a checkpoint was written by ranks, each its part."""
-    return (folder / _INDEX).exists()
+    if (folder / _OLD_INDEX).exists():
+        raise CheckpointError(
+            f"{folder}: its shards must be in the format of torch.distributed.checkpoint, but "
+            "are older; resume it with the version of sortedrl that wrote it"
+        )
+    return (folder / _FOLDER).is_dir()
 
 
-def write_shard(folder: Path, groups: Groups, *, rank: int, world: int) -> None:
-    """Write what this rank has; the first rank also writes the index."""
-    path = _file(folder, rank)
-    path.parent.mkdir(exist_ok=True)
-    own = {
-        f"{group}/{name}": tensor
-        for group, tensors in groups.items()
-        for name, tensor in _own(tensors, rank=rank).items()
+def _write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], ranks: Ranks) -> None:
+    """Write what this rank has; one file at a time is in main memory."""
+    tensors = {
+        f"{group}/{name}": tensor.detach()
+        for group, members in groups.items()
+        for name, tensor in members.items()
     }
-    save_file(own, path)
-    if rank == 0:
-        index = {
-            group: {name: _entry(tensor, world=world) for name, tensor in tensors.items()}
-            for group, tensors in groups.items()
-        }
-        (folder / _INDEX).write_text(json.dumps({"groups": index}, indent=1) + "\n")
+    files, size = {}, 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + size // _FILE_BYTES
+        size += tensor.numel() * tensor.element_size() // ranks.world
+    writer = HuggingFaceStorageWriter(str(folder / _FOLDER), files, save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except dcp.api.CheckpointException as error:
+        failure, _ = error.failures.get(ranks.rank) or next(iter(error.failures.values()))
+        raise failure from error
 
 
 class Shards:
-    """The shards in a folder."""
+    """The shards of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index."""
+        """Read what there is."""
         self._folder = folder
-        path = folder / _INDEX
         try:
-            self._groups: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["groups"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error!r}); {_USE_ANOTHER}") from error
+            self._tensors = self._reader().read_metadata().state_dict_metadata
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder / _FOLDER}: cannot be read ({error!r}); {_USE_ANOTHER}"
+            ) from error
+        # What no file holds would be left as it was, without an error.
+        for name, tensor in self._tensors.items():
+            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                raise CheckpointError(
+                    f"{folder / _FOLDER}: rows of {name!r} are missing; {_USE_ANOTHER}"
+                )
 
     def shapes(self, group: str) -> dict[str, torch.Size]:
         """The shapes of a group's whole tensors, by name."""
-        if group not in self._groups:
+        start = f"{group}/"
+        found = {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
+        if not found:
             raise CheckpointError(
                 f"{self._folder}: has no {group}; it was saved by a run with other settings, "
                 "resume with those"
             )
-        return {name: torch.Size(entry["shape"]) for name, entry in self._groups[group].items()}
+        return {name: tensor.size for name, tensor in found.items()}
 
-    def rows(self, group: str, name: str, *, start: int, stop: int) -> Tensor:
-        """These rows of a tensor, on the CPU."""
-        key = f"{group}/{name}"
-        parts: list[Tensor] = []
-        for rank, (first, end) in enumerate(self._groups[group][name]["rows"]):
-            low, high = max(start, first), min(stop, end)
-            if low < high:
-                parts.append(self._read(rank, key, slice(low - first, high - first)))
-        if not parts:
-            # No rows are of the same kind as others, and the first rank always has some.
-            return self._read(0, key, slice(0, 0))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def whole(self, group: str) -> dict[str, Tensor]:
-        """The whole tensors of a group, by name."""
-        return {
-            name: self.rows(group, name, start=0, stop=shape[0])
+    def read(self, group: str, ranks: Ranks | None) -> dict[str, Tensor]:
+        """The tensors of a group, by name: whole, or with the rows of this rank."""
+        tensors = {
+            f"{group}/{name}": self._empty(f"{group}/{name}", shape, ranks)
             for name, shape in self.shapes(group).items()
         }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp.load(tensors, storage_reader=self._reader(), no_dist=ranks is None)
+            except dcp.api.CheckpointException as error:
+                failure, _ = next(iter(error.failures.values()))
+                raise CheckpointError(
+                    f"{self._folder / _FOLDER}: cannot be read ({failure!r}); {_USE_ANOTHER}"
+                ) from error
+        return {name.removeprefix(f"{group}/"): tensor for name, tensor in tensors.items()}
 
-    def _read(self, rank: int, key: str, span: slice) -> Tensor:
-        path = _file(self._folder, rank)
-        try:
-            with safe_open(path, framework="pt") as file:
-                rows: Tensor = file.get_slice(key)[span]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}); {_USE_ANOTHER}") from error
-        return rows
+    def _empty(self, name: str, shape: torch.Size, ranks: Ranks | None) -> Tensor:
+        dtype = self._tensors[name].properties.dtype
+        if ranks is None:
+            return torch.empty(shape, dtype=dtype)
+        start, stop = rows_of(shape[0], rank=ranks.rank, world=ranks.world)
+        own = torch.empty((stop - start, *shape[1:]), dtype=dtype, device=ranks.device)
+        return part_of(own, ranks, shape=shape)
 
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / _FOLDER / f"rank-{rank:05d}.safetensors"
-
-
-def _own(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
-    """The rows that this rank has of each tensor, where it has any."""
-    local = {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DTensor) or rank == 0
-    }
-    return {name: part.detach().contiguous() for name, part in local.items() if len(part)}
-
-
-def _entry(tensor: Tensor, *, world: int) -> dict[str, Any]:
-    size = len(tensor)
-    ranks = range(world)
-    spread = [rows_of(size, rank=rank, world=world) for rank in ranks]
-    whole = [(0, size) if rank == 0 else (size, size) for rank in ranks]
-    rows = spread if isinstance(tensor, DTensor) else whole
-    return {"shape": list(tensor.shape), "rows": rows}
+    def _reader(self) -> HuggingFaceStorageReader:
+        return HuggingFaceStorageReader(str(self._folder / _FOLDER))
 
 
 _MODEL = "model"
@@ -169,20 +147,20 @@ def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict
         if ranks.is_first:
             model.save_pretrained(folder / _MODEL, state_dict=weights)
             tokenizer.save_pretrained(folder / _MODEL)
-            write_held(trainer.trainer, folder)
+            trainer.trainer.write_held(folder)
     del weights
-    for name, tensors in trainer_tensors(trainer.trainer).items():
+    for name, tensors in trainer.trainer.tensors().items():
         whole = on_first(tensors, ranks)
         with failure:
             if ranks.is_first:
                 write_tensors(folder, name, tensors=whole)
         del whole
     failure.tell(ranks, folder)
-    return trainer_counters(trainer.trainer)
+    return trainer.trainer.counters()
 
 
 def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Go on from a full checkpoint, whose model is loaded already."""
+    """Continue from a full checkpoint, whose model is loaded already."""
     ranks = trainer.ranks
 
     def read(folder: Path, name: str) -> dict[str, Tensor]:
@@ -201,7 +179,7 @@ def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, A
             ) from error
         return found
 
-    read_trainer(trainer.trainer, folder, counters, read=read)
+    trainer.trainer.load(folder, counters, read=read)
 
 
 def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -209,40 +187,30 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
     model, ranks = trainer.model, trainer.ranks
     _refuse_not_finite(trainer)
     failure = _Failure()
-    groups = {_MODEL: _model_tensors(model), **trainer_tensors(trainer.trainer)}
+    groups = {_MODEL: _model_tensors(model), **trainer.trainer.tensors()}
+    with failure:
+        _write_shards(folder, groups, ranks)
     with failure, without_bars():
-        write_shard(folder, groups, rank=ranks.rank, world=ranks.world)
         if ranks.is_first:
             model.config.save_pretrained(folder / _MODEL)
             tokenizer.save_pretrained(folder / _MODEL)
-            write_held(trainer.trainer, folder)
+            trainer.trainer.write_held(folder)
     failure.tell(ranks, folder)
-    return trainer_counters(trainer.trainer)
+    return trainer.trainer.counters()
 
 
 def read_sharded(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Go on from a sharded checkpoint, of as many ranks or of others; the model is read too."""
+    """Continue from a sharded checkpoint of any number of ranks; the model is read too."""
     shards, ranks = Shards(folder), trainer.ranks
-
-    def read(_: Path, group: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, shape in shards.shapes(group).items():
-            start, stop = rows_of(shape[0], rank=ranks.rank, world=ranks.world)
-            own = shards.rows(group, name, start=start, stop=stop)
-            found[name] = part_of(own, ranks, shape=shape)
-        return found
-
-    _load_model(trainer.model, read(folder, _MODEL), folder)
-    read_trainer(trainer.trainer, folder, counters, read=read)
+    _load_model(trainer.model, shards.read(_MODEL, ranks), folder)
+    trainer.trainer.load(folder, counters, read=lambda _, group: shards.read(group, ranks))
 
 
-def read_joined(
-    trainer: PolicyTrainer, folder: Path, *, model: PreTrainedModel, counters: Mapping[str, Any]
-) -> None:
-    """Go on from a sharded checkpoint in one process; the model is read too."""
+def read_joined(trainer: PolicyTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
+    """Continue from a sharded checkpoint in one process; the model is read too."""
     shards = Shards(folder)
-    _load_model(model, shards.whole(_MODEL), folder)
-    read_trainer(trainer, folder, counters, read=lambda _, group: shards.whole(group))
+    _load_model(trainer.model, shards.read(_MODEL, None), folder)
+    trainer.load(folder, counters, read=lambda _, group: shards.read(group, None))
 
 
 def refuse_broken_model(trainer: ShardedTrainer) -> None:
@@ -252,17 +220,17 @@ def refuse_broken_model(trainer: ShardedTrainer) -> None:
 
 def _refuse_not_finite(trainer: ShardedTrainer) -> None:
     refuse_broken_model(trainer)
-    for tensors in trainer_tensors(trainer.trainer).values():
+    for tensors in trainer.trainer.tensors().values():
         _refuse_parts(tensors, trainer.ranks)
 
 
 def _refuse_parts(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     own = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-    refuse_not_finite(own, together=lambda flags: ranks.summed(flags.to(ranks.device)))
+    refuse_not_finite(own, together=lambda flags: ranks.all_reduce(flags.to(ranks.device)))
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The living tensors of a model, each by the first of its names."""
+    """The live tensors of a model, each by the first of its names."""
     first: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -284,7 +252,7 @@ def _load_model(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -
 
 
 class _Failure:
-    """What went wrong on this rank first, kept until all ranks can hear of it."""
+    """The first error of this rank, kept until all ranks have made their collective calls."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -298,7 +266,7 @@ class _Failure:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Keep an error for later; an interrupted process has no later."""
+        """Keep an error; an interrupt is raised at once."""
         if not isinstance(error, Exception):
             return False
         self._error = self._error or error
@@ -307,11 +275,11 @@ class _Failure:
     def tell(self, ranks: Ranks, folder: Path) -> None:
         """Raise on all ranks if one of them failed."""
         failed = torch.tensor(float(self._error is not None), device=ranks.device)
-        num_failed = int(ranks.summed(failed))
+        num_failed = int(ranks.all_reduce(failed))
         if self._error is not None:
             raise self._error
         if num_failed:
             raise CheckpointError(
                 f"{folder}: {num_failed} of {ranks.world} ranks could not write their part; see "
-                "their errors, and resume"
+                "their errors, then resume"
             )

@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def shard_model(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Leave this rank its part of the model, on the rank's device.
+    """Shard the model: this rank keeps its part, on its device.
 
     The model must be whole, the same on all ranks, and not have adapters. Objects that hold the
     model, such as a `PackedModel`, stay valid; its parameters are new ones.

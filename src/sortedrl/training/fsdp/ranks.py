@@ -1,8 +1,7 @@
 """The ranks of a trainer: their collective operations, and how answers are divided among them.
 
-What is done together must be done by all ranks in the same order: a missing rank keeps the others
-waiting until the timeout. Every rank gets the same result, bit for bit, so that all come to the
-same decisions.
+Collective operations must be made by all ranks in the same order: a missing rank keeps the others
+waiting until the timeout. Every rank gets the same result, bit for bit, so all decide alike.
 
 Sequences are divided so that all ranks have about the same number of tokens. Every sequence is in
 exactly one share, two shares differ by at most the longest sequence, and the same sizes always give
@@ -48,10 +47,10 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Ranks:
-    """The team of a sharded trainer, as seen by one of its processes."""
+    """The ranks of a sharded trainer, as seen by one of them: a `RankGroup`."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take on the process group that is open, with this rank's device."""
+        """Use the process group that is open, with this rank's device."""
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.device = device
@@ -59,47 +58,47 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that logs and writes for all."""
         return self.rank == 0
 
     def shares(self, sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """For each rank, which of the sequences of these sizes it goes through."""
+        """For each rank, which of the sequences of these sizes it processes."""
         return balanced(sizes, parts=self.world)
 
-    def summed(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         total = values.detach().clone()
         dist.all_reduce(total)
         return total
 
-    def joined(self, values_T: Tensor) -> Tensor:
+    def all_gather(self, values_T: Tensor) -> Tensor:
         """The values of all ranks, those of rank 0 first."""
         counts = torch.zeros(self.world, dtype=torch.long, device=values_T.device)
         counts[self.rank] = len(values_T)
-        sizes = self.summed(counts).tolist()
+        sizes = self.all_reduce(counts).tolist()
         start = sum(sizes[: self.rank])
         # The backends cannot add truth values.
         dtype = torch.uint8 if values_T.dtype == torch.bool else values_T.dtype
         whole_T = torch.zeros(sum(sizes), dtype=dtype, device=values_T.device)
         whole_T[start : start + len(values_T)] = values_T.to(dtype)
-        return self.summed(whole_T).to(values_T.dtype)
+        return self.all_reduce(whole_T).to(values_T.dtype)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of gradients of which every rank has a part."""
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         own = get_total_norm(parts).to(self.device)
-        return self.summed(own.double() ** 2).sqrt().float()
+        return self.all_reduce(own.double() ** 2).sqrt().float()
 
     def is_same(self, number: int) -> bool:
-        """Whether all ranks came with this number."""
+        """Whether all ranks gave this number."""
         bounds = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         highest, lowest = bounds.tolist()
         return bool(highest == -lowest)
 
     def wait(self) -> None:
-        """Go on when all ranks are here."""
-        self.summed(torch.zeros(1, device=self.device))
+        """A barrier."""
+        self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -107,16 +106,16 @@ class Ranks:
 
 
 def open_ranks(
-    meeting: str,
+    init_method: str,
     *,
     rank: int,
     world: int,
     device: str = "cpu",
     timeout_seconds: float = 1800.0,
 ) -> Ranks:
-    """Meet the other ranks, at an address like `tcp://host:port` or `file:///path`.
+    """Join the process group at an address like `tcp://host:port` or `file:///path`.
 
-    A rank on a GPU says which: `cuda:0`.
+    A rank on a GPU names it: `cuda:0`.
     """
     place = torch.device(device)
     require(
@@ -131,7 +130,7 @@ def open_ranks(
         torch.cuda.set_device(place)
     dist.init_process_group(
         _BACKENDS[place.type],
-        init_method=meeting,
+        init_method=init_method,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_seconds),

@@ -1,11 +1,11 @@
 """One policy update made by several ranks, each with a shard of the weights and of the answers.
 
-    the same batch on every rank -> each passes over its share of the answers
+    the same batch on every rank -> each runs the micro-batches of its share of the answers
                                  -> gradients are summed over the ranks
                                  -> each updates its shard of the weights
 
-It is the trainer of one process, with a team: every number that a decision depends on is summed
-over the ranks, so all skip a step or none does.
+It is the trainer of one process with a group of ranks: every number that a decision depends on is
+reduced over the ranks, so all skip a step or none does.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from zlib import crc32
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import UpdateSettings
 from sortedrl.errors import TrainingError
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import PackedModel
+from sortedrl.training.forward import CopiedReference, PackedModel
 from sortedrl.training.fsdp.model import Bucket, buckets, on_first, shard_critic, shard_model
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.trainer import CopiedReference, PolicyTrainer
+from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import TrainBatch
 
 
 class ShardedTrainer:
-    """What every rank has. A method called on one rank must be called on all of them."""
+    """The trainer of one rank. A method called on one rank must be called on all of them."""
 
-    def __init__(self, trainer: PolicyTrainer, *, model: PreTrainedModel, ranks: Ranks) -> None:
-        """Lead the trainer of this rank, whose model and optimisers have only their parts."""
+    def __init__(self, trainer: PolicyTrainer, ranks: Ranks) -> None:
+        """Wrap the trainer of this rank, whose model and optimisers have only their shards."""
         self.trainer = trainer
-        self.model = model
         self.ranks = ranks
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of which this rank has a part."""
+        return self.trainer.model
 
     @property
     def version(self) -> int:
@@ -53,7 +57,7 @@ class ShardedTrainer:
             raise TrainingError(
                 "all ranks must be given the same batch, got different ones; rank "
                 f"{self.ranks.rank} has {len(batch.trajectories)} answers for version "
-                f"{batch.version}. Go on from the last checkpoint (--resume)"
+                f"{batch.version}. Resume from the last checkpoint (--resume)"
             )
         self.trainer.update(batch)
 
@@ -89,7 +93,8 @@ def sharded_trainer(
     model: PreTrainedModel,
     ranks: Ranks,
     *,
-    settings: TrainSettings,
+    settings: UpdateSettings,
+    temperature: float,
     first: PreTrainedModel | None = None,
     critic: PreTrainedModel | None = None,
     total_steps: int | None = None,
@@ -100,11 +105,11 @@ def sharded_trainer(
     The models are whole, on the CPU or on the rank's device, and the same on all ranks; each rank
     is left with its part of them, on its device.
     """
-    policy = PackedModel(model, temperature=settings.rollout.temperature, is_compiled=is_compiled)
+    policy = PackedModel(model, temperature=temperature, is_compiled=is_compiled)
     shard_model(model, ranks)
     reference = None
     if first is not None:
-        reference = CopiedReference(first, temperature=policy.temperature)
+        reference = CopiedReference(first, temperature=temperature)
         shard_model(first, ranks)
     optimiser = Optimiser(
         dict(model.named_parameters()),
@@ -120,13 +125,13 @@ def sharded_trainer(
         critic=None
         if critic is None
         else _critic(critic, ranks, settings=settings, total_steps=total_steps),
-        team=ranks,
+        ranks=ranks,
     )
-    return ShardedTrainer(trainer, model=model, ranks=ranks)
+    return ShardedTrainer(trainer, ranks)
 
 
 def _critic(
-    model: PreTrainedModel, ranks: Ranks, *, settings: TrainSettings, total_steps: int | None
+    model: PreTrainedModel, ranks: Ranks, *, settings: UpdateSettings, total_steps: int | None
 ) -> CriticTrainer:
     critic = Critic(model)
     shard_critic(critic, ranks)
@@ -134,13 +139,13 @@ def _critic(
         critic,
         Optimiser(critic.learned(), settings.optimiser, total_steps=total_steps, norm=ranks.norm),
         settings=settings.optimiser,
-        budget=settings.passes.tokens,
-        team=ranks,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        ranks=ranks,
     )
 
 
 def _digest(batch: TrainBatch) -> int:
-    """A number that is another for another batch, all but surely."""
+    """A checksum of a batch."""
     found = crc32(repr(batch.version).encode())
     for trajectory in batch.trajectories:
         found = crc32(repr((trajectory.key, trajectory.reward)).encode(), found)

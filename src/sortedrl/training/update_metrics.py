@@ -1,8 +1,8 @@
-"""The numbers that are logged for one update, and what its passes record for them.
+"""The metrics of one update, and the per-token outputs that they are computed from.
 
-They are computed once, after the update; nothing has a gradient. Each rank records the answers that
-it passes over, and after every step all ranks know all of them. A number that does not exist, such
-as the gap without fresh tokens, has no entry.
+They are computed once, after the update; nothing has a gradient. Each rank records the outputs of
+its own micro-batches, and after every step all ranks have all of them. A metric that does not
+exist, such as the gap without fresh tokens, has no entry.
 
 Axes: T answer tokens of the update.
 """
@@ -14,46 +14,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sortedrl.config.algorithm import Correction, CorrectionName
-from sortedrl.training.batch import Answers, Team
+from sortedrl.config.algorithm import Correction
+from sortedrl.training.batch import Answers, RankGroup
 from sortedrl.training.losses import TokenLosses, bounded_ratios, is_held_back
 
 
 @dataclass(slots=True)
-class Seen:
-    """What an update has seen so far; the last step over a token counts."""
+class TokenOutputs:
+    """The outputs of an update's micro-batches, per token; the last step over a token counts."""
 
     current_T: Tensor
     proximal_T: Tensor
     entropy_T: Tensor
     losses: list[TokenLosses]
-    """Of the passes of this process."""
+    """Of the micro-batches of this rank."""
     fills: list[float]
 
     @classmethod
-    def nothing(cls, num_tokens: int, *, device: torch.device) -> Seen:
-        """Before the first pass over so many tokens."""
+    def zeros(cls, num_tokens: int, *, device: torch.device) -> TokenOutputs:
+        """Before the first micro-batch."""
         blank_T = torch.zeros(num_tokens, device=device)
         return cls(blank_T, blank_T.clone(), blank_T.clone(), [], [])
 
-    def forget(self, at: Tensor) -> None:
-        """Leave only what the coming step sees at these places."""
+    def reset(self, at: Tensor) -> None:
+        """Clear these tokens before a step over them."""
         for values_T in (self.current_T, self.proximal_T, self.entropy_T):
             values_T[at] = 0.0
 
-    def share(self, at: Tensor, team: Team) -> None:
-        """Take over what other processes saw at these places; one of them saw each."""
+    def gather(self, at: Tensor, ranks: RankGroup) -> None:
+        """Take over the outputs of other ranks for these tokens; one rank has each."""
         for values_T in (self.current_T, self.proximal_T, self.entropy_T):
-            values_T[at] = team.summed(values_T[at])
+            values_T[at] = ranks.all_reduce(values_T[at])
 
-    def token_losses(self, team: Team) -> TokenLosses:
-        """Those of all passes of all processes."""
+    def token_losses(self, ranks: RankGroup) -> TokenLosses:
+        """Those of all micro-batches of all ranks."""
         own = TokenLosses.joined(self.losses)
         return TokenLosses(
-            loss_T=team.joined(own.loss_T),
-            is_clipped_low_T=team.joined(own.is_clipped_low_T),
-            is_clipped_high_T=team.joined(own.is_clipped_high_T),
-            is_dual_clipped_T=team.joined(own.is_dual_clipped_T),
+            loss_T=ranks.all_gather(own.loss_T),
+            is_clipped_low_T=ranks.all_gather(own.is_clipped_low_T),
+            is_clipped_high_T=ranks.all_gather(own.is_clipped_high_T),
+            is_dual_clipped_T=ranks.all_gather(own.is_dual_clipped_T),
         )
 
 
@@ -72,18 +72,16 @@ class UpdateRecord:
     current_T: Tensor
     """Log-probabilities under the weights being trained, when the token was last met."""
     correction: Correction
-    kind: CorrectionName
-    """The correction that held in the end."""
     tokens: TokenLosses
-    """Of all passes over the tokens, in any order."""
+    """Of all micro-batches, in any order."""
     kl_T: Tensor | None = None
     """Estimated divergence from the reference, if there is one."""
     entropy_T: Tensor | None = None
     """The policy's entropy, if it was computed."""
 
 
-def update_statistics(record: UpdateRecord) -> dict[str, float]:
-    """The logged numbers by name."""
+def update_metrics(record: UpdateRecord) -> dict[str, float]:
+    """The metrics by name."""
     answers = record.answers
     behaviour_T, proximal_T = _numbers(answers.behaviour_T), _numbers(record.proximal_T)
     anchor_T = proximal_T if record.correction.ratio == "proximal" else behaviour_T
@@ -94,7 +92,6 @@ def update_statistics(record: UpdateRecord) -> dict[str, float]:
         proximal_T,
         lengths_N=answers.lengths_N,
         correction=record.correction,
-        kind=record.kind,
     )
     numbers = {
         "reward/mean": _mean(answers.rewards_N),

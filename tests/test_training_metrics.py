@@ -14,7 +14,7 @@ import plain_algorithms as plain
 from sortedrl.config.algorithm import Correction
 from sortedrl.training.batch import Answers
 from sortedrl.training.losses import TokenLosses
-from sortedrl.training.statistics import UpdateRecord, update_statistics
+from sortedrl.training.update_metrics import UpdateRecord, update_metrics
 
 KINDS = ("none", "token_tis", "sequence_tis", "token_mis", "sequence_mis")
 NAMES = ["stale_0", "stale_1", "stale_2", "stale_3", "stale_4_up"]
@@ -51,8 +51,7 @@ def random_record(seed, *, lengths, kind="token_tis", ratio="proximal", oldest=6
         advantages_T=column(-2, 2),
         proximal_T=column(-3, 0),
         current_T=column(-3, 0),
-        correction=Correction(kind=kind, least=least, ratio=ratio),
-        kind=kind,
+        correction=Correction(kind=kind, min_ratio=least, ratio=ratio),
         tokens=tokens_of([[random.random() < 0.3 for _ in range(size)] for _ in range(3)]),
         kl_T=column(0, 1),
         entropy_T=column(0, 3),
@@ -66,14 +65,16 @@ def population_deviation(values):
 
 def held_back(record):
     """Whether each token is held back, answer by answer."""
-    bounds = {"least": record.correction.least, "most": record.correction.most}
+    bounds = {"least": record.correction.min_ratio, "most": record.correction.max_ratio}
     lengths = record.answers.lengths_N.tolist()
     behaviour = record.answers.behaviour_T.split(lengths)
     proximal = record.proximal_T.split(lengths)
     return [
         held
         for own, other in zip(behaviour, proximal, strict=True)
-        for held in plain.correction(record.kind, own.tolist(), other.tolist(), **bounds)[1]
+        for held in plain.correction(
+            record.correction.kind, own.tolist(), other.tolist(), **bounds
+        )[1]
     ]
 
 
@@ -124,7 +125,7 @@ def expected(record):
 )
 def test_all_numbers_are_those_of_the_plain_formulas(seed, lengths, kind, extremes):
     record = random_record(seed, lengths=lengths, kind=kind, extremes=extremes)
-    ours, theirs = update_statistics(record), expected(record)
+    ours, theirs = update_metrics(record), expected(record)
     assert ours.keys() == theirs.keys()
     assert all(type(value) is float for value in ours.values())
     assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
@@ -133,16 +134,16 @@ def test_all_numbers_are_those_of_the_plain_formulas(seed, lengths, kind, extrem
 
 def test_the_clipped_ratio_is_taken_against_the_behaviour_policy_where_that_is_set():
     record = random_record(5, lengths=[7, 3], kind="none", ratio="behaviour", extremes=False)
-    ours = update_statistics(record)
+    ours = update_metrics(record)
     assert ours == pytest.approx(expected(record), rel=1e-9)
-    other = update_statistics(replace(record, correction=Correction(kind="none")))
+    other = update_metrics(replace(record, correction=Correction(kind="none")))
     assert ours["policy/ratio_max"] != other["policy/ratio_max"]
 
 
 def test_what_does_not_exist_has_no_entry():
     record = random_record(1, lengths=[4], oldest=0)
     stale = replace(record.answers, staleness_T=torch.full((4,), 9))
-    ours = update_statistics(replace(record, answers=stale, kl_T=None, entropy_T=None))
+    ours = update_metrics(replace(record, answers=stale, kl_T=None, entropy_T=None))
     absent = {"gap/max", "gap/mean", "kl/mean", "entropy/mean", "stale_0/ess", "stale_0/ratio"}
     assert not absent & ours.keys()
     assert (ours["stale_0/share"], ours["stale_4_up/share"]) == (0.0, 1.0)
@@ -151,7 +152,7 @@ def test_what_does_not_exist_has_no_entry():
 def test_a_fresh_update_shows_no_drift():
     record = random_record(2, lengths=[3, 5], oldest=0, extremes=False)
     same = record.answers.behaviour_T
-    ours = update_statistics(replace(record, proximal_T=same, current_T=same))
+    ours = update_metrics(replace(record, proximal_T=same, current_T=same))
     ones = ["correction/ess", "stale_0/ess", "stale_0/share", "stale_0/ratio", "policy/ratio_p1"]
     assert [ours[name] for name in ones] == pytest.approx([1.0] * 5)
     assert ours["correction/ratio_max"] == 1.0
@@ -162,9 +163,7 @@ def test_the_gap_counts_fresh_tokens_only():
     record = random_record(3, lengths=[4], extremes=False)
     answers = replace(record.answers, staleness_T=torch.tensor([0, 0, 1, 2]))
     gaps = torch.tensor([0.01, -0.03, 5.0, -7.0])
-    ours = update_statistics(
-        replace(record, answers=answers, proximal_T=answers.behaviour_T + gaps)
-    )
+    ours = update_metrics(replace(record, answers=answers, proximal_T=answers.behaviour_T + gaps))
     assert ours["gap/max"] == pytest.approx(0.03, rel=1e-6)
     assert ours["gap/mean"] == pytest.approx(0.02, rel=1e-6)
 
@@ -189,8 +188,8 @@ def test_a_million_tokens_take_a_moment():
         entropy_T=None,
     )
     began = time.process_time()
-    ours = update_statistics(many)
+    ours = update_metrics(many)
     assert time.process_time() - began < 20
-    few = update_statistics(record)
+    few = update_metrics(record)
     for name in ("correction/ess", "policy/ratio_p1", "correction/ratio_p99", "stale_1/ess"):
         assert ours[name] == pytest.approx(few[name], rel=1e-9)
