@@ -181,7 +181,7 @@ def training_parts(
     )
 
     def text(trajectory: Trajectory) -> str:
-        return tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+        return tokenizer.decode(trajectory.response, skip_special_tokens=True)
 
     loop = Loop(
         prompts=prompts,
