@@ -91,7 +91,7 @@ def load(source: RewardSource) -> LoadedReward:
 
     An exception raised by the module itself is passed on unchanged.
     """
-    module = _module(source)
+    module = imported(source.place, f"reward {source.function!r}")
     functions = {
         name: value
         for name, value in vars(module).items()
@@ -113,20 +113,20 @@ def load(source: RewardSource) -> LoadedReward:
     )
 
 
-def _module(source: RewardSource) -> ModuleType:
-    if not source.place.endswith(".py"):
+def imported(place: str, what: str) -> ModuleType:
+    """The module of that name, or in that file; `what` names it in errors."""
+    if not place.endswith(".py"):
         try:
-            return importlib.import_module(source.place)
+            return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            if error.name is None or not (source.place + ".").startswith(error.name + "."):
+            if error.name is None or not (place + ".").startswith(error.name + "."):
                 raise
             raise ConfigError(
-                f"reward {source.function!r}: there is no module {source.place!r}; give "
-                "module:function, or path/to/file.py:function"
+                f"{what}: there is no module {place!r}; give module:name, or path/to/file.py:name"
             ) from error
-    path = Path(source.place)
+    path = Path(place)
     if not path.is_file():
-        raise ConfigError(f"reward {source.function!r}: there is no file {source.place}")
+        raise ConfigError(f"{what}: there is no file {place}")
     # A file with the name of a loaded module must not replace it.
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_reward"
     spec = importlib.util.spec_from_file_location(name, path)
