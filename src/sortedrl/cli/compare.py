@@ -23,7 +23,7 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import SimulationResult, row, simulate, variants
+from sortedrl.simulate.compare import SimulationResult, agent_variants, row, simulate, variants
 from sortedrl.simulate.settings import Simulation
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
@@ -31,6 +31,7 @@ HELP = """Compare strategies and modes on the same prompts and the same seed.
   sortedrl compare paper                              everything, on the paper's workload
   sortedrl compare paper --strategies sync sorted --modes partial coupled
   sortedrl compare mine.toml --json                   for a script
+  sortedrl compare agents                             conversations: who gets a slot while tools run
   sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
                                                       chart beside it, timelines-bars.svg
 
@@ -49,6 +50,15 @@ _HEADINGS = (
     "waste",
     "stale",
 )
+_AGENT_HEADINGS = ("conversations", "bubble", "outside", "goodput", "vs lock step", "stale")
+    "slots of conversations",
+    "bubble",
+    "outside",
+    "goodput",
+    "vs lock step",
+    "stale",
+)
+_LOCK_STEP = "lock step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +89,9 @@ def run(arguments: Sequence[str]) -> None:
         beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
+    if given.simulation.conversations.is_used:
+        _compare_agents(given)
+        return
     results = _results(given)
     rows = [row(result, sync=results[0]) for result in results]
     if given.plot is not None and beside is not None:
@@ -110,6 +123,52 @@ def _results(given: Arguments) -> list[SimulationResult]:
     return results
 
 
+def _compare_agents(given: Arguments) -> None:
+    """Conversations: the ways to give slots to them, against lock step."""
+    chosen = list(agent_variants(given.simulation))
+    results = []
+    with progress(len(chosen)) as advance:
+        for number, (name, variant) in enumerate(chosen):
+            advance(name, number)
+            results.append((name, simulate(variant)))
+    base = dict(results)[_LOCK_STEP].metrics.run.goodput
+    rows: list[dict[str, object]] = [
+        {
+            "name": name,
+            "bubble": result.metrics.run.bubble,
+            "outside_bubble": result.metrics.run.outside_bubble,
+            "goodput": result.metrics.run.goodput,
+            "goodput_vs_lock_step": result.metrics.run.goodput / base,
+            "mean_staleness": result.metrics.run.mean_staleness,
+            "staleness_max": result.metrics.run.staleness_max,
+        }
+        for name, result in results
+    ]
+    if given.plot is not None:
+        best = max(results, key=lambda entry: entry[1].metrics.run.goodput)
+        write_text(given.plot, _panels([(_LOCK_STEP, dict(results)[_LOCK_STEP]), best]))
+    if given.json:
+        print(json.dumps({"rows": rows}, indent=2))
+        return
+    lines = [
+        [
+            name,
+            percent(result.metrics.run.bubble),
+            percent(result.metrics.run.outside_bubble),
+            thousands(result.metrics.run.goodput),
+            f"{result.metrics.run.goodput / base:.2f} x",
+            f"{result.metrics.run.mean_staleness:.1f} / {result.metrics.run.staleness_max}",
+        ]
+        for name, result in results
+    ]
+    table(_AGENT_HEADINGS, lines)
+    print(
+        "\nbubble: idle share of the slots; outside: the part of it while only tools worked.\n"
+        "goodput: trained tokens per second of rollout. stale: versions a trained token is old,\n"
+        "mean / most. lock step: every turn waits for all others and for all tools."
+    )
+
+
 def _is_chosen(schedule: Schedule) -> bool:
     """Whether file or flags ask for a strategy, mode or lookahead of their own."""
     return not schedule.never_interrupts and schedule.name != Schedule().name
@@ -122,13 +181,18 @@ def _best(results: Sequence[SimulationResult]) -> SimulationResult:
 
 
 def _timelines(results: Sequence[SimulationResult]) -> str:
+    best = _best(results)
+    return _panels([(results[0].name, results[0]), (best.name, best)])
+
+
+def _panels(results: Sequence[tuple[str, SimulationResult]]) -> str:
     panels = []
-    for result in (results[0], _best(results)):
+    for name, result in results:
         events: list[Event] = []
         simulate(result.simulation, record=events.append)
         figures = result.metrics.run
         subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
-        panels.append((result.name, subtitle, lanes(events)))
+        panels.append((name, subtitle, lanes(events)))
     return timelines(panels)
 
 

@@ -72,6 +72,7 @@ def rendered(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> Rendered:
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
+            tools=[dict(tool) for tool in row.tools] or None,
             tokenize=False,
             add_generation_prompt=not is_begun,
             continue_final_message=is_begun,

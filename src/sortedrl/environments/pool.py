@@ -15,6 +15,7 @@ A supervisor thread runs the workers; the other methods are called from one thre
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -35,11 +36,12 @@ from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.process import WorkerLostError, WorkerProcess
 from sortedrl.types import Key, Trajectory
 
+_LOG = logging.getLogger(__name__)
 _LOAD_SECONDS = 300.0
 _MEASURE_SECONDS = 0.2
 _WORKER = "sortedrl.environments.worker"
-Failure = Literal["timeout", "memory", "died", "lost"]
-"""Why an environment did not answer."""
+Failure = Literal["timeout", "memory", "died", "lost", "differs"]
+"""Why an environment did not answer; `differs`: it replied otherwise when it was replayed."""
 
 
 @dataclass(slots=True)
@@ -244,7 +246,9 @@ class EnvironmentPool:
         self._by_key.pop(trajectory.key, None)
         if not isinstance(result, Answered):
             return self._failed(trajectory, result)
-        self._check_replay(trajectory, result)
+        if not self._is_as_before(trajectory, result):
+            self.cancel(trajectory)
+            return self._failed(trajectory, "differs")
         reply = result.replies[-1]
         is_last = self._is_last(trajectory)
         if reply.is_done or is_last:
@@ -267,8 +271,8 @@ class EnvironmentPool:
             )
         return tokens
 
-    def _check_replay(self, trajectory: Trajectory, result: Answered) -> None:
-        """A replayed conversation must be the one that was held."""
+    def _is_as_before(self, trajectory: Trajectory, result: Answered) -> bool:
+        """Whether a replayed conversation is the one that was held."""
         replayed = result.replies[:-1]
         self.stats.replayed_turns += len(replayed)
         kept = [list(s.given) for s in trajectory.segments if s.given]
@@ -279,16 +283,26 @@ class EnvironmentPool:
                 continue  # a turn that was answered by an error
             again = self._renderer.reply(reply.messages, last_token=turns[place][-1])
             if again != kept[place] or reply.is_done:
-                raise EnvironmentFailed(
-                    f"the environment {self._source.function!r} says that it is replayable, but "
-                    f"gave prompt {trajectory.prompt.id} another reply to turn {place + 1} the "
-                    "second time; make it deterministic, or set is_replayable to False"
-                )
+                if not self.stats.failures["differs"]:
+                    _LOG.warning(
+                        "the environment %r says that it is replayable, but gave prompt %d another "
+                        "reply to turn %d the second time; such conversations are cut off. Make it "
+                        "deterministic, or set its is_replayable to False",
+                        self._source.function,
+                        trajectory.prompt.id,
+                        place + 1,
+                    )
+                return False
+        return True
 
     def _failed(self, trajectory: Trajectory, failure: Failure) -> Trajectory:
         self.stats.failures[failure] += 1
         policy = self.settings.on_timeout
-        if policy == "tell" and failure != "lost" and not self._is_last(trajectory):
+        if (
+            policy == "tell"
+            and failure not in ("lost", "differs")
+            and not self._is_last(trajectory)
+        ):
             kind: Failure = "timeout" if failure == "timeout" else "died"
             given = self._renderer.reply(
                 [self._told(kind)], last_token=trajectory.segments[-1].tokens[-1]

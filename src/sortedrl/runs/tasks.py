@@ -21,6 +21,7 @@ from sortedrl.config.train import (
 )
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import SUFFIXES
+from sortedrl.environments.sources import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
@@ -117,6 +118,8 @@ def _apart(task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation)
 
 def _with_reward(settings: TrainSettings, spec: str, *, split: Split) -> Task:
     reward = None if settings.reward is None else reward_from(settings.reward)
+    if settings.environment.is_used and settings.environment.reward == "environment":
+        reward = environment_source(settings.environment)
     return opened(spec, split=split, folder=settings.folder, reward=reward, data=settings.data)
 
 
