@@ -45,7 +45,8 @@ from rich.console import Console, ConsoleDimensions
 from sortedrl.core.events import Event, Finish, Harvest
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.meter import Meter
-from sortedrl.report.live.view import LiveView, Source
+from sortedrl.report.live.state import Source
+from sortedrl.report.live.view import LiveView
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
-from sortedrl.report.charts.axes import Panel
+from sortedrl.report.charts.axes import Frame
 from sortedrl.report.charts.curves import Series
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.simulate.compare import row, simulate
@@ -356,9 +356,9 @@ def picture(
 ) -> str:
     """Lines over sizes that double; heights that begin at 0 are plain, others grow tenfold."""
     rows = (len(lines) + 2) // 3
-    panel = Panel(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
-    canvas = Canvas(860, panel.floor + 50, label=title)
-    canvas.text(panel.left, 30, content=title, css="title")
+    frame = Frame(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
+    canvas = Canvas(860, frame.floor + 50, label=title)
+    canvas.text(frame.left, 30, content=title, css="title")
     sizes = sorted({int(size) for line in lines for size, _ in line.points})
 
     def share(value: float, ends: Sequence[int]) -> float:
@@ -366,17 +366,17 @@ def picture(
         return math.log(value / low) / math.log(high / low) if low else value / high
 
     if band is not None:
-        low, high = (panel.y(share(rate, heights)) for rate in band)
-        canvas.rect(panel.left, high, width=panel.right - panel.left, height=low - high, css="idle")
+        low, high = (frame.y(share(rate, heights)) for rate in band)
+        canvas.rect(frame.left, high, width=frame.right - frame.left, height=low - high, css="idle")
         words = "measured: what one controller process answers, {:,} to {:,}".format(*band)
-        canvas.text(panel.left + 10, high - 6, content=words, css="small")
-    panel.draw_heights(canvas, [(share(mark, heights), f"{mark:,}") for mark in heights])
-    panel.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
+        canvas.text(frame.left + 10, high - 6, content=words, css="small")
+    frame.draw_heights(canvas, [(share(mark, heights), f"{mark:,}") for mark in heights])
+    frame.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
     for place, line in reversed(list(enumerate(lines))):
-        left, base = panel.left + 260 * (place % 3), 54 + 20 * (place // 3)
+        left, base = frame.left + 260 * (place % 3), 54 + 20 * (place // 3)
         canvas.rect(left, base - 9, width=14, height=10, css=series(place))
         canvas.text(left + 20, base, content=line.name, css="muted")
-        dots = [(panel.x(share(a, sizes)), panel.y(share(b, heights))) for a, b in line.points]
+        dots = [(frame.x(share(a, sizes)), frame.y(share(b, heights))) for a, b in line.points]
         canvas.path(dots, css=f"{series(place)} curve")
         for (x, y), (size, value) in zip(dots, line.points, strict=True):
             label = f"{line.name}: {value:,.0f} at {size:,.0f}"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.machine import commit
 from experiments.pieces import (
     ROOT,
     Deadline,
@@ -27,6 +26,7 @@ from sortedrl.config.checks import require
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name
 from sortedrl.report.terminal import tell
+from sortedrl.runs.machine import commit
 
 HELP = """Measure a table of docs/results.md, piece by piece.
 
@@ -95,7 +95,7 @@ def _measure(table: str, given: Arguments) -> int:
         results=Results(given.results),
         scratch=given.scratch / table,
         changes=given.set,
-        commit=commit(ROOT),
+        commit=commit(ROOT) or "unknown",
     )
     pieces = chosen(importlib.import_module(f"experiments.{table}").pieces(setup), given.only)
     done = [piece.name for piece in pieces if setup.results.has(table, piece.name)]

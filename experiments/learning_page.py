@@ -38,7 +38,7 @@ def _variant(title: str, records: Sequence[Record]) -> list[str]:
     rows = arm_rows(records, _settings("learning_logic"))
     return [
         f"### {title}\n\n{caption(records)}\nAll else is as above.",
-        "\n".join(score_table(rows)),
+        score_table(rows),
     ]
 
 
@@ -85,24 +85,23 @@ def _tables(records: Sequence[Record], name: str) -> str:
             for algorithm in _algorithms(rows)
             for ending in _curves(records)
         ),
-        "\n".join(score_table(rows)),
+        score_table(rows),
         *_targets(rows, settings),
         "Lengths, in tokens. *Written* are held-out answers, which nobody interrupts, over the "
         "course of the run; length bias is what was trained on over what is written:",
-        "\n".join(length_table(rows)),
+        length_table(rows),
         *(_picture(name, algorithm, _LENGTH) for algorithm in _algorithms(rows)),
     ]
     return "\n\n".join(parts)
 
 
 def _targets(rows: Sequence[LearningRow], settings: Mapping[str, Any]) -> list[str]:
-    """What it took to come to each score that more than one arm came to."""
+    """The cost to reach each score that more than one arm reached."""
     parts = []
     for target in settings["targets"]:
-        lines = target_table(rows, target)
-        if sum("not reached" not in line for line in lines[2:]) > 1:
-            parts.append(f"What it took to come to {100 * target:.0f} % right answers:")
-            parts.append("\n".join(lines))
+        costs = target_table(rows, target)
+        if sum("not reached" not in line for line in costs.splitlines()[2:]) > 1:
+            parts += [f"Cost to reach {100 * target:.0f} % accuracy:", costs]
     return parts
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.curves import CurvePoint, points_of
+from experiments.markdown import table
 from experiments.record import Record
 from sortedrl.core.files import write_whole
-from sortedrl.report.charts.curves import curves_svg
+from sortedrl.report.charts.curves import curves
 from sortedrl.report.series import Line, SeedGroup, seed_series
 
 BASELINE = "sync"
@@ -41,6 +42,10 @@ class Cell:
         """Over the seeds that have a value; `None` if none has."""
         known = self.known
         return sum(known) / len(known) if known else None
+
+    def scaled(self, factor: float) -> Cell:
+        """The same numbers times a factor."""
+        return Cell(tuple(None if value is None else factor * value for value in self.values))
 
     def text(self, form: str) -> str:
         """The mean, with the least and the most in brackets, each written like `form`.
@@ -118,18 +123,18 @@ def arm_rows(records: Sequence[Record], settings: Mapping[str, Any]) -> list[Lea
     return rows
 
 
-def score_table(rows: Sequence[LearningRow]) -> list[str]:
-    """Scores and costs, as lines of Markdown."""
+def score_table(rows: Sequence[LearningRow]) -> str:
+    """Scores and costs, as a Markdown table."""
     return _markdown(rows, SCORES)
 
 
-def length_table(rows: Sequence[LearningRow]) -> list[str]:
-    """Lengths and staleness, as lines of Markdown."""
+def length_table(rows: Sequence[LearningRow]) -> str:
+    """Lengths and staleness, as a Markdown table."""
     return _markdown(rows, LENGTHS)
 
 
-def target_table(rows: Sequence[LearningRow], target: float) -> list[str]:
-    """What it took to come to a score, as lines of Markdown."""
+def target_table(rows: Sequence[LearningRow], target: float) -> str:
+    """The cost to reach a score, as a Markdown table."""
     columns = [
         Column(key=target_key(target, along), title=title, form=form)
         for along, title, form in (
@@ -166,12 +171,13 @@ def figures(
             groups, lines = _lines(records, settings, algorithm=algorithm, drawn=drawn)
             if not any(lines):
                 continue
-            picture = curves_svg(
+            picture = curves(
                 seed_series(groups, lines),
                 x_label=x_label,
                 y_label=y_label or "right answers",
                 title=f"{title}, {algorithm}",
                 is_share=not y_label,
+                scheme="auto",
             )
             path = folder / f"{name}-{algorithm}-{ending}.svg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,21 +280,18 @@ def _ratio(
     return Cell(tuple(values))
 
 
-def _markdown(rows: Sequence[LearningRow], columns: Sequence[Column]) -> list[str]:
-    """A table; the algorithm is told where there are several."""
+def _markdown(rows: Sequence[LearningRow], columns: Sequence[Column]) -> str:
+    """A table; the algorithm is named where there are several."""
     several = len({row.algorithm for row in rows}) > 1
     head = [*(["algorithm"] if several else []), "schedule", *(c.title for c in columns)]
-    lines = [_line(head), "|---" * len(head) + "|"]
-    for row in rows:
-        texts = [
-            Cell(tuple(None if v is None else v * c.scale for v in row.cells[c.key].values)).text(
-                c.form
-            )
-            for c in columns
-        ]
-        lines.append(_line([*([row.algorithm] if several else []), row.schedule, *texts]))
-    return lines
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return table(
+        head,
+        [
+            [
+                *([row.algorithm] if several else []),
+                row.schedule,
+                *(row.cells[c.key].scaled(c.scale).text(c.form) for c in columns),
+            ]
+            for row in rows
+        ],
+    )

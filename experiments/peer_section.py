@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.learning_rows import Cell
+from experiments import markdown
 from experiments.peer_numbers import AGAINST, PeerRow, table, target_key
 from experiments.record import Record
 
@@ -53,13 +53,11 @@ def section(gpu: Sequence[Record], cpu: Sequence[Record]) -> str:
 def machine_table(records: Sequence[Record]) -> str:
     """One row for each arm that was measured on a machine."""
     rows = table(records)
-    targets = _told_targets(records)
+    targets = _open_targets(records)
     head = ["arm", "samples", "updates", "seconds", "samples/s", f"times {_name(AGAINST)}"]
     head += ["tokens/s", "samples/s, later", "in generation, %", "first score, %", "last score, %"]
     head += [f"samples and seconds to {100 * float(target):g} %" for target in targets]
-    lines = [_line(head), "|---" * len(head) + "|"]
-    lines += [_line(_cells(row, targets)) for row in rows]
-    return "\n".join(lines)
+    return markdown.table(head, [_cells(row, targets) for row in rows])
 
 
 def caption(records: Sequence[Record]) -> str:
@@ -107,7 +105,7 @@ def _cells(row: PeerRow, targets: Sequence[str]) -> list[str]:
         cells["later_samples_per_second"].text(".1f"),
     ]
     for name in ("generation_share", "first_score", "last_score"):
-        texts.append(_percent(cells[name]).text(".1f"))
+        texts.append(cells[name].scaled(100).text(".1f"))
     for target in targets:
         samples = cells[target_key(target, "samples")]
         seconds = cells[target_key(target, "seconds")].text(".2f")
@@ -116,7 +114,7 @@ def _cells(row: PeerRow, targets: Sequence[str]) -> list[str]:
     return texts
 
 
-def _told_targets(records: Sequence[Record]) -> list[str]:
+def _open_targets(records: Sequence[Record]) -> list[str]:
     """The scores that not every run had from the start."""
     runs = [run.numbers for run in _runs(records)]
     return [
@@ -155,11 +153,3 @@ def _versions(found: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
 
 def _distinct(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(texts))
-
-
-def _percent(cell: Cell) -> Cell:
-    return Cell(tuple(None if value is None else 100 * value for value in cell.values))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -40,10 +40,15 @@ def full_answer(prompt, limit, *, stops=True):
     return tokens, "length"
 
 
+def prompt_tokens(prompt):
+    """A prompt of its own for every number, however many there are."""
+    return prompt % VOCABULARY, 1 + prompt // VOCABULARY
+
+
 def fresh(prompt, *, limit=20):
     """An answer to be written; its limit stands in its fields."""
     return Trajectory(
-        prompt=Prompt(id=prompt, tokens=(prompt % VOCABULARY, 1), fields={"limit": limit}),
+        prompt=Prompt(id=prompt, tokens=prompt_tokens(prompt), fields={"limit": limit}),
         sample_index=0,
         group=0,
         seed=prompt,
@@ -136,7 +141,8 @@ class ScriptedBackend:
             await asyncio.sleep(self.script.start_seconds)
         self._refuse_dead()
         place = len(request.tokens) - PROMPT_TOKENS
-        job = _Job(request, prompt=request.tokens[0], place=place, left=request.max_tokens)
+        prompt = request.tokens[0] + VOCABULARY * (request.tokens[1] - 1)
+        job = _Job(request, prompt=prompt, place=place, left=request.max_tokens)
         self._jobs[request.id] = job
         self._burn(0)
         try:

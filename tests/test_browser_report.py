@@ -172,7 +172,7 @@ def test_every_part_shows_in_both_schemes_and_widths(browser_page, tmp_path, sch
         "section", "all => all.map(one => [one.id, one.getBoundingClientRect().height])"
     )
     assert [name for name, _ in sections] == [
-        *("advice", "numbers", "slots", "bubbles", "ledger", "lengths", "staleness"),
+        *("slots", "advice", "numbers", "bubbles", "ledger", "lengths", "staleness"),
         *("learning", "answers", "settings", "reading"),
     ]
     assert all(height > 60 for _, height in sections)

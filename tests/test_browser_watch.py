@@ -167,7 +167,7 @@ def test_a_server_that_stops_is_told_quietly_and_found_again(browser_page, brows
         port = server.server_address[1]
         stack.close()
         expect(status(browser_page)).to_contain_text(
-            re.compile(r"The server has stopped; the page shows the run as of \d\d:\d\d:\d\d\.")
+            re.compile(r"The server has stopped; the page shows the run at \d\d:\d\d:\d\d\.")
         )
         write_run(folder, whole_log(preset="picture"))
         stack.enter_context(served(folder, port=port))

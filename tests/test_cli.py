@@ -176,7 +176,7 @@ def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
         (["simulate", "paper", "--hardware", "h100x8-lama-3.1-8b"], "h100x8-llama-3.1-8b"),
         (["simulate", "paper", "--update-bach", "3"], "--update-batch"),
         (["simulate", "paper", "--update-batch", "1024"], "must lie in 1..512"),
-        (["simulate", "paper", "--slots", "0"], "nothing can run without a slot"),
+        (["simulate", "paper", "--slots", "0"], "engine.slots must be at least 1, got 0"),
         (["simulate", "paper", "--median", "-3"], "must be a positive number of tokens, got -3"),
         (["simulate", "paper", "--values", "4", "-1"], "at least 1 token each, got -1"),
         (["simulate", "paper", "--tolerance", "0.1"], "needs mode 'coupled'"),

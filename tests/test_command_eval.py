@@ -209,7 +209,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
     assert "mean@1" in printed
     assert "before against after, paired by prompt" in printed
     assert "note: before" in printed
-    assert "only 0.0 % of the responses give an answer in the form asked for" in printed
+    assert "only 0.0 % of the responses give an answer in the requested format" in printed
 
 
 @pytest.mark.parametrize(

@@ -60,3 +60,18 @@ def test_bounds_follow_from_the_settings():
 def test_a_name_of_another_type_is_refused_like_an_unknown_one(name):
     with pytest.raises(ConfigError, match=r"unknown schedule\.strategy"):
         Schedule(strategy=name)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"exact": []}, r"schedule\.exact must be true or false, got \[\]"),
+        ({"update_batch": 2.5}, r"schedule\.update_batch must be a whole number, got 2\.5"),
+        ({"update_batch": True}, r"schedule\.update_batch must be a whole number, got True"),
+        ({"over_launch": "2"}, r"schedule\.over_launch must be a number"),
+        ({"max_restarts": "2"}, r"schedule\.max_restarts must be a whole number or left out"),
+    ],
+)
+def test_values_of_another_type_are_refused_from_python_too(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Schedule(**values)

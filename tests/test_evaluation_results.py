@@ -106,7 +106,7 @@ def test_the_numbers_are_in_the_summary_at_the_end(tmp_path):
 
 def test_a_folder_with_answers_is_not_overwritten(tmp_path):
     filled(tmp_path, [answer(0, 0)])
-    with pytest.raises(DataError, match="already holds 1 answers; go on with it \\(--resume\\)"):
+    with pytest.raises(DataError, match="already holds 1 answers; resume it \\(--resume\\)"):
         opened(tmp_path)
     assert len(read_results(tmp_path).answers) == 1
 
@@ -135,9 +135,18 @@ def test_more_may_be_asked_when_a_run_is_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"sums": Asked(prompts=3, samples=1)}, "for 2 samples of sums, more than the 1 that"),
-        ({"sums": Asked(prompts=1, samples=2)}, "for 2 rows of sums, more than the 1 that"),
-        ({"maths": Asked(prompts=3, samples=2)}, "2 answers to the task sums, which is not asked"),
+        (
+            {"sums": Asked(prompts=3, samples=1)},
+            "for 2 samples of sums, more than the 1 of this evaluation",
+        ),
+        (
+            {"sums": Asked(prompts=1, samples=2)},
+            "for 2 rows of sums, more than the 1 of this evaluation",
+        ),
+        (
+            {"maths": Asked(prompts=3, samples=2)},
+            "2 answers to the task sums, which this evaluation does not",
+        ),
     ],
 )
 def test_less_cannot_be_asked_when_a_run_is_resumed(tmp_path, asked, told):
@@ -171,7 +180,7 @@ def test_settings_that_json_has_no_form_for_are_told_in_words(tmp_path):
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_number_that_json_does_not_have_is_never_written(tmp_path, reward):
     writer = opened(tmp_path)
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="cannot be written as JSON"):
         writer.append(answer(0, 0, reward=reward))
     writer.close()
     assert (tmp_path / SAMPLES).read_text() == ""

@@ -288,8 +288,8 @@ def test_a_story_counts_skipped_updates_too_and_tells_where_the_run_was_taken_up
         resumed.append(replace(event, version=0) if is_update else event)
         if is_update and event.version == 0:
             resumed.append(Resume(seconds=event.seconds, round=event.round, version=0))
-    text = "\n".join(story(resumed, lanes(resumed)))
-    assert text.count("go on from the checkpoint after update 1") == 1
-    assert "update 1 trains" in text
-    assert "update 2 trains" in text
+    told = "\n".join(story(resumed, lanes(resumed)))
+    assert told.count("resume from the checkpoint after update 1") == 1
+    assert "update 1 trains" in told
+    assert "update 2 trains" in told
     assert lanes(resumed) == lanes(events)

@@ -236,7 +236,7 @@ def test_full_slots_leave_nothing_to_gain():
     )
     diagnosis = diagnosed(simulation)
     assert diagnosis.advice == ()
-    assert "no change that was tried gains 2 % or more" in diagnosis.summary
+    assert "no simulated change is predicted to gain 2 % or more" in diagnosis.summary
 
 
 def test_settings_at_hand_are_used_and_left_out_ones_read_off_the_log():
@@ -310,7 +310,7 @@ def test_a_killed_run_is_diagnosed_or_told_why_not(simulation, share, size):
     assert (diagnosis.reason is None) == (diagnosis.measured is not None)
     assert diagnosis.summary
     if not has_updates:
-        assert "Nothing can be predicted yet" in diagnosis.summary
+        assert "No prediction yet" in diagnosis.summary
         assert diagnosis.trust is None
     if share > 0.5:
         assert diagnosis.reason is None

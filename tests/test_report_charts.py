@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from report_worlds import NASTY, SHOWN
 from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.comparison import Point, bar_chart, pareto
-from sortedrl.report.charts.curves import MAX_POINTS, Series, curves, curves_svg
+from sortedrl.report.charts.curves import MAX_POINTS, Series, curves
 from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
 from sortedrl.simulate.compare import row, simulate, variants
 from sortedrl.simulate.settings import PRESETS
@@ -108,9 +108,9 @@ def test_a_line_without_points_keeps_its_colour_and_is_named_as_empty():
 
 
 def test_no_values_at_all_are_a_picture_that_says_so():
-    assert "nothing to draw yet" in words(draw([]))
-    assert "nothing to draw yet" in words(draw())
-    assert "nothing to draw yet" not in words(draw([(0, 0)]))
+    assert "no data yet" in words(draw([]))
+    assert "no data yet" in words(draw())
+    assert "no data yet" not in words(draw([(0, 0)]))
 
 
 def test_whole_places_get_whole_marks():
@@ -232,7 +232,7 @@ def test_a_long_band_is_thinned_like_its_line():
 @pytest.mark.parametrize("scheme", ["auto", "light", "dark"])
 def test_a_picture_that_stands_alone_has_a_colour_for_everything_it_draws(scheme):
     line = Series(name="run", points=((0, 1), (3, 0.5)), band=((0, 0.25, 1), (3, 0.25, 0.75)))
-    root = ElementTree.fromstring(curves_svg([line], **LABELS, scheme=scheme))
+    root = ElementTree.fromstring(curves([line], **LABELS, scheme=scheme))
     style = root.find(f"{SVG}style").text
     used = {name for part in root.iter() for name in part.get("class", "").split()}
     assert {"series0", "curve", "band", "axis", "paper"} <= used

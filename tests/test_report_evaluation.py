@@ -172,7 +172,7 @@ def test_what_a_reader_must_not_miss_is_noted():
     new = Evaluation(label="new", answers=answers, settings={"seed": 2})
     notes = Reader(evaluation_page([old, new], compare(old, new))).texts("li")
     notes = [note.replace("\N{NO-BREAK SPACE}", " ") for note in notes]
-    assert "old, maths: no answers yet, so it is not counted." in notes
+    assert "old, maths: no answers yet; the task is not counted." in notes
     assert any("7 prompts without an answer, 1 with fewer than 2" in note for note in notes)
     assert "old, sums: scoring failed for 1 answer, counted as wrong (timeout 1)." in notes
     assert "old, sums: 25.0 % of the answers reached the token limit." in notes

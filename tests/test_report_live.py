@@ -39,10 +39,11 @@ from sortedrl.report.live.state import (
     OpenGroup,
     Slots,
     Snapshot,
+    Source,
     Trend,
     used_memory,
 )
-from sortedrl.report.live.view import LiveView, PlainView, Source, activity, opened_view
+from sortedrl.report.live.view import LiveView, PlainView, activity, opened_view
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS, Simulation
 from worlds import simulations
@@ -61,11 +62,14 @@ class Watched:
         self.decoded = 0
         self.meter = Meter()
         self.state = LiveState(
-            schedule=simulation.schedule.name,
-            slots=self.slots,
-            update_batch=simulation.schedule.update_batch,
-            max_tokens=simulation.engine.max_tokens,
-            decoded=lambda: self.decoded,
+            source(
+                schedule=simulation.schedule.name,
+                slots=self.slots,
+                update_batch=simulation.schedule.update_batch,
+                max_tokens=simulation.engine.max_tokens,
+                decoded=lambda: self.decoded,
+                seconds=lambda: 10.0,
+            )
         )
 
     def take(self, event: Event) -> None:
@@ -78,7 +82,6 @@ class Watched:
         return self.state.snapshot(
             activity="writing",
             done=0.25,
-            seconds=10.0,
             figures=self.meter.run,
             memory=Memory(used=2**30, total=None),
         )
@@ -167,7 +170,7 @@ def test_slots_are_those_of_the_lanes(simulation, random):
     for event in stopped:
         per_key[event.prompt, event.sample] = per_key.get((event.prompt, event.sample), 0) + 1
     busy = set()
-    for bar_ in sorted(open_before.bars, key=lambda bar_: bar_.start):
+    for bar_ in sorted(open_before.bars, key=lambda bar_: (bar_.start, bar_.end)):
         key = (bar_.prompt, bar_.sample)
         if per_key.get(key, 0):
             per_key[key] -= 1
@@ -347,7 +350,7 @@ FULL = Snapshot(
 
 def test_a_panel_says_everything():
     assert texts(panel(FULL, width=80, height=24)) == [
-        "sorted/coupled +1  update 3, 1 skipped  round 5  3 of 4 writing",
+        "sorted/coupled +1  update 3, 1 skipped  round 5  3 of 4 slots busy",
         "update 3: 5 answers ready, 3 being written",
         "slots     ─────────────── ━━━━━━━╸─────── ··············· ━━━━━━━━━━━━━━━",
         "update    ━━━━━━━━━━━━━━━━━━━━━━━━━╸─────────────── 5 ready, 8 needed",
@@ -382,7 +385,7 @@ def test_slots_are_no_bubble_while_nothing_is_rolled_out():
 
 def test_before_the_first_answer_progress_is_measured_against_the_limit():
     decoded = 0
-    state = LiveState(schedule="", slots=2, update_batch=1, max_tokens=100, decoded=lambda: decoded)
+    state = LiveState(source(slots=2, max_tokens=100, decoded=lambda: decoded))
     common = {"seconds": 0, "prompt": 0, "sample": 0}
     state(
         Start(
@@ -390,14 +393,14 @@ def test_before_the_first_answer_progress_is_measured_against_the_limit():
         )
     )
     decoded = 5
-    asked = {"activity": "", "done": 0, "seconds": 0, "figures": None, "memory": None}
+    asked = {"activity": "", "done": 0, "figures": None, "memory": None}
     assert state.snapshot(**asked).shares == (0.25, None)
     decoded = 180
     assert state.snapshot(**asked).shares == (1.0, None)
 
 
 def test_rows_become_courses_and_what_is_missing_is_left_out():
-    state = LiveState(schedule="", slots=1, update_batch=1, max_tokens=1, decoded=lambda: 0)
+    state = LiveState(source(slots=1, max_tokens=1))
     for row in (
         {"update": 1, "reward/mean": 0.5, "skipped_steps": 0.0},
         {"update": 2, "reward/mean": None, "skipped_steps": 1.0},
@@ -405,7 +408,7 @@ def test_rows_become_courses_and_what_is_missing_is_left_out():
         {"evaluation/score": 0.4},
     ):
         state.updated(row)
-    snapshot = state.snapshot(activity="", done=0, seconds=0, figures=None, memory=None)
+    snapshot = state.snapshot(activity="", done=0, figures=None, memory=None)
     assert snapshot.skipped == 1
     assert snapshot.trends == {
         "reward": Trend(values=(0.5, 0.75), last=0.75),
@@ -475,7 +478,7 @@ def test_a_frame_is_written_only_when_it_shows_something_new():
         view.watch(source())
         view(BEGIN)
         view.refresh()
-        assert "0 of 4 writing" in on.file.getvalue()
+        assert "0 of 4 slots busy" in on.file.getvalue()
         on.size = ConsoleDimensions(50, 10)
         written = len(on.file.getvalue())
         view.refresh()

@@ -19,7 +19,13 @@ from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.advice.observed import seconds_spent
 from sortedrl.report.charts.timeline import MAX_BARS
 from sortedrl.report.html import asset
-from sortedrl.report.page import SCRIPTS, numbers_section, runs_page, settings_section
+from sortedrl.report.page import (
+    SCRIPTS,
+    advice_section,
+    numbers_section,
+    runs_page,
+    settings_section,
+)
 from sortedrl.report.record import RunRecord, measured, read_run
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
@@ -239,7 +245,7 @@ def test_the_contents_lead_to_every_part():
     page = runs_page(pair(), title="Two")
     parts = re.findall(r'<section id="([a-z]+)"', page)
     assert re.findall(r'<a href="#([a-z]+)">', page) == parts
-    assert parts[0] == "advice"
+    assert parts[:3] == ["slots", "advice", "numbers"]
     assert {"numbers", "slots", "bubbles", "ledger", "lengths", "learning"} <= set(parts)
 
 
@@ -354,7 +360,7 @@ def test_equal_runs_say_that_nothing_differs():
 @pytest.mark.parametrize("others", [[], [("b", {"seed": 1})]])
 def test_a_run_without_settings_says_so(others):
     text = settings_section([configured("a", None), *(configured(*other) for other in others)])
-    assert "Unknown, because there is no config.toml: a." in text
+    assert "No settings are known for a: there is no config.toml." in text
     assert ("<details" in text) == bool(others)
 
 
@@ -412,3 +418,40 @@ def test_the_table_has_a_row_for_saving():
     late = [replace(event, seconds=event.seconds + 3) for event in events[place:]]
     text = numbers_section([measured(RunRecord(name="a", events=[*events[:place], *late]))])
     assert '<th scope="row">saving checkpoints and logs</th><td>3 s, ' in text
+
+
+def test_the_header_names_model_task_machine_date_and_commit():
+    facts = {"machine": "a CPU", "started": "2026-11-17T02:04:05+00:00", "commit": "abc1234"}
+    config = {"model": "tiny", "task": NASTY}
+    one = replace(record("a"), config=config, facts=facts)
+    reader = read([one])
+    assert reader.texts("dt")[:5] == ["model", "task", "machine", "started", "commit"]
+    assert reader.texts("dd")[:5] == ["tiny", SHOWN, "a CPU", "2026-11-17 02:04 UTC", "abc1234"]
+    other = replace(record("b"), config=config | {"model": "large"}, facts=facts)
+    assert read([one, other]).texts("dd")[:3] == ["tiny (a); large (b)", SHOWN, "a CPU"]
+    assert 'class="facts"' not in runs_page([record("a")], title="none recorded")
+
+
+def test_the_facts_of_a_run_are_read_from_its_folder(tmp_path):
+    log = "".join(to_json(event) + "\n" for event in events_of("sync"))
+    (tmp_path / "events.jsonl").write_text(log)
+    assert read_run(tmp_path).facts == {}
+    (tmp_path / "run.json").write_text('{"format": "sortedrl-run", "version": 1, "machine": "m"}')
+    assert read_run(tmp_path).facts == {"format": "sortedrl-run", "machine": "m"}
+    (tmp_path / "run.json").write_text("half a li")
+    assert read_run(tmp_path).facts == {}
+
+
+def test_a_prediction_that_another_run_of_the_page_refutes_is_not_shown():
+    slow = record("slow", strategy="sync", mode="on_policy")
+    advised = re.findall(r"<code>(.*?)</code>", advice_section([measured(slow)]))
+    assert any("sorted" in remedy and "partial" in remedy for remedy in advised)
+    fast = measured(record("fast"))
+    both = advice_section([measured(slow), fast])
+    assert re.findall(r"<code>(.*?)</code>", both)[: len(advised)] == advised
+    later = [replace(event, seconds=10 * event.seconds) for event in fast.record.events]
+    refuting = measured(replace(fast.record, events=later))
+    text = advice_section([measured(slow), refuting])
+    shown = re.findall(r"<code>(.*?)</code>", text)
+    assert not any("sorted" in remedy and "partial" in remedy for remedy in shown)
+    assert "predicted to be faster, but fast trained" in text

@@ -90,15 +90,15 @@ def test_sorted_on_policy_throws_interrupted_answers_away_and_redraws_them():
         slot 3   CCCff|FFFFF|
         slot 4   DDDDD|.....|
 
-        A: a token of prompt A   a: one thrown away later   .: idle slot   |: update
+        A: a token of prompt A   a: one discarded later   .: idle slot   |: update
 
           0 s  load group 0: A B C D E F; start A B C D
           2 s  A is complete with 2 tokens; start E
           3 s  C is complete with 3 tokens; start F
           5 s  D is complete with 5 tokens
-               harvest A C D; interrupt B E F and throw away their 5 3 2 tokens
+               harvest A C D; interrupt B E F and discard their 5 3 2 tokens
                update 1 trains A C D with 2 3 5 tokens
-          6 s  start B E F again from nothing
+          6 s  restart B E F from scratch
           9 s  B is complete with 3 tokens
          11 s  E F are complete with 5 5 tokens
                harvest B E F
@@ -147,7 +147,7 @@ def test_sorted_coupled_keeps_what_the_new_weights_still_write():
         slot 3   CCCFF|FFFFFFF|
         slot 4   DDDDD|.......|
 
-        A: a token of prompt A   a: one thrown away later   .: idle slot   |: update
+        A: a token of prompt A   a: one discarded later   .: idle slot   |: update
 
           0 s  load group 0: A B C D E F; start A B C D
           2 s  A is complete with 2 tokens; start E
@@ -169,13 +169,13 @@ def test_answers_to_one_prompt_are_told_apart_in_the_story():
     text = told(strategy="sorted", mode="coupled", samples_per_prompt=2, harvest_unit="prompt")
     text = " ".join(text.split())
     assert "load group 0: A0 A1 B0 B1 C0 C1 D0 D1 E0 E1 F0 F1" in text
-    assert "C0 D0 waited through the update and go back with 4 2 tokens" in text
+    assert "C0 D0 waited through the update and are queued again with 4 2 tokens" in text
     assert "resume C1 D1 C0 D0 after 4 1 4 2 tokens, of which 3 1 0 2 still hold" in text
 
 
 def test_stale_tokens_that_are_dropped_start_again_from_nothing():
     text = told(strategy="sorted", mode="partial", max_staleness=0)
-    assert "start B E F again from nothing" in text
+    assert "restart B E F from scratch" in text
     assert "slot 2   bbbbb|" in text
 
 

@@ -16,12 +16,13 @@ from sortedrl.core.events import (
     HandOver,
     Harvest,
     Interrupt,
+    Pause,
     Resume,
     Start,
     Update,
 )
 from sortedrl.core.meter import measure
-from sortedrl.report.charts.timeline import density, timelines, timelines_inline
+from sortedrl.report.charts.timeline import density, timelines
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.simulate.compare import simulate, variants
 from sortedrl.simulate.settings import PRESETS, Simulation
@@ -146,10 +147,10 @@ def widths(svg) -> float:
 
 def test_a_picture_for_a_page_has_no_style_but_its_hatch(sync):
     panels = [("", "", run_of("picture", strategy="sorted", mode="on_policy"))]
-    inline = timelines_inline(panels)
+    inline = timelines(panels, scheme=None)
     assert "<style" not in inline
     assert inline.count('id="hatch"') == 1
-    assert "<defs>" not in timelines_inline([("sync", "", sync)])
+    assert "<defs>" not in timelines([("sync", "", sync)], scheme=None)
     standing = ElementTree.fromstring(timelines(panels))
     drawn = [part.get("class") for part in standing.iter() if part.get("class")]
     assert [p.get("class") for p in ElementTree.fromstring(inline).iter() if p.get("class")] == [
@@ -431,3 +432,13 @@ def test_a_log_without_its_begin_is_refused():
         lanes([start(0, prompt=0, running=1)])
     with pytest.raises(ValueError, match="empty"):
         lanes([])
+
+
+def test_a_conversation_leaves_its_slot_while_it_waits_for_its_environment():
+    events = []
+    simulation = PRESETS["agents"]()
+    simulate(replace(simulation, groups=1), record=events.append)
+    assert any(isinstance(event, Pause) for event in events)
+    run = lanes(events)
+    busy = sum(bar.end - bar.start for bar in run.bars)
+    assert busy == pytest.approx(measure(events).run.busy_slot_seconds)

@@ -88,13 +88,13 @@ def test_the_mean_and_the_most_are_those_of_the_meter(run):
     figures = run.metrics.run
     told = staleness_text(run)
     if not figures.trajectories:
-        assert told == "nothing was trained on yet."
+        assert told == "no updates yet."
     elif figures.staleness_max == 0:
         assert told == "every token was trained on by the weights that generated it."
     else:
         assert f"{figures.mean_staleness:.2f} updates old on average" in told
         assert f", {figures.staleness_max:,} at most" in told
-        assert f"{figures.mean_trajectory_staleness:.2f} on average" in told
+        assert f"{figures.mean_trajectory_staleness:.2f} updates old on average" in told
 
 
 @pytest.mark.parametrize("schedule", ["sync", "on_policy", "coupled"])

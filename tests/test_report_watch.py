@@ -453,7 +453,7 @@ def test_a_port_that_is_none_is_refused(port):
 
 def test_a_host_that_is_not_this_machine_is_refused():
     for host in ("203.0.113.7", "no such host"):
-        with pytest.raises(ConfigError, match="must listen at an address"):
+        with pytest.raises(ConfigError, match="must listen on an address"):
             open_server(host, 0, pages=None, folders={}, tell=print)
 
 

@@ -2,8 +2,9 @@ import pytest
 
 from report_worlds import MARKUP
 from sortedrl.errors import DataError
+from sortedrl.evaluation.tables import percent
 from sortedrl.report import terminal
-from sortedrl.report.terminal import percent, progress, table, thousands, write_text
+from sortedrl.report.terminal import progress, table, thousands, write_text
 
 
 def test_progress_away_from_a_terminal_is_an_occasional_plain_line(capsys, monkeypatch):

@@ -53,7 +53,12 @@ def steps_of(model, *, rows, budget=4096, max_bad=3, learning_rate=1e-3):
     settings = Optimisation(learning_rate=learning_rate)
     optimiser = Optimiser(dict(model.named_parameters()), settings, total_steps=None)
     return supervised_steps(
-        PackedModel(model), optimiser, SEQUENCES, rows=rows, budget=budget, max_bad=max_bad
+        PackedModel(model),
+        optimiser,
+        SEQUENCES,
+        rows=rows,
+        micro_batch_tokens=budget,
+        max_bad=max_bad,
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from experiments.__main__ import chosen, main
 from experiments.efficiency import pieces as efficiency_pieces
-from experiments.machine import commit
 from experiments.pieces import Deadline, Piece, Setup, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.runs.machine import commit
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = (
@@ -91,7 +91,7 @@ def test_a_copy_with_another_history_is_told_its_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("SORTEDRL_COMMIT", "abc1234")
     assert commit(ROOT) == "abc1234"
     monkeypatch.delenv("SORTEDRL_COMMIT")
-    assert commit(tmp_path) == "unknown"
+    assert commit(tmp_path) is None
 
 
 def test_pieces_at_once_each_have_a_process_and_a_failed_one_is_named_at_the_end(tmp_path):

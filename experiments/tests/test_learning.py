@@ -258,10 +258,11 @@ def test_a_cell_lies_between_the_least_and_the_most_it_names(values):
 
 def test_the_tables_have_a_line_for_each_arm_and_as_many_cells_as_titles():
     rows = arm_rows([result("sync", 0), result("posthoc", 0, score=0.75)], SETTINGS)
-    for lines in (score_table(rows), length_table(rows), target_table(rows, 0.5)):
+    for made in (score_table(rows), length_table(rows), target_table(rows, 0.5)):
+        lines = made.splitlines()
         assert len({line.count("|") for line in lines}) == 1
         assert [line.split("|")[1].strip() for line in lines[2:]] == ["sync", "posthoc"]
-    assert "75.0" in score_table(rows)[3]
+    assert "75.0" in score_table(rows).splitlines()[3]
 
 
 def test_a_picture_has_a_line_with_a_band_for_each_arm(tmp_path):

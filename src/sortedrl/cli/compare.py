@@ -11,11 +11,11 @@ from typing import get_args
 from sortedrl.cli.arguments import parse_over_settings
 from sortedrl.config.schedule import ModeName, Schedule, StrategyName
 from sortedrl.core.events import Event
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import bar_chart
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.lanes import lanes
 from sortedrl.report.terminal import (
-    percent,
     progress,
     refuse_other_picture,
     refuse_unwritable,

@@ -19,9 +19,9 @@ from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
 from sortedrl.core.files import refuse_foreign
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.terminal import (
     PAGE,
-    percent,
     refuse_unwritable_folder,
     table,
     tell,

@@ -11,10 +11,10 @@ from sortedrl.cli.arguments import parse_over_settings
 from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
 from sortedrl.core.metrics import numbers
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.lanes import lanes
 from sortedrl.report.terminal import (
-    percent,
     progress,
     refuse_other_picture,
     refuse_unwritable,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sortedrl.cli.arguments import parse_over_settings, to_toml
+from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.terminal import (
-    percent,
     progress,
     refuse_other_picture,
     refuse_unwritable,

@@ -149,6 +149,10 @@ def check_values(settings: DataclassInstance, section: str = "") -> None:
     for field in fields(settings):
         value = getattr(settings, field.name)
         rule = rules[field.name]
+        require(
+            not rule.kinds or type(value) in rule.kinds,
+            f"{section}{field.name} must be {rule.words}, got {value!r:.80}",
+        )
         if rule.names and (value is not None or not rule.is_optional):
             known = value in rule.names
             require(known, unknown_name(section + field.name, value, rule.names))
@@ -173,6 +177,21 @@ class _Rule:
     names: tuple[str, ...] = ()
     bounds: Bounds | None = None
     is_optional: bool = False
+    kinds: frozenset[type] = frozenset()
+    """The plain types that it may have; empty where it is no plain value."""
+
+    @property
+    def words(self) -> str:
+        """The types, for a message."""
+        return " or ".join(sorted(_KIND_WORDS[kind] for kind in self.kinds))
+
+
+_KIND_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    type(None): "left out",
+}
 
 
 @cache
@@ -182,13 +201,19 @@ def _rules(kind: type) -> Mapping[str, _Rule]:
 
 def _rule(hint: Any) -> _Rule:  # noqa: ANN401
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_optional = type(None) in kinds
+    bounds, plain = None, set()
     for kind in kinds:
         if get_origin(kind) is Literal:
-            return _Rule(names=get_args(kind), is_optional=type(None) in kinds)
+            return _Rule(names=get_args(kind), is_optional=is_optional)
         for mark in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
-            if isinstance(mark, Bounds):
-                return _Rule(bounds=mark, is_optional=type(None) in kinds)
-    return _Rule()
+            bounds = mark if isinstance(mark, Bounds) else bounds
+        plain.add(get_args(kind)[0] if get_origin(kind) is Annotated else kind)
+    is_plain = all(kind in _KIND_WORDS for kind in plain)
+    plain |= {int} if float in plain else set()
+    return _Rule(
+        bounds=bounds, is_optional=is_optional, kinds=frozenset(plain) if is_plain else frozenset()
+    )
 
 
 def _is_blank(value: object) -> bool:

@@ -18,15 +18,17 @@ from sortedrl.evaluation.statistics import (
     Draws,
     Estimate,
     Evaluation,
+    by_level,
     by_prompt,
     column_mean,
     difference_draws,
+    differences,
     estimate,
-    in_order,
     mean_draws,
     p_value,
     pass_sizes,
     prompt_passes,
+    shared_sizes,
 )
 
 Pair = tuple[list[Answer], list[Answer]]
@@ -144,7 +146,8 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
     draws: list[dict[int, Draws]] = []
     for task, paired in pairs.items():
         whole, drawn = _contrast(list(paired.values()), task=task, level=None)
-        parts += [whole, *_levels(paired, task=task)]
+        levels = by_level((pair[0][0].level, pair) for pair in paired.values())
+        parts += [whole, *(_contrast(of, task=task, level=name)[0] for name, of in levels.items())]
         draws.append(drawn)
     left_out = {
         task: Unpaired(
@@ -171,31 +174,14 @@ def _pairs(
     for prompt_id, answers in old.items():
         if prompt_id not in new:
             continue
-        first, second = answers[0], new[prompt_id][0]
-        for what, one, other in (
-            ("question", first.question, second.question),
-            ("gold answer", first.gold, second.gold),
-        ):
-            if one != other:
-                raise DataError(
-                    f"{place} prompt {prompt_id}",
-                    f"both must be asked the same to be compared, got the {what} {one!r:.80} and "
-                    f"{other!r:.80}; evaluate both on the same data",
-                )
+        for what, one, other in differences(answers[0], new[prompt_id][0], "question", "gold"):
+            raise DataError(
+                f"{place} prompt {prompt_id}",
+                f"both must be asked the same to be compared, got the {what} {one} and {other}; "
+                "evaluate both on the same data",
+            )
         pairs[prompt_id] = (answers, new[prompt_id])
     return pairs
-
-
-def _levels(pairs: Mapping[int, Pair], *, task: str) -> list[Contrast]:
-    """The differences of each level, if there are several."""
-    by_level: dict[str, list[Pair]] = {}
-    for pair in pairs.values():
-        level = pair[0][0].level
-        if level is not None:
-            by_level.setdefault(level, []).append(pair)
-    if len(by_level) < 2:
-        return []
-    return [_contrast(by_level[level], task=task, level=level)[0] for level in in_order(by_level)]
 
 
 def _contrast(
@@ -239,9 +225,6 @@ def _macro(
 ) -> dict[int, Difference]:
     """The differences with every task counting the same, for each k that all tasks have."""
     tasks = [part for part in parts if part.level is None]
-    if len(tasks) < 2:
-        return {}
-    sizes = [k for k in tasks[0].passes if all(k in part.passes for part in tasks)]
     return {
         k: _difference(
             math.fsum(part.passes[k].before for part in tasks) / len(tasks),
@@ -249,7 +232,7 @@ def _macro(
             draws=mean_draws([drawn[k] for drawn in draws]),
             num_prompts=sum(part.passes[k].change.num_prompts for part in tasks),
         )
-        for k in sizes
+        for k in shared_sizes([part.passes for part in tasks])
     }
 
 

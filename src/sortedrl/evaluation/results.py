@@ -14,16 +14,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, NoReturn, Self, get_args
 
 from sortedrl.core.files import refuse_foreign, write_whole
 from sortedrl.errors import DataError, unknown_name
-from sortedrl.evaluation.statistics import Answer, AnswerKey, Asked, Evaluation, Summary, summarise
+from sortedrl.evaluation.statistics import (
+    Answer,
+    AnswerKey,
+    Asked,
+    Evaluation,
+    Summary,
+    differences,
+    summarise,
+)
 from sortedrl.evaluation.tables import summary_rows
 from sortedrl.rewards.pool.score import Failure
 from sortedrl.types import FinishReason
@@ -36,9 +45,6 @@ _NAMES = tuple(field.name for field in fields(Answer))
 _VALUES = attrgetter(*_NAMES)
 _SUMMARY_MARK = b'{\n  "label": '
 _SAMPLES_MARK = f'{{"{_NAMES[0]}":'.encode()
-_WHOLE = ("prompt_id", "sample_index", "num_tokens")
-_WORDS = ("task", "question", "response")
-_WORDS_OR_NOTHING = ("level", "gold")
 
 
 class ResultsWriter:
@@ -69,12 +75,10 @@ class ResultsWriter:
         self._answers = _taken_up(folder, head=self._head, resume=resume)
         _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
-        try:
+        with _unwritable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _write_summary(folder, self._head, summary=None)
             self._file: IO[str] = _opened(folder / SAMPLES)
-        except OSError as error:
-            raise DataError(folder, f"cannot be written ({error.strerror})") from error
 
     def is_done(self, key: AnswerKey) -> bool:
         """Whether the folder holds this answer: `(task, prompt_id, sample_index)`."""
@@ -93,12 +97,12 @@ class ResultsWriter:
         try:
             line = json.dumps(_row(answer), allow_nan=False, separators=(",", ":"))
         except (ValueError, TypeError) as error:
-            raise DataError(path, f"the answer {answer.key} is no JSON ({error})") from error
-        try:
+            raise DataError(
+                path, f"the answer {answer.key} cannot be written as JSON ({error})"
+            ) from error
+        with _unwritable(path):
             self._file.write(line + "\n")
             self._file.flush()
-        except OSError as error:
-            raise DataError(path, f"cannot be written ({error.strerror})") from error
         self._answers.append(answer)
         self._done.add(answer.key)
 
@@ -107,10 +111,8 @@ class ResultsWriter:
         self.close()
         evaluation = replace(self._head, answers=tuple(self._answers))
         summary = summarise(evaluation)
-        try:
+        with _unwritable(self._folder):
             _write_summary(self._folder, self._head, summary=summary)
-        except OSError as error:
-            raise DataError(self._folder, f"cannot be written ({error.strerror})") from error
         return evaluation, summary
 
     def close(self) -> None:
@@ -120,13 +122,17 @@ class ResultsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _unwritable(path: Path) -> Iterator[None]:
+    """What the system refuses to write is an error of the user's data."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, f"cannot be written ({error.strerror})") from error
 
 
 def read_results(folder: Path) -> Evaluation:
@@ -151,8 +157,7 @@ def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
     if not resume:
         raise DataError(
             folder,
-            f"already holds {len(answers)} answers; go on with it (--resume), "
-            "or choose another folder",
+            f"already holds {len(answers)} answers; resume it (--resume), or choose another folder",
         )
     before = _read_head(folder / SUMMARY)
     if before is not None:
@@ -181,8 +186,8 @@ def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, As
         if name not in asked:
             raise DataError(
                 folder,
-                f"holds {len(of_task)} answers to the task {name}, which is not asked for; ask "
-                "for it too, or choose another folder",
+                f"holds {len(of_task)} answers to the task {name}, which this evaluation does not "
+                "include; add it, or choose another folder",
             )
         for what, there, now in (
             ("rows", 1 + max(answer.prompt_id for answer in of_task), asked[name].prompts),
@@ -191,8 +196,8 @@ def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, As
             if now < there:
                 raise DataError(
                     folder,
-                    f"holds answers for {there} {what} of {name}, more than the {now} that are "
-                    f"asked for; ask for at least {there}, or choose another folder",
+                    f"holds answers for {there} {what} of {name}, more than the {now} of this "
+                    f"evaluation; ask for at least {there}, or choose another folder",
                 )
 
 
@@ -206,17 +211,13 @@ def _check_questions(
         if answer.task not in questions:
             continue
         question, gold = questions[answer.task][answer.prompt_id]
-        for what, was, now in (
-            ("question", answer.question, question),
-            ("gold answer", answer.gold, gold),
-        ):
-            if was != now:
-                raise DataError(
-                    folder,
-                    f"holds answers to other rows of {answer.task}: the {what} of row "
-                    f"{answer.prompt_id + 1} was {was!r:.80} and is {now!r:.80}; choose another "
-                    "folder",
-                )
+        asked = replace(answer, question=question, gold=gold)
+        for what, was, now in differences(answer, asked, "question", "gold"):
+            raise DataError(
+                folder,
+                f"holds answers to other rows of {answer.task}: the {what} of row "
+                f"{answer.prompt_id + 1} was {was} and is {now}; choose another folder",
+            )
 
 
 def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:
@@ -279,7 +280,7 @@ def _read_head(path: Path) -> Evaluation | None:
         raise DataError(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            path, f"not the summary of an evaluation ({error!r}); delete it to go on without"
+            path, f"not the summary of an evaluation ({error!r}); delete it to continue without it"
         ) from error
 
 
@@ -323,24 +324,12 @@ def _answer(row: object) -> Answer:
 
 
 def _check_field(name: str, value: object) -> None:
-    choices: tuple[object, ...]
-    if name in _WORDS:
-        fits, wanted = isinstance(value, str), "a text"
-    elif name in _WORDS_OR_NOTHING:
-        fits, wanted = value is None or isinstance(value, str), "a text or null"
-    elif name in _WHOLE:
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        wanted = "a whole number of at least 0"
-    elif name == "reward":
-        fits, wanted = value is None or _is_number(value), "a number or null"
-    elif name == "parts":
-        fits = isinstance(value, dict) and all(map(_is_number, value.values()))
-        wanted = "named numbers"
-    elif name == "is_correct":
-        fits, wanted = isinstance(value, bool), "true or false"
-    else:
+    if name == "finish_reason" or name == "failure":
         choices = get_args(FinishReason) if name == "finish_reason" else (*get_args(Failure), None)
         fits, wanted = value in choices, f"one of {', '.join(map(str, choices))}"
+    else:
+        check, wanted = _FIELDS[name]
+        fits = check(value)
     if not fits:
         raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
 
@@ -349,6 +338,27 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_TEXT = (lambda value: isinstance(value, str), "a text")
+_TEXT_OR_NONE = (lambda value: value is None or isinstance(value, str), "a text or null")
+_COUNT = (_is_count, "a whole number of at least 0")
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("task", "question", "response"), _TEXT),
+    **dict.fromkeys(("level", "gold"), _TEXT_OR_NONE),
+    **dict.fromkeys(("prompt_id", "sample_index", "num_tokens"), _COUNT),
+    "reward": (lambda value: value is None or _is_number(value), "a number or null"),
+    "parts": (
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        "named numbers",
+    ),
+    "is_correct": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""What each field of a line must be."""
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -95,12 +95,12 @@ class Runner:
             self._tokens += step.decoded_tokens
             for trajectory in step.finished:
                 self._score(trajectory)
-            yield from self._scored_answers()
+            for pool in self._pools:
+                yield from (self._answer(pool, result) for result in pool.completed())
             yield None
         for pool in self._pools:
             tickets = [ticket for of, ticket in self._open if of is pool]
-            for result in pool.wait(tickets):
-                yield self._answer(pool, result)
+            yield from (self._answer(pool, result) for result in pool.wait(tickets))
 
     def _score(self, trajectory: Trajectory) -> None:
         question, _ = self._questions[trajectory.prompt.id]
@@ -111,48 +111,37 @@ class Runner:
         self._open[question.pool, ticket] = (trajectory, response)
         self._written += 1
 
-    def _scored_answers(self) -> Iterator[Answer]:
-        for pool in self._pools:
-            for result in pool.completed():
-                yield self._answer(pool, result)
-
     def _answer(self, pool: RewardPool, result: CallResult) -> Answer:
         trajectory, response = self._open.pop((pool, result.ticket))
         question, index = self._questions[trajectory.prompt.id]
         self._scored += 1
-        return _answer(question, index, trajectory, response, result)
-
-
-def _answer(
-    question: Question, index: int, trajectory: Trajectory, response: str, result: CallResult
-) -> Answer:
-    fields, score = trajectory.prompt.fields, result.score
-    assert trajectory.finish_reason is not None
-    return Answer(
-        task=question.task.name,
-        prompt_id=index,
-        sample_index=trajectory.sample_index,
-        level=_words(fields.get("level")),
-        question=question.rows[index].question,
-        gold=gold_of(fields),
-        response=response,
-        reward=None if score is None else score.reward,
-        parts={} if score is None else dict(score.parts),
-        is_correct=score is not None
-        and result.failure is None
-        and score.is_correct(question.task.correct_from),
-        num_tokens=trajectory.num_tokens,
-        finish_reason=trajectory.finish_reason,
-        failure=result.failure,
-    )
+        fields, score = trajectory.prompt.fields, result.score
+        assert trajectory.finish_reason is not None
+        return Answer(
+            task=question.task.name,
+            prompt_id=index,
+            sample_index=trajectory.sample_index,
+            level=_text_or_none(fields.get("level")),
+            question=question.rows[index].question,
+            gold=gold_of(fields),
+            response=response,
+            reward=None if score is None else score.reward,
+            parts={} if score is None else dict(score.parts),
+            is_correct=score is not None
+            and result.failure is None
+            and score.is_correct(question.task.correct_from),
+            num_tokens=trajectory.num_tokens,
+            finish_reason=trajectory.finish_reason,
+            failure=result.failure,
+        )
 
 
 def gold_of(fields: Mapping[str, object]) -> str | None:
-    """The gold answer of a row in words."""
-    return _words(fields.get("answer"))
+    """The gold answer of a row as text."""
+    return _text_or_none(fields.get("answer"))
 
 
-def _words(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return None if value is None else str(value)
 
 

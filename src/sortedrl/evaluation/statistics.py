@@ -40,14 +40,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import mul
+from operator import attrgetter, mul
 from random import Random
 from types import MappingProxyType
+from typing import TypeVar
 
 from sortedrl.errors import DataError
 from sortedrl.rewards.pool.score import Failure
 from sortedrl.types import FinishReason
 
+Prompt = TypeVar("Prompt")
 AnswerKey = tuple[str, int, int]
 """`(task, prompt_id, sample_index)`."""
 
@@ -135,22 +137,41 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _check_siblings(answers: Sequence[Answer], *, place: str) -> None:
     """Refuse answers of one prompt that contradict each other."""
-    first = answers[0]
     samples = [answer.sample_index for answer in answers]
     if len(set(samples)) < len(samples):
         raise DataError(place, f"each answer must be there once, got the samples {samples}")
     for answer in answers:
-        for what, one, other in (
-            ("question", first.question, answer.question),
-            ("gold answer", first.gold, answer.gold),
-            ("level", first.level, answer.level),
-        ):
-            if one != other:
-                raise DataError(
-                    place,
-                    f"its answers must share one {what}, got {one!r:.80} and {other!r:.80}; "
-                    "give answers to different data different task names",
-                )
+        for what, one, other in differences(answers[0], answer, "question", "gold", "level"):
+            raise DataError(
+                place,
+                f"its answers must share one {what}, got {one} and {other}; give answers to "
+                "different data different task names",
+            )
+
+
+def differences(one: object, other: object, *names: str) -> Iterator[tuple[str, str, str]]:
+    """The attributes that differ between two objects, with both values as text."""
+    for name in names:
+        mine, theirs = (attrgetter(name)(side) for side in (one, other))
+        if mine != theirs:
+            what = "gold answer" if name == "gold" else name
+            yield what, f"{mine!r:.80}", f"{theirs!r:.80}"
+
+
+def by_level(prompts: Iterable[tuple[str | None, Prompt]]) -> dict[str, list[Prompt]]:
+    """Prompts by their level, in order; empty where there are not several levels."""
+    levels: dict[str, list[Prompt]] = {}
+    for level, prompt in prompts:
+        if level is not None:
+            levels.setdefault(level, []).append(prompt)
+    return {level: levels[level] for level in in_order(levels)} if len(levels) > 1 else {}
+
+
+def shared_sizes(tasks: Sequence[Mapping[int, object]]) -> list[int]:
+    """The k that the pass@k of all tasks have in common; none for a single task."""
+    if len(tasks) < 2:
+        return []
+    return [k for k in tasks[0] if all(k in passes for passes in tasks)]
 
 
 CONFIDENCE = 0.95
@@ -177,15 +198,13 @@ class Estimate:
 def rate_draws(prompts: Sequence[Values], *, key: str) -> list[Draws]:
     """Resampled means of measures that lie in 0..1, one list for each measure."""
     width = len(prompts[0])
-    imagined = [(0.5, (0.0,) * width), (0.5, (1.0,) * width)]
-    return list(zip(*_resample(prompts, imagined, random=Random(key)), strict=True))
+    return _resample(prompts, [(0.5, (0.0,) * width), (0.5, (1.0,) * width)], key=key)
 
 
 def difference_draws(prompts: Sequence[Values], *, key: str) -> list[Draws]:
     """Resampled means of differences, one list for each measure."""
     typical = tuple(_typical(column) for column in zip(*prompts, strict=True))
-    imagined = [(1.0, tuple(-size for size in typical)), (1.0, typical)]
-    return list(zip(*_resample(prompts, imagined, random=Random(key)), strict=True))
+    return _resample(prompts, [(1.0, tuple(-size for size in typical)), (1.0, typical)], key=key)
 
 
 def mean_draws(tasks: Sequence[Draws]) -> Draws:
@@ -224,9 +243,9 @@ def _cell_order(cell: tuple[Values, int]) -> tuple[int, list[tuple[bool, float]]
 
 
 def _resample(
-    prompts: Sequence[Values], imagined: Sequence[tuple[float, Values]], *, random: Random
-) -> Iterator[list[float]]:
-    """The means of all measures, `RESAMPLES` times."""
+    prompts: Sequence[Values], imagined: Sequence[tuple[float, Values]], *, key: str
+) -> list[Draws]:
+    """`RESAMPLES` means of each measure."""
     cells = sorted(Counter(prompts).items(), key=_cell_order)
     num_single = sum(count == 1 for _, count in cells)
     counts = [count for _, count in cells[num_single:]] + [weight for weight, _ in imagined]
@@ -239,13 +258,16 @@ def _resample(
         for column in columns
     ]
     masks = {mask for _, mask in measures}
+    random = Random(key)
     log, uniform, gamma = math.log, random.random, random.gammavariate
+    draws = []
     for _ in range(RESAMPLES):
         # a gamma number of shape 1 is an exponential one, which is several times cheaper
         weights = [-log(1.0 - uniform()) for _ in range(num_single)]
         weights += [gamma(count, 1.0) for count in counts]
         whole = {mask: sum(compress(weights, mask)) for mask in masks}
-        yield [sum(map(mul, column, weights)) / whole[mask] for column, mask in measures]
+        draws.append([sum(map(mul, column, weights)) / whole[mask] for column, mask in measures])
+    return list(zip(*draws, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +336,7 @@ def pass_at(k: int, *, num_right: int, num_samples: int) -> float:
 
 
 def pass_sizes(samples: int) -> list[int]:
-    """The k at which pass@k is told: powers of two, and all samples.
+    """The k at which pass@k is reported: powers of two, and all samples.
 
     >>> pass_sizes(10)
     [1, 2, 4, 8, 10]
@@ -355,22 +377,13 @@ def summarise(evaluation: Evaluation) -> Summary:
             samples=samples,
             num_missing=num_missing,
         )
-        parts += [whole, *_levels(prompts, task=task, samples=samples)]
+        parts.append(whole)
+        levels = by_level((answers[0].level, answers) for answers in prompts.values())
+        for level, members in levels.items():
+            part, _ = _estimates(members, task=task, level=level, samples=samples, num_missing=None)
+            parts.append(part)
         draws.append(drawn)
     return Summary(parts=tuple(parts), macro=_macro(parts, draws))
-
-
-def _levels(prompts: Mapping[int, list[Answer]], *, task: str, samples: int) -> list[Estimates]:
-    """The numbers of each level, if there are several."""
-    levels = in_order(a[0].level for a in prompts.values() if a[0].level is not None)
-    if len(levels) < 2:
-        return []
-    parts = []
-    for level in levels:
-        members = [answers for answers in prompts.values() if answers[0].level == level]
-        part, _ = _estimates(members, task=task, level=level, samples=samples, num_missing=None)
-        parts.append(part)
-    return parts
 
 
 def _estimates(
@@ -399,37 +412,32 @@ def _estimates(
         num_missing=num_missing,
         num_answers=len(answers),
         passes=passes,
-        reward=_mean_of(prompts, lambda answer: answer.reward),
-        tokens=_mean_of(prompts, lambda answer: answer.num_tokens) or 0.0,
-        truncated=_mean_of(prompts, lambda answer: answer.finish_reason == "length") or 0.0,
+        reward=_mean(prompts, lambda answer: answer.reward),
+        tokens=_mean(prompts, lambda answer: answer.num_tokens) or 0.0,
+        truncated=_mean(prompts, lambda answer: answer.finish_reason == "length") or 0.0,
         failures=dict(sorted(failures.items())),
         reward_parts=_means_of_parts(prompts),
     )
     return part, draws
 
 
+def _part(name: str) -> Callable[[Answer], float | None]:
+    return lambda answer: answer.parts.get(name)
+
+
 def _means_of_parts(prompts: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    names = dict.fromkeys(name for siblings in prompts for a in siblings for name in a.parts)
-    means = {}
-    for name in names:
-        parts = [[answer.parts.get(name) for answer in siblings] for siblings in prompts]
-        mean = _mean(parts)
-        if mean is not None:
-            means[name] = mean
-    return means
+    names = dict.fromkeys(name for answers in prompts for a in answers for name in a.parts)
+    means = {name: _mean(prompts, _part(name)) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
-def _mean_of(
+def _mean(
     prompts: Sequence[Sequence[Answer]], number: Callable[[Answer], float | None]
 ) -> float | None:
-    return _mean([list(map(number, answers)) for answers in prompts])
-
-
-def _mean(prompts: Sequence[Sequence[float | None]]) -> float | None:
     """The mean over prompts of the mean over their answers; `None` where nothing has a number."""
     means = []
-    for numbers in prompts:
-        present = [value for value in numbers if value is not None]
+    for answers in prompts:
+        present = [value for answer in answers if (value := number(answer)) is not None]
         if present:
             means.append(math.fsum(present) / len(present))
     return math.fsum(means) / len(means) if means else None
@@ -438,14 +446,11 @@ def _mean(prompts: Sequence[Sequence[float | None]]) -> float | None:
 def _macro(parts: Sequence[Estimates], draws: Sequence[Mapping[int, Draws]]) -> dict[int, Estimate]:
     """pass@k with every task counting the same, for each k that all tasks have."""
     tasks = [part for part in parts if part.level is None]
-    if len(tasks) < 2:
-        return {}
-    sizes = [k for k in tasks[0].passes if all(k in part.passes for part in tasks)]
     return {
         k: estimate(
             math.fsum(part.passes[k].value for part in tasks) / len(tasks),
             mean_draws([drawn[k] for drawn in draws]),
             num_prompts=sum(part.passes[k].num_prompts for part in tasks),
         )
-        for k in sizes
+        for k in shared_sizes([part.passes for part in tasks])
     }

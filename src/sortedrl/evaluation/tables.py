@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sortedrl.evaluation.comparison import Comparison, Difference
+from sortedrl.evaluation.comparison import Comparison, Contrast, Difference
 from sortedrl.evaluation.statistics import Estimate, Estimates, Summary
 
 MACRO = "macro average"
 """The name of the row in which every task counts the same."""
 
 Table = tuple[list[str], list[list[str]]]
-"""Headings, and rows of words."""
+"""Headings, and rows of text."""
 
 
 def summary_rows(summary: Summary) -> list[dict[str, object]]:
@@ -19,27 +19,29 @@ def summary_rows(summary: Summary) -> list[dict[str, object]]:
 
     The macro average stands under the task name `MACRO`; what it has no number for is `None`.
     """
-    told = [_row(part) for part in summary.parts]
+    rows = [_row(part) for part in summary.parts]
     if summary.macro:
-        empty = dict.fromkeys(told[0])
-        told.append(empty | {"task": MACRO} | _pass_columns(summary.macro))
-    return told
+        rows.append(dict.fromkeys(rows[0]) | {"task": MACRO} | _pass_columns(summary.macro))
+    return rows
 
 
 def summary_table(summary: Summary) -> Table:
-    """Headings and rows of words, for a table on the terminal."""
+    """Headings and rows of text, for a table on the terminal."""
     samples = {part.samples for part in summary.tasks}
     sizes = sorted({k for part in summary.tasks for k in part.passes if k > 1})
     mean = f"mean@{samples.pop()}" if len(samples) == 1 else "mean"
     columns = ["task", "level", "prompts", mean, "95 % interval"]
     columns += [*(f"pass@{k}" for k in sizes), "reward", "tokens", "truncated"]
+
+    def rates(passes: Mapping[int, Estimate]) -> list[str]:
+        rate = passes[1]
+        shown = [percent(passes[k].value) if k in passes else "" for k in sizes]
+        return [percent(rate.value), f"{100 * rate.low:.1f} to {100 * rate.high:.1f}", *shown]
+
     lines = [
         [
-            part.task,
-            "" if part.level is None else level_name(part.level),
-            f"{part.num_prompts:,}",
-            *_told(part.mean),
-            *(percent(part.passes[k].value) if k in part.passes else "" for k in sizes),
+            *_names(part),
+            *rates(part.passes),
             "" if part.reward is None else f"{part.reward:.3f}",
             f"{part.tokens:,.0f}",
             percent(part.truncated),
@@ -47,14 +49,13 @@ def summary_table(summary: Summary) -> Table:
         for part in summary.parts
     ]
     if summary.macro:
-        passes = [percent(summary.macro[k].value) if k in summary.macro else "" for k in sizes]
-        lines.append([MACRO, "", "", *_told(summary.macro[1]), *passes, "", "", ""])
+        lines.append([MACRO, "", "", *rates(summary.macro), "", "", ""])
     return columns, lines
 
 
 def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
     """One flat row for each task, level and the macro average, for scripts."""
-    told: list[dict[str, object]] = [
+    rows: list[dict[str, object]] = [
         {
             "task": part.task,
             "level": part.level,
@@ -67,20 +68,18 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, object]]:
         for part in comparison.parts
     ]
     if comparison.macro:
-        told.append(dict.fromkeys(told[0]) | {"task": MACRO} | _change_columns(comparison.macro))
-    return told
+        rows.append(dict.fromkeys(rows[0]) | {"task": MACRO} | _change_columns(comparison.macro))
+    return rows
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Headings and rows of words, for a table on the terminal."""
+    """Headings and rows of text, for a table on the terminal."""
     columns = ["task", "level", "prompts", comparison.before, comparison.after, "change"]
     columns += ["95 % interval", "p", "better", "worse", "equal"]
     lines = [
         [
-            part.task,
-            "" if part.level is None else level_name(part.level),
-            f"{part.num_prompts:,}",
-            *_change_told(part.mean),
+            *_names(part),
+            *_change_cells(part.mean),
             f"{part.num_better:,}",
             f"{part.num_worse:,}",
             f"{part.num_equal:,}",
@@ -88,25 +87,27 @@ def comparison_table(comparison: Comparison) -> Table:
         for part in comparison.parts
     ]
     if comparison.macro:
-        lines.append([MACRO, "", "", *_change_told(comparison.macro[1]), "", "", ""])
+        lines.append([MACRO, "", "", *_change_cells(comparison.macro[1]), "", "", ""])
     return columns, lines
 
 
 def pass_table(comparison: Comparison) -> Table:
-    """The changes of pass@k beyond k = 1, in words; without rows where there is only k = 1."""
+    """The changes of pass@k beyond k = 1 as text; without rows where there is only k = 1."""
     sizes = sorted({k for part in comparison.tasks for k in part.passes if k > 1})
-    columns = ["task", "level", *(f"pass@{k}" for k in sizes)]
-    told = [
-        (part.task, "" if part.level is None else level_name(part.level), part.passes)
-        for part in comparison.parts
-    ]
+    parts = [(_names(part)[:2], part.passes) for part in comparison.parts]
     if comparison.macro:
-        told.append((MACRO, "", comparison.macro))
+        parts.append(([MACRO, ""], comparison.macro))
     lines = [
-        [task, level, *(_pass_change(passes[k]) if k in passes else "" for k in sizes)]
-        for task, level, passes in told
+        [*names, *(_pass_change(passes[k]) if k in passes else "" for k in sizes)]
+        for names, passes in parts
     ]
-    return columns, lines if sizes else []
+    return ["task", "level", *(f"pass@{k}" for k in sizes)], lines if sizes else []
+
+
+def _names(part: Estimates | Contrast) -> list[str]:
+    """The first cells of a row: task, level, and how many prompts."""
+    level = "" if part.level is None else level_name(part.level)
+    return [part.task, level, f"{part.num_prompts:,}"]
 
 
 def level_name(level: str) -> str:
@@ -119,7 +120,7 @@ def level_name(level: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, to a tenth."""
+    """A share as a percentage with one decimal."""
     return f"{100 * share:.1f} %"
 
 
@@ -129,8 +130,8 @@ def points(change: float) -> str:
     >>> points(0.0312), points(-0.00001)
     ('+3.1', '0.0')
     """
-    words = f"{100 * change:+.1f}".replace("-", "\N{MINUS SIGN}")
-    return "0.0" if words[1:] == "0.0" else words
+    text = f"{100 * change:+.1f}".replace("-", "\N{MINUS SIGN}")
+    return "0.0" if text[1:] == "0.0" else text
 
 
 def chance(p: float) -> str:
@@ -140,10 +141,6 @@ def chance(p: float) -> str:
     ('< 0.001', '0.031', '0.57')
     """
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
-def _told(rate: Estimate) -> tuple[str, str]:
-    return percent(rate.value), f"{100 * rate.low:.1f} to {100 * rate.high:.1f}"
 
 
 def _row(part: Estimates) -> dict[str, object]:
@@ -178,7 +175,7 @@ def _pass_columns(passes: Mapping[int, Estimate]) -> dict[str, object]:
     return columns
 
 
-def _change_told(mean: Difference) -> tuple[str, str, str, str, str]:
+def _change_cells(mean: Difference) -> tuple[str, str, str, str, str]:
     return (
         percent(mean.before),
         percent(mean.after),

@@ -48,6 +48,7 @@ from sortedrl.report.html import (
     escape,
     page,
     prose,
+    script,
     shortened,
     table,
 )
@@ -55,7 +56,7 @@ from sortedrl.report.html import (
 _MANY_TRUNCATED = 0.05
 """Share of truncated answers from which it is worth a note."""
 _FEW_ANSWERED = 0.95
-"""Share of answers in the form asked for below which it is worth a note."""
+"""Share of answers in the requested format below which it is worth a note."""
 MAX_SAMPLES = 2000
 MAX_FLIPS = 200
 PromptKey = tuple[str, int]
@@ -69,14 +70,14 @@ def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | 
     if len(evaluations) < needed:
         raise ValueError(f"the page needs {needed} evaluations or more, got {len(evaluations)}")
     summaries = [summarise(evaluation) for evaluation in evaluations]
-    data = packed(evaluations, comparison)
+    data, num_shown = packed(evaluations, comparison)
     sections = [
         _opening(evaluations, summaries, comparison),
         _compared(comparison) if comparison is not None else "",
         _numbers(evaluations, summaries),
         *_tasks(evaluations, summaries),
         _flips(comparison) if comparison is not None else "",
-        _browser(evaluations, num_shown=num_packed(data)),
+        _browser(evaluations, num_shown=num_shown),
         _reading(has_comparison=comparison is not None),
         _settings(evaluations),
     ]
@@ -85,13 +86,7 @@ def evaluation_page(evaluations: Sequence[Evaluation], comparison: Comparison | 
         title=f"Evaluation of {' and '.join(evaluation.label for evaluation in evaluations)}",
         body=f"<main>\n{body}\n</main>\n{data_script('data', data)}",
         style=stylesheet() + asset("page.css"),
-        script=_script(),
-    )
-
-
-def _script() -> str:
-    return "\n".join(
-        ['"use strict";', "(() => {", asset("browse.js"), asset("evaluation.js"), "})();"]
+        script=script("browse.js", "evaluation.js"),
     )
 
 
@@ -155,7 +150,7 @@ def _compared(comparison: Comparison) -> str:
         for task, unpaired in comparison.unpaired.items()
         if unpaired.before or unpaired.after
     ]
-    note = f"<p>Prompts left out, {escape('; '.join(left_out))}.</p>" if left_out else ""
+    note = f"<p>Prompts left out: {escape('; '.join(left_out))}.</p>" if left_out else ""
     return (
         f"<section><h2>Paired comparison by prompt</h2>"
         f"{_nested(comparison_table(comparison), caption=caption)}{note}"
@@ -275,19 +270,17 @@ def _reading(*, has_comparison: bool) -> str:
 
 
 def _settings(evaluations: Sequence[Evaluation]) -> str:
-    lists = []
+    lists = ""
     for evaluation in evaluations:
-        if evaluation.settings:
-            entries = "".join(
-                f"<dt>{escape(name)}</dt><dd>{escape(_setting_text(value))}</dd>"
-                for name, value in evaluation.settings.items()
-            )
-            lists.append(f"<h3>{escape(evaluation.label)}</h3><dl>{entries}</dl>")
-    return f"<section><h2>Settings</h2>{''.join(lists)}</section>" if lists else ""
-
-
-def _setting_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str)
+            for name, value in evaluation.settings.items()
+        }
+        entries = "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in texts.items()
+        )
+        lists += f"<h3>{escape(evaluation.label)}</h3><dl>{entries}</dl>" if entries else ""
+    return f"<section><h2>Settings</h2>{lists}</section>" if lists else ""
 
 
 def _figure(caption: str, picture: str) -> str:
@@ -361,7 +354,7 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
     begun = {part.task for part in summary.tasks}
     for task in evaluation.asked:
         if task not in begun:
-            yield f"{evaluation.label}, {task}: no answers yet, so it is not counted."
+            yield f"{evaluation.label}, {task}: no answers yet; the task is not counted."
     for part in summary.tasks:
         name = f"{evaluation.label}, {part.task}"
         if part.num_missing or part.num_short:
@@ -379,8 +372,8 @@ def notes(evaluation: Evaluation, summary: Summary) -> Iterator[str]:
         answered = part.reward_parts.get("answered", 1.0)
         if answered < _FEW_ANSWERED:
             yield (
-                f"{name}: only {percent(answered)} of the responses give an answer in the form "
-                "asked for; the others count as wrong."
+                f"{name}: only {percent(answered)} of the responses give an answer in the "
+                "requested format; the others count as wrong."
             )
 
 
@@ -414,13 +407,16 @@ def _several(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def packed(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> dict[str, object]:
-    """What the page's script needs: prompts, answers and flips, as JSON values."""
+def packed(
+    evaluations: Sequence[Evaluation], comparison: Comparison | None
+) -> tuple[dict[str, object], int]:
+    """What the page's script needs: prompts, answers and flips; and how many answers there are."""
     prompts = _prompts(evaluations)
     shown = [] if comparison is None else list(comparison.flips[:MAX_FLIPS])
     pairs = [_telling(flip, prompts[flip.task, flip.prompt_id]) for flip in shown]
     chosen = _chosen(prompts, first=[place for pair in pairs for place in pair])
-    keys = {key: number for number, key in enumerate(_keys_in_use(prompts, chosen))}
+    used = {(answer.task, answer.prompt_id) for _, answer in chosen}
+    keys = {key: number for number, key in enumerate(key for key in prompts if key in used)}
     limit = characters_each([len(answer.response) for _, answer in chosen])
     numbers = {(which, answer.key): number for number, (which, answer) in enumerate(chosen)}
     flips = [
@@ -436,20 +432,14 @@ def packed(evaluations: Sequence[Evaluation], comparison: Comparison | None) -> 
     for task, prompt_id in keys:
         level = _first(prompts[task, prompt_id]).level
         tasks.setdefault(task, []).extend([] if level is None else [level])
-    return {
+    data: dict[str, object] = {
         "labels": [evaluation.label for evaluation in evaluations],
         "tasks": {task: in_order(levels) for task, levels in tasks.items()},
         "prompts": [_prompt_row(_first(prompts[key]), limit) for key in keys],
         "answers": [_row(which, answer, keys, limit) for which, answer in chosen],
         "flips": flips,
     }
-
-
-def num_packed(data: Mapping[str, object]) -> int:
-    """Answers in packed data."""
-    answers = data["answers"]
-    assert isinstance(answers, list)
-    return len(answers)
+    return data, len(chosen)
 
 
 def _prompts(evaluations: Sequence[Evaluation]) -> dict[PromptKey, list[list[Answer]]]:
@@ -498,11 +488,7 @@ def _rounds(prompts: Sequence[Sequence[Sequence[Answer]]]) -> Iterator[list[list
     most = max((len(answers) for sides in prompts for answers in sides), default=0)
     for number in range(most):
         yield [
-            [
-                (which, answers[number])
-                for which, answers in enumerate(sides)
-                if number < len(answers)
-            ]
+            [(which, one[number]) for which, one in enumerate(sides) if number < len(one)]
             for sides in prompts
         ]
 
@@ -512,13 +498,6 @@ def _evenly(items: Sequence[list[Place]], count: int) -> list[list[Place]]:
     if count >= len(items):
         return list(items)
     return [items[place * len(items) // count] for place in range(count)]
-
-
-def _keys_in_use(
-    prompts: Mapping[PromptKey, object], chosen: Sequence[Place]
-) -> Iterator[PromptKey]:
-    used = {(answer.task, answer.prompt_id) for _, answer in chosen}
-    return (key for key in prompts if key in used)
 
 
 def _first(sides: Sequence[Sequence[Answer]]) -> Answer:

@@ -175,6 +175,12 @@ def table(
     )
 
 
+def script(*names: str) -> str:
+    """Scripts of the folder beside this module, joined inside one function."""
+    parts = "\n".join(asset(name) for name in names)
+    return f'"use strict";\n(() => {{\n{parts}\n}})();'
+
+
 def asset(name: str) -> str:
     """A style or script out of the folder beside this module."""
     return (files("sortedrl.report") / "assets" / name).read_text(encoding="utf-8").strip()

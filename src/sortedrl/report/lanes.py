@@ -7,11 +7,10 @@ A bar lies inside a rollout, so the widths of all bars add up to the run's busy 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from sortedrl.core.events import (
     Begin,
@@ -22,6 +21,7 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Renew,
     Resume,
     Start,
@@ -29,9 +29,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.types import Key
 
-Outcome = Literal["finished", "interrupted", "discarded"]
-"""The answer was completed; or stopped and continued later; or some of it was discarded."""
-
+Item = TypeVar("Item")
 BandKind = Literal["rollout", "update", "hand_over"]
 
 
@@ -60,8 +58,8 @@ class Bar:
     """The version of the weights that wrote here."""
 
     @property
-    def outcome(self) -> Outcome:
-        """What became of the tokens written here."""
+    def outcome(self) -> Literal["finished", "interrupted", "discarded"]:
+        """Completed; or stopped and continued later; or some of it discarded."""
         if self.discarded:
             return "discarded"
         return "finished" if self.is_finished else "interrupted"
@@ -116,6 +114,36 @@ def lanes(events: Iterable[Event]) -> Lanes:
     return tracer.lanes()
 
 
+class SlotQueue(Generic[Item]):
+    """Who waits for a slot: the lowest free slot goes to whoever has waited longest."""
+
+    def __init__(self, slots: int) -> None:
+        """All slots are free."""
+        self._free = list(range(slots))
+        self._waiting: dict[Key, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: Key, item: Item) -> None:
+        """Somebody waits from now on."""
+        self._waiting[key] = item
+
+    def leave(self, key: Key) -> bool:
+        """Whether somebody waited who no longer does."""
+        return self._waiting.pop(key, None) is not None
+
+    def free(self, slot: int) -> None:
+        """A slot is free again."""
+        heapq.heappush(self._free, slot)
+
+    def assigned(self) -> Iterator[tuple[int, Key, Item]]:
+        """Give the free slots away, as long as there are any and somebody waits."""
+        while self._waiting and self._free:
+            key = next(iter(self._waiting))
+            yield heapq.heappop(self._free), key, self._waiting.pop(key)
+
+
 @dataclass(slots=True)
 class _Stretch:
     """A bar while its tokens may still be discarded: frozen only once the log is read."""
@@ -159,8 +187,7 @@ class _Tracer:
         self._version = 0
         self._rollout_since: float | None = begin.seconds
         self._rollout_end = begin.seconds
-        self._free = list(range(begin.slots))
-        self._queue: deque[Start] = deque()
+        self._queue: SlotQueue[Start] = SlotQueue(begin.slots)
         self._running: dict[Key, _Stretch] = {}
         self._written: dict[Key, list[_Stretch]] = {}
         self._length: dict[Key, int] = {}
@@ -172,9 +199,9 @@ class _Tracer:
         if isinstance(event, HandOver | Load | Start) and self._rollout_since is None:
             self._rollout_since = event.seconds
         if isinstance(event, Start):
-            self._queue.append(event)
+            self._queue.add((event.prompt, event.sample), event)
             self._fill()
-        elif isinstance(event, Finish | Interrupt):
+        elif isinstance(event, Finish | Interrupt | Pause):
             self._stop(event)
         elif isinstance(event, Renew):
             self._cut((event.prompt, event.sample), event.kept)
@@ -225,31 +252,29 @@ class _Tracer:
         return self._now if self._rollout_since is not None else self._rollout_end
 
     def _fill(self) -> None:
-        while self._queue and self._free:
-            start = self._queue.popleft()
-            stretch = _Stretch(
-                slot=heapq.heappop(self._free),
+        for slot, key, start in self._queue.assigned():
+            self._running[key] = _Stretch(
+                slot=slot,
                 begun=self._now,
                 event=start,
                 version=self._version,
                 kept=start.cached,
             )
-            self._running[start.prompt, start.sample] = stretch
 
-    def _stop(self, event: Finish | Interrupt) -> None:
+    def _stop(self, event: Finish | Interrupt | Pause) -> None:
         key = (event.prompt, event.sample)
         kept = event.tokens - event.decoded
         self._cut(key, kept)
         stretch = self._running.pop(key, None)
         if stretch is None:
-            self._queue = deque(s for s in self._queue if (s.prompt, s.sample) != key)
+            self._queue.leave(key)
         else:
             stretch.ended = self._writing_until
             stretch.kept = kept
             stretch.decoded = event.decoded
             stretch.is_finished = isinstance(event, Finish)
             self._written.setdefault(key, []).append(stretch)
-            heapq.heappush(self._free, stretch.slot)
+            self._queue.free(stretch.slot)
         if isinstance(event, Interrupt):
             self._cut(key, event.kept)
         if self._rollout_since is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple, replace
 from typing import Any, TypeVar
 
 from sortedrl.config.schedule import EngineSettings, Schedule
@@ -30,6 +30,7 @@ from sortedrl.report.html import (
     page,
     paragraph,
     prose,
+    script,
     section,
     table,
     unbroken,
@@ -81,9 +82,9 @@ def runs_page(
     runs = [measured(record) for record in records]
     sections = [
         opening(runs, title=title),
+        slots_section(runs),
         advice_section(runs),
         numbers_section(runs),
-        slots_section(runs),
         bubbles_section(runs),
         ledger_section(runs),
         lengths_section(runs),
@@ -97,12 +98,11 @@ def runs_page(
     body = "\n".join([header, _contents(parts), *parts])
     data = packed_script("slots-data", slots_data(runs))
     data += packed_script("answers-data", answers_data(runs))
-    scripts = "\n".join(asset(name) for name in SCRIPTS)
     return page(
         title=title,
         body=f"<main>\n{body}\n</main>\n{data}",
         style=stylesheet() + "".join(asset(name) for name in _STYLES),
-        script=f'"use strict";\n(() => {{\n{scripts}\n}})();',
+        script=script(*SCRIPTS),
         refresh_seconds=refresh_seconds,
     )
 
@@ -125,8 +125,26 @@ def opening(runs: Sequence[Run], *, title: str) -> str:
     notes = f'<ul class="notes">{unfinished}</ul>' if unfinished else ""
     return (
         f'<header><p class="kicker">{escape(title)}</p><h1>{prose(headline(runs))}</h1>'
-        f'<p class="lead">{prose(lead(runs))}</p>{notes}</header>'
+        f'<p class="lead">{prose(lead(runs))}</p>{_facts(runs)}{notes}</header>'
     )
+
+
+def _facts(runs: Sequence[Run]) -> str:
+    """Model, task, machine, date and commit, as far as they are recorded."""
+    entries = ""
+    for name in ("model", "task", "machine", "started", "sortedrl", "commit"):
+        known = [(run.name, value) for run in runs if (value := _fact(run, name))]
+        values = dict.fromkeys(value for _, value in known)
+        shown = [f"{value} ({run})" for run, value in known] if len(values) > 1 else values
+        if values:
+            entries += f"<dt>{name}</dt><dd>{escape('; '.join(shown))}</dd>"
+    return f'<dl class="facts">{entries}</dl>' if entries else ""
+
+
+def _fact(run: Run, name: str) -> str:
+    record = run.record
+    text = str((record.config or {}).get(name, "")) or record.facts.get(name, "")
+    return text[:16].replace("T", " ") + " UTC" if name == "started" and text else text
 
 
 def headline(runs: Sequence[Run]) -> str:
@@ -165,7 +183,7 @@ def lead(runs: Sequence[Run]) -> str:
     else:
         sentences.append(
             f"Bubble, the idle share of the rollouts' slot-seconds: from {percent(before.bubble)} "
-            f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput, with that: from "
+            f"({worst.name}) to {percent(after.bubble)} ({least.name}). Goodput: from "
             f"{short(before.goodput)} to {short(after.goodput)} tokens/s."
         )
     return " ".join(sentences)
@@ -233,12 +251,60 @@ def _part(run: Run, seconds: float) -> str:
 
 def advice_section(runs: Sequence[Run]) -> str:
     """A box for each run."""
+    found = [diagnosed(run.record) for run in runs]
     boxes = []
-    for run in runs:
-        found = diagnosed(run.record)
+    for run, diagnosis in zip(runs, found, strict=True):
+        shown = _not_refuted(run, diagnosis, list(zip(runs, found, strict=True)))
         name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        boxes.append(f'<div class="advice">{name}{_inside(found)}</div>')
+        boxes.append(f'<div class="advice">{name}{_inside(shown)}</div>')
     return section("Advice", *boxes, name="advice")
+
+
+def _not_refuted(
+    run: Run, diagnosis: Diagnosis, others: Sequence[tuple[Run, Diagnosis]]
+) -> Diagnosis:
+    """The diagnosis without the predictions whose direction another run on the page refutes."""
+    kept, notes = [], list(diagnosis.notes)
+    for entry in diagnosis.advice:
+        measured = [
+            (other.name, other.metrics.run.trained_per_second / run.metrics.run.trained_per_second)
+            for other, its in others
+            if other is not run and _ran_with(entry, diagnosis, run, other=other, found=its)
+        ]
+        refuted = [(name, speed) for name, speed in measured if (entry.gain or 1) > 1 > speed]
+        notes += [
+            f"Tried {entry.remedy}: predicted to be faster, but {name} trained "
+            f"{percent(1 - speed)} fewer tokens per second, not advised."
+            for name, speed in refuted[:1]
+        ]
+        kept += [] if refuted else [entry]
+    return replace(diagnosis, advice=tuple(kept), notes=tuple(notes))
+
+
+def _ran_with(
+    entry: Advice, diagnosis: Diagnosis, run: Run, *, other: Run, found: Diagnosis
+) -> bool:
+    """Whether another run had what is advised: the same strategy and mode, or the same schedule."""
+    if diagnosis.schedule is None or found.schedule is None or not entry.changes:
+        return False
+    if {"schedule.strategy", "schedule.mode"} & set(entry.changes):
+        wanted = [
+            entry.changes.get(f"schedule.{name}", current)
+            for name, current in (
+                ("strategy", diagnosis.schedule.strategy),
+                ("mode", diagnosis.schedule.mode),
+            )
+        ]
+        is_same = wanted == [found.schedule.strategy, found.schedule.mode]
+        return is_same and run.metrics.slots == other.metrics.slots
+    slots = entry.changes.get("engine.slots", run.metrics.slots)
+    changes = {
+        name.removeprefix("schedule."): value
+        for name, value in entry.changes.items()
+        if name.startswith("schedule.")
+    }
+    mine, theirs = asdict(diagnosis.schedule) | changes, asdict(found.schedule)
+    return mine == theirs and slots == other.metrics.slots
 
 
 def diagnosed(record: RunRecord) -> Diagnosis:
@@ -259,9 +325,11 @@ def _section_settings(kind: type[_Settings], values: object) -> _Settings | None
     if not isinstance(values, Mapping):
         return None
     try:
-        return kind(**values)
+        settings = kind(**values)
+        hash(settings)  # refuses a list where a single value belongs
     except (TypeError, ValueError, OverflowError):
         return None
+    return settings
 
 
 def _inside(found: Diagnosis) -> str:
@@ -271,20 +339,18 @@ def _inside(found: Diagnosis) -> str:
 
 
 def _entry(entry: Advice) -> str:
-    gain = "" if entry.gain is None else f'<p class="gain">{prose(_gain(entry, entry.gain))}</p>'
+    gain = _gain(entry, entry.gain) if entry.gain is not None else ""
+    shown = f'<p class="gain">{prose(gain)}</p>' if gain else ""
     return (
-        f"<li>{gain}<p><code>{escape(entry.remedy)}</code></p>{paragraph(entry.symptom)}"
+        f"<li>{shown}<p><code>{escape(entry.remedy)}</code></p>{paragraph(entry.symptom)}"
         f"{paragraph(entry.cost)}{_forecasts(entry)}</li>"
     )
 
 
 def _gain(entry: Advice, gain: float) -> str:
-    """A ratio of speeds as text; a change within its own error is reported as such."""
+    """A ratio of speeds as text; nothing where the change is smaller than its own error."""
     if not entry.is_beyond_error and entry.error >= 0.005:
-        return (
-            f"about as fast: {100 * (gain - 1):+.1f} % predicted, with an error of "
-            f"{100 * entry.error:.1f} %"
-        )
+        return ""
     if gain < 1:
         return f"{100 * (1 - gain):.0f} % slower (predicted)"
     beyond = ", extrapolated" if entry.about == "extrapolation" else ""
@@ -317,7 +383,7 @@ def _notes(found: Diagnosis) -> str:
     if not found.notes:
         return ""
     items = "".join(f"<li>{prose(note)}</li>" for note in found.notes)
-    return f"<details><summary>Changes that gain too little</summary><ul>{items}</ul></details>"
+    return f"<details><summary>Changes tried and not advised</summary><ul>{items}</ul></details>"
 
 
 def _trust(found: Diagnosis) -> str:
@@ -336,7 +402,7 @@ def settings_section(runs: Sequence[Run]) -> str:
     parts = []
     if unknown:
         names = ", ".join(unknown)
-        parts.append(paragraph(f"Unknown, because there is no config.toml: {names}."))
+        parts.append(paragraph(f"No settings are known for {names}: there is no config.toml."))
     if len(known) == 1:
         parts.append(_folded_settings("All settings", known[0][1]))
     elif known:
@@ -389,8 +455,8 @@ def reading_section() -> str:
             "not counted."
         ),
         paragraph(
-            "One run per schedule and seed is one sample: small differences between curves mean "
-            "nothing until other seeds repeat them."
+            "One run per schedule and seed is one sample: do not trust small differences "
+            "between curves until other seeds confirm them."
         ),
         name="reading",
     )

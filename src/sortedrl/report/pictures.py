@@ -17,7 +17,7 @@ from sortedrl.core.events import Update
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import Point, pareto
-from sortedrl.report.charts.curves import curves_svg
+from sortedrl.report.charts.curves import curves
 from sortedrl.report.charts.svg import Scheme
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.record import Run
@@ -166,7 +166,7 @@ def _curves(runs: Sequence[Run], chart: LineChart, *, look: Look) -> str:
         replace(line, note=f"{line.note}, band: minimum to maximum") if line.band else line
         for line in drawn
     ]
-    return curves_svg(
+    return curves(
         labelled,
         x_label=chart.x_label,
         y_label=chart.y_label,

@@ -6,9 +6,10 @@ of a line, is the run up to its last whole line.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.types import Key
 
-BESIDE = ("metrics.jsonl", "config.toml", "answers.jsonl")
+BESIDE = ("metrics.jsonl", "config.toml", "answers.jsonl", "run.json")
 """What a run's folder holds beside its events."""
 
 
@@ -36,6 +37,8 @@ class RunRecord:
     config: Mapping[str, Any] | None = None
     """Every setting, as resolved; `None` where only events are known."""
     answers: Sequence[LoggedAnswer] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """When it started, on which machine, and the commit, as far as it is recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +96,24 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
 
 def with_files(record: RunRecord, folder: Path) -> RunRecord:
     """The record with what lies beside its events in the folder of the run."""
-    rows, config, answers = (folder / name for name in BESIDE)
+    rows, config, answers, mark = (folder / name for name in BESIDE)
     return replace(
         record,
         rows=read_metrics(rows) if rows.is_file() else [],
         config=read_toml(config) if config.is_file() else None,
         answers=read_answers(answers) if answers.is_file() else [],
+        facts=_facts(mark),
     )
+
+
+def _facts(mark: Path) -> dict[str, str]:
+    """The texts in the mark of a run; none where it cannot be read."""
+    try:
+        found = json.loads(mark.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    texts = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in texts if isinstance(value, str)}
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:

@@ -12,10 +12,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, count, takewhile
 from typing import Any, Literal, NamedTuple
 
 from sortedrl.core.events import Begin, Score, Update
+from sortedrl.report.charts.axes import WIDTH
 from sortedrl.report.charts.curves import Series, curves
 from sortedrl.report.html import figure
 from sortedrl.report.record import HeldOut, Run, RunRecord, number
@@ -47,6 +48,55 @@ _OTHERWISE_SECTIONS = ("saving.", "tracking.")
 _SEED_OF_TASK = re.compile(r"(?<=[:,])seed=[0-9]+(?=,|$)")
 _WORD = re.compile(r"[^-_./\\\s]+")
 _SEED_WORDS = ("seed", "s")
+
+
+_METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
+    (("loss",), "Loss", "loss", False, "Loss of each update, before its step."),
+    (
+        ("grad_norm",),
+        "Gradient norm",
+        "gradient norm",
+        False,
+        "Norm of the gradient before clipping; the largest of the steps of an update.",
+    ),
+    (
+        ("kl/mean",),
+        "KL divergence",
+        "KL, nats per token",
+        False,
+        "Divergence from the reference policy, mean over tokens.",
+    ),
+    (
+        ("policy/clipped_low", "policy/clipped_high", "policy/clipped_dual"),
+        "Clip fraction",
+        "tokens clipped",
+        True,
+        "Share of the tokens whose policy ratio was clipped.",
+    ),
+    (
+        ("entropy/mean",),
+        "Entropy",
+        "entropy, nats",
+        False,
+        "Entropy of the next-token distribution; near 0 the model no longer explores.",
+    ),
+    (
+        ("correction/ess",),
+        "Effective sample size",
+        "effective sample size",
+        True,
+        "Share of the tokens that the importance weights effectively keep; 100 % on-policy.",
+    ),
+    (
+        ("gap/max",),
+        "Engine-trainer gap",
+        "gap, nats",
+        False,
+        "Largest difference between the log-probabilities of engine and trainer under the same "
+        "weights.",
+    ),
+)
+"""Keys of the metrics that are added up, title, label, whether it is a share, and caption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,28 +147,23 @@ def reward_chart(runs: Sequence[Run]) -> LineChart:
     )
 
 
-def sample_size_chart(runs: Sequence[Run]) -> LineChart:
-    """The effective sample size of each update, as a share of what was trained on."""
-    return LineChart(
-        title="Effective sample size of an update",
-        x_label="update",
-        y_label="effective sample size",
-        lines=tuple(_over_updates(run, "correction/ess") for run in runs),
-        is_share=True,
-    )
+def metric_charts(runs: Sequence[Run]) -> Iterator[tuple[LineChart, str]]:
+    """Charts of the trainer's numbers that any run has logged, each with its caption."""
+    for names, title, y_label, is_share, caption in _METRICS:
+        chart = LineChart(
+            title=title,
+            x_label="update",
+            y_label=y_label,
+            lines=tuple(_over_updates(run, *names) for run in runs),
+            is_share=is_share,
+        )
+        if not chart.is_empty:
+            yield chart, caption
 
 
-def entropy_chart(runs: Sequence[Run]) -> LineChart:
-    """The mean entropy of the tokens of each update."""
-    return LineChart(
-        title="Mean entropy of a token",
-        x_label="update",
-        y_label="entropy",
-        lines=tuple(_over_updates(run, "entropy/mean") for run in runs),
-    )
-
-
-def chart_figure(chart: LineChart, groups: Sequence[SeedGroup], *, caption: str) -> str:
+def chart_figure(
+    chart: LineChart, groups: Sequence[SeedGroup], *, caption: str, width: int = WIDTH
+) -> str:
     """Curves with a line for each group of seeds; nothing where no run has the number."""
     if chart.is_empty:
         return ""
@@ -128,6 +173,7 @@ def chart_figure(chart: LineChart, groups: Sequence[SeedGroup], *, caption: str)
         y_label=chart.y_label,
         title=chart.title,
         is_share=chart.is_share,
+        width=width,
     )
     return figure(caption, picture)
 
@@ -137,10 +183,14 @@ def counted(values: Sequence[float]) -> Line:
     return [(float(place), value) for place, value in enumerate(values, start=1)]
 
 
-def _over_updates(run: Run, name: str) -> Line:
-    """A number of the run's metrics."""
-    pairs = [(number(row, "update"), number(row, name)) for row in run.record.rows]
-    return [(x, y) for x, y in pairs if x is not None and y is not None]
+def _over_updates(run: Run, *names: str) -> Line:
+    """A number of the run's metrics, or the sum of several, at each update that has all of them."""
+    points = []
+    for row in run.record.rows:
+        x, *ys = (number(row, name) for name in ("update", *names))
+        if x is not None and None not in ys:
+            points.append((x, sum(y for y in ys if y is not None)))
+    return points
 
 
 def _lengths(run: Run) -> list[float]:
@@ -317,13 +367,8 @@ def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
         wanted = [_common_name([record.name for record in group]), _schedule_name(group[0])]
         if len(group) == 1:
             wanted = [group[0].name]
-        free = [name for name in wanted if name and name not in names.values()]
-        number = 2
-        while not free:
-            name = f"{wanted[-1]} ({number})"
-            free = [name] if name not in names.values() else []
-            number += 1
-        names[place] = free[0]
+        candidates = chain(wanted, (f"{wanted[-1]} ({number})" for number in count(2)))
+        names[place] = next(name for name in candidates if name and name not in names.values())
     return [names[place] for place in range(len(groups))]
 
 

@@ -66,23 +66,21 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(grid)
 
 
-def one_line(text: str) -> str:
-    """The text as one line that only shows and does nothing else.
+def one_line(text: str, *, is_ascii: bool = False) -> str:
+    """The text as one line without control characters, for a terminal that may know ASCII only.
 
-    >>> one_line("[easy]" + chr(27) + "[2J" + chr(10))
-    '[easy]�[2J�'
+    >>> one_line("[easy]" + chr(27) + "[2J" + chr(10)), one_line("é" + chr(27), is_ascii=True)
+    ('[easy]�[2J�', '??')
     """
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    unknown = "?" if is_ascii else "\N{REPLACEMENT CHARACTER}"
+    return "".join(
+        c if c.isprintable() and (c.isascii() or not is_ascii) else unknown for c in text
+    )
 
 
 def tell(line: str) -> None:
     """A line for the person who waits, beside the results."""
     print(line, file=sys.stderr, flush=True)
-
-
-def percent(share: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * share:.1f} %"
 
 
 def thousands(value: float) -> str:

@@ -86,7 +86,7 @@ def _row(run: Lanes, slot: int) -> str:
 def _legend(run: Lanes) -> str:
     entries = ["A: a token of prompt A"]
     if any(bar.discarded for bar in run.bars):
-        entries.append("a: one thrown away later")
+        entries.append("a: one discarded later")
     entries += [".: idle slot", "|: update"]
     if any(band.kind == "hand_over" for band in run.bands):
         entries.append(":: hand-over")
@@ -165,7 +165,7 @@ class _Narrator:
             elif isinstance(event, Update):
                 yield self._describe_update(event)
             elif isinstance(event, Resume):
-                yield f"go on from the checkpoint after update {self._num_updates}"
+                yield f"resume from the checkpoint after update {self._num_updates}"
 
     def _describe_starts(self, starts: list[Start]) -> Iterator[str]:
         fresh: list[Key] = []
@@ -182,7 +182,7 @@ class _Narrator:
                 redrawn.append(key)
             self._seen.add(key)
         if redrawn:
-            yield f"start {self._names(redrawn)} again from nothing"
+            yield f"restart {self._names(redrawn)} from scratch"
         if resumed:
             names = self._names(key for key, _ in resumed)
             cached, kept = [b.cached for _, b in resumed], [b.kept for _, b in resumed]
@@ -195,7 +195,7 @@ class _Narrator:
         for is_kept, run in groupby(stops, key=lambda event: event.kept > 0 or not event.tokens):
             group = list(run)
             names = self._names((event.prompt, event.sample) for event in group)
-            verb = "keep" if is_kept else "throw away"
+            verb = "keep" if is_kept else "discard"
             whose = "its" if len(group) == 1 else "their"
             count = [event.kept if is_kept else event.tokens for event in group]
             yield f"interrupt {names} and {verb} {whose} {_tokens(count)}"
@@ -211,8 +211,8 @@ class _Narrator:
         keys = [(event.prompt, event.sample) for event in renewals]
         self._ready = [key for key in self._ready if key not in keys]
         kept = _tokens([event.kept for event in renewals])
-        verb = "goes" if len(keys) == 1 else "go"
-        return f"{self._names(keys)} waited through the update and {verb} back with {kept}"
+        verb = "is queued again" if len(keys) == 1 else "are queued again"
+        return f"{self._names(keys)} waited through the update and {verb} with {kept}"
 
     def _describe_update(self, event: Update) -> str:
         keys = [(trained.prompt, trained.sample) for trained in event.trained]

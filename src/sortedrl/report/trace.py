@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -26,6 +26,7 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Resume,
     Score,
     Scored,
@@ -60,18 +61,6 @@ class TraceSummary:
     """Bars of each kind, and `counters` and `resumes`."""
 
 
-@dataclass(slots=True)
-class _Threads:
-    """The threads so far: where they belong and what they are called."""
-
-    names: list[tuple[str, str]] = field(default_factory=list)
-
-    def add(self, process: str, name: str) -> tuple[int, int]:
-        """The process and the number of a new thread."""
-        self.names.append((process, name))
-        return _process(process), _FIRST_THREAD + len(self.names) - 1
-
-
 def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     """Write the trace of a run; packed where the path ends in `.gz`."""
     refuse_foreign(path, mark=b'{"displayTimeUnit": "ms", "otherData": {"run": ')
@@ -90,7 +79,7 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     except OSError as error:
         raise DataError(
             path,
-            f"cannot be written ({error.strerror}); check the path and the room on the disk",
+            f"cannot be written ({error.strerror}); check the path and the free disk space",
         ) from error
     del counts["names"]
     return TraceSummary(seconds=run.lanes.end - run.lanes.start, counts=counts)
@@ -98,27 +87,35 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
 
 def trace_events(run: Run) -> Iterator[TraceEvent]:
     """The names of processes and threads, then everything that happened, in order."""
-    found = spans(run)
-    threads = _Threads()
-    streams = [
-        *_span_streams(run, found, threads),
-        *_slot_streams(run, found, threads),
-        _marks(run, found),
-        _running(run),
-        _tokens(run),
-    ]
+    spans = _Spans(run)
+    threads: list[tuple[str, str]] = []
+    streams: list[Iterator[TraceEvent]] = []
+    for (process, name), track in spans.tracks():
+        for place, lane in enumerate(_lanes(track)):
+            threads.append((process, f"{name} ({place + 1})" if place else name))
+            streams.append(_bars(lane, run=run, pid=_process(process), tid=_thread(threads)))
+    for slot, bars in enumerate(run.lanes.lanes):
+        threads.append(("slots", f"slot {slot}"))
+        written = (_slot_span(bar, run=run, running=spans.running) for bar in bars)
+        streams.append(_bars(written, run=run, pid=_process("slots"), tid=_thread(threads)))
+    streams += [_resumes(run), _running(run), _tokens(run)]
     yield from _names(threads)
     yield from heapq.merge(*streams, key=itemgetter("ts"))
 
 
-def _names(threads: _Threads) -> Iterator[TraceEvent]:
-    used = {process for process, _ in threads.names}
+def _thread(threads: Sequence[object]) -> int:
+    """The number of the last thread."""
+    return _FIRST_THREAD + len(threads) - 1
+
+
+def _names(threads: Sequence[tuple[str, str]]) -> Iterator[TraceEvent]:
+    used = {process for process, _ in threads}
     for process in PROCESSES:
         if process in used:
             number = _process(process)
             yield _metadata("process_name", {"name": process}, pid=number, tid=0)
             yield _metadata("process_sort_index", {"sort_index": number}, pid=number, tid=0)
-    for tid, (process, name) in enumerate(threads.names, start=_FIRST_THREAD):
+    for tid, (process, name) in enumerate(threads, start=_FIRST_THREAD):
         number = _process(process)
         yield _metadata("thread_name", {"name": name}, pid=number, tid=tid)
         yield _metadata("thread_sort_index", {"sort_index": tid}, pid=number, tid=tid)
@@ -126,15 +123,6 @@ def _names(threads: _Threads) -> Iterator[TraceEvent]:
 
 def _metadata(kind: str, args: Mapping[str, object], *, pid: int, tid: int) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
-
-
-def _span_streams(run: Run, found: Spans, threads: _Threads) -> Iterator[Iterator[TraceEvent]]:
-    """A thread for each track of a process; where bars would overlap, one more for them."""
-    for process, tracks in found.tracks().items():
-        for name, track in tracks.items():
-            for place, lane in enumerate(_lanes(track)):
-                pid, tid = threads.add(process, f"{name} ({place + 1})" if place else name)
-                yield _bars(lane, run=run, pid=pid, tid=tid)
 
 
 def _bars(lane: Iterable[Span], *, run: Run, pid: int, tid: int) -> Iterator[TraceEvent]:
@@ -164,18 +152,10 @@ def _lanes(track: Sequence[Span]) -> list[list[Span]]:
     return lanes
 
 
-def _slot_streams(run: Run, found: Spans, threads: _Threads) -> Iterator[Iterator[TraceEvent]]:
-    for slot, lane in enumerate(run.lanes.lanes):
-        pid, tid = threads.add("slots", f"slot {slot}")
-        yield _bars(
-            (_slot_span(bar, run=run, found=found) for bar in lane), run=run, pid=pid, tid=tid
-        )
-
-
-def _slot_span(bar: Bar, *, run: Run, found: Spans) -> Span:
+def _slot_span(bar: Bar, *, run: Run, running: Collection[Key]) -> Span:
     """A stretch of writing with what became of it."""
     key = (bar.prompt, bar.sample)
-    is_open = key in found.running and not bar.is_finished and not bar.decoded
+    is_open = key in running and not bar.is_finished and not bar.decoded
     args: dict[str, object] = {
         "prompt": bar.prompt,
         "sample": bar.sample,
@@ -199,19 +179,20 @@ def _slot_span(bar: Bar, *, run: Run, found: Spans) -> Span:
     )
 
 
-def _marks(run: Run, found: Spans) -> Iterator[TraceEvent]:
-    """Where a run that was killed was taken up again."""
-    for resume in found.resumes:
-        yield {
-            "ph": "i",
-            "name": "resumed",
-            "cat": "rounds",
-            "ts": _microseconds(run, resume.seconds),
-            "pid": _process("rounds"),
-            "tid": _FIRST_THREAD,
-            "s": "g",
-            "args": {"round": resume.round, "version": resume.version},
-        }
+def _resumes(run: Run) -> Iterator[TraceEvent]:
+    """Where a run continued from a checkpoint."""
+    for event in run.record.events:
+        if isinstance(event, Resume):
+            yield {
+                "ph": "i",
+                "name": "resumed",
+                "cat": "rounds",
+                "ts": _microseconds(run, event.seconds),
+                "pid": _process("rounds"),
+                "tid": _FIRST_THREAD,
+                "s": "g",
+                "args": {"round": event.round, "version": event.version},
+            }
 
 
 def _running(run: Run) -> Iterator[TraceEvent]:
@@ -221,7 +202,7 @@ def _running(run: Run) -> Iterator[TraceEvent]:
     for event in run.record.events:
         if isinstance(event, Harvest):
             value = 0
-        elif isinstance(event, Start | Finish):
+        elif isinstance(event, Start | Finish | Pause):
             value = min(event.running, slots)
         else:
             continue
@@ -295,49 +276,13 @@ class Span:
     args: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Spans:
-    """The spans of a run, as far as it came."""
-
-    rounds: list[Span] = field(default_factory=list)
-    groups: list[Span] = field(default_factory=list)
-    updates: list[Span] = field(default_factory=list)
-    hand_overs: list[Span] = field(default_factory=list)
-    waits: list[Span] = field(default_factory=list)
-    """Rewards that the update had to wait for."""
-    workers: dict[int, list[Span]] = field(default_factory=dict)
-    """Rewards under way, by the number of the worker."""
-    resumes: list[Resume] = field(default_factory=list)
-    running: set[Key] = field(default_factory=set)
-    """Answers that were being decoded when the log ends."""
-
-    def tracks(self) -> dict[str, dict[str, list[Span]]]:
-        """The spans by process and thread, as a trace shows them."""
-        rewards = {f"worker {number}": self.workers[number] for number in sorted(self.workers)}
-        if self.waits:
-            rewards = {"waiting": self.waits} | rewards
-        return {
-            "rounds": {"rollout": self.rounds},
-            "groups": {"group": self.groups},
-            "trainer": {"updates": self.updates, "hand-over": self.hand_overs},
-            "rewards": rewards,
-        }
-
-
-def spans(run: Run) -> Spans:
-    """The spans of a run."""
-    finder = _Finder(run)
-    for event in run.record.events:
-        finder.take(event)
-    return finder.found()
-
-
-class _Finder:
-    """Follows a run and notes what takes how long."""
+class _Spans:
+    """The spans of a run that last longer than a moment, by kind."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._spans = Spans()
+        self._found: dict[SpanKind, list[Span]] = {kind: [] for kind in get_args(SpanKind)}
+        self._workers: dict[int, list[Span]] = {}
         self._rollout_since: float | None = run.lanes.start
         self._round: int | None = None
         self._place = -1
@@ -345,34 +290,61 @@ class _Finder:
         self._has_landings = any(isinstance(event, Landed) for event in run.record.events)
         self._begun = 0.0
         self._flight: Update | None = None
+        self.running: set[Key] = set()
+        """Answers that were being decoded when the log ends."""
+        for event in run.record.events:
+            self._take(event)
+        self._end_rollout(run.lanes.end)
+        self._land(run.lanes.end)
+        for group in list(self._loads):
+            self._close(group, run.lanes.end, is_closed=False)
 
-    def take(self, event: Event) -> None:
-        """Take in the next event."""
+    def tracks(self) -> Iterator[tuple[tuple[str, str], list[Span]]]:
+        """The spans by process and thread, as a trace shows them."""
+        yield ("rounds", "rollout"), self._found["rounds"]
+        yield ("groups", "group"), self._found["groups"]
+        yield ("trainer", "updates"), self._found["updates"]
+        yield ("trainer", "hand-over"), self._found["hand_overs"]
+        if self._found["waits"]:
+            yield ("rewards", "waiting"), self._found["waits"]
+        for number in sorted(self._workers):
+            yield ("rewards", f"worker {number}"), self._workers[number]
+
+    def _take(self, event: Event) -> None:
         if isinstance(event, HandOver | Load | Start | Harvest):
             self._enter(event)
         if isinstance(event, Start):
-            self._spans.running.add((event.prompt, event.sample))
-        elif isinstance(event, Finish | Interrupt):
-            self._spans.running.discard((event.prompt, event.sample))
+            self.running.add((event.prompt, event.sample))
+        elif isinstance(event, Finish | Interrupt | Pause):
+            self.running.discard((event.prompt, event.sample))
         elif isinstance(event, Load):
             self._loads[event.group] = event
         elif isinstance(event, Harvest):
             self._end_rollout(event.seconds)
         elif isinstance(event, HandOver):
-            self._hand_over(event)
-        elif isinstance(event, Resume):
-            self._spans.resumes.append(event)
-        else:
-            self._train(event)
+            self._begun = event.seconds
+            name = f"hand-over of version {event.version}"
+            args = {"version": event.version, "round": event.round}
+            start = event.seconds - event.took_seconds
+            self._add("hand_overs", name, start=start, end=event.seconds, args=args)
+        elif isinstance(event, Score):
+            self._score(event)
+        elif isinstance(event, Update):
+            self._update(event)
+        elif isinstance(event, Landed):
+            # The clock is read again for the event, a moment after the update was done.
+            self._land(min(self._begun + event.took_seconds, event.seconds))
 
-    def found(self) -> Spans:
-        """The spans; what is open ends with the log."""
-        end = self._run.lanes.end
-        self._end_rollout(end)
-        self._land(end)
-        for group in list(self._loads):
-            self._close(group, end, is_closed=False)
-        return self._spans
+    def _add(
+        self,
+        kind: SpanKind,
+        name: str,
+        *,
+        start: float,
+        end: float,
+        args: Mapping[str, object],
+    ) -> None:
+        self._found[kind].append(Span(kind=kind, name=name, start=start, end=end, args=args))
 
     def _enter(self, event: HandOver | Load | Start | Harvest) -> None:
         """The numbers of rounds are in the order in which rounds are first named."""
@@ -392,28 +364,8 @@ class _Finder:
             "answers": figures.trajectories,
         }
         name = f"rollout {self._round}"
-        self._spans.rounds.append(
-            Span(kind="rounds", start=self._rollout_since, end=end, name=name, args=args)
-        )
+        self._add("rounds", name, start=self._rollout_since, end=end, args=args)
         self._rollout_since = None
-
-    def _hand_over(self, event: HandOver) -> None:
-        start = event.seconds - event.took_seconds
-        self._begun = event.seconds
-        args = {"version": event.version, "round": event.round}
-        name = f"hand-over of version {event.version}"
-        self._spans.hand_overs.append(
-            Span(kind="hand_overs", start=start, end=event.seconds, name=name, args=args)
-        )
-
-    def _train(self, event: Event) -> None:
-        if isinstance(event, Score):
-            self._score(event)
-        elif isinstance(event, Update):
-            self._update(event)
-        elif isinstance(event, Landed):
-            # The clock is read again for the event, a moment after the update was done.
-            self._land(min(self._begun + event.took_seconds, event.seconds))
 
     def _update(self, event: Update) -> None:
         if self._has_landings:
@@ -437,8 +389,7 @@ class _Finder:
             "tokens": sum(trained.tokens for trained in event.trained),
             "closed_groups": list(event.closed),
         }
-        name = f"update of version {event.version}"
-        self._spans.updates.append(Span(kind="updates", start=start, end=end, name=name, args=args))
+        self._add("updates", f"update of version {event.version}", start=start, end=end, args=args)
 
     def _close(self, group: int, end: float, *, is_closed: bool) -> None:
         load = self._loads.pop(group)
@@ -448,26 +399,19 @@ class _Finder:
             "answers": load.trajectories,
             "is_closed": is_closed,
         }
-        self._spans.groups.append(
-            Span(kind="groups", start=load.seconds, end=end, name=f"group {group}", args=args)
-        )
+        self._add("groups", f"group {group}", start=load.seconds, end=end, args=args)
 
     def _score(self, event: Score) -> None:
         start = event.seconds - event.waited_seconds
         args = {"round": event.round, "answers": len(event.scored)}
-        self._spans.waits.append(
-            Span(
-                kind="waits", start=start, end=event.seconds, name="waiting for rewards", args=args
-            )
-        )
+        self._add("waits", "waiting for rewards", start=start, end=event.seconds, args=args)
         batches: dict[tuple[int, float], list[Span]] = {}
         for scored in event.scored:
             if scored.worker is not None and scored.start is not None:
                 batch = batches.setdefault((scored.worker, scored.start), [])
                 batch.append(self._reward(scored, scored.start, until=event.seconds))
         for (worker, _), batch in batches.items():
-            lane = self._spans.workers.setdefault(worker, [])
-            lane += _in_turn(batch, until=event.seconds)
+            self._workers.setdefault(worker, []).extend(_in_turn(batch, until=event.seconds))
 
     def _reward(self, scored: Scored, start: float, *, until: float) -> Span:
         """One reward, inside the run even where clocks disagree a little."""

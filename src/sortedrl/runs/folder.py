@@ -1,6 +1,6 @@
 """The folder of a run: what lies where, who writes there, and which settings may change on resume.
 
-run.json          the mark of a run, and the lock of the process that writes here
+run.json          the mark of a run: start, machine, commit; locked by the process that writes here
 config.toml       every setting, as resolved
 events.jsonl      everything that happened
 metrics.jsonl     one line of numbers for each update
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 from sortedrl.config.toml import under_new_keys
@@ -153,8 +154,10 @@ class RunFolder:
             raise
 
     @contextmanager
-    def begun(self, config: str) -> Iterator[None]:
-        """Begin a run: make the folder, lock it, and write the settings down.
+    def begun(
+        self, config: str, *, facts: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[None]:
+        """Begin a run: make the folder, lock it, and write down settings and facts about the run.
 
         A block that fails before anything was logged leaves none of it behind. The lock ends with
         the block, or with the process, however that ends.
@@ -170,7 +173,7 @@ class RunFolder:
         with file:
             self._lock(file)
             try:
-                self._write_mark()
+                self._write_mark(facts)
                 self.write(config)
                 yield
             except BaseException:
@@ -186,7 +189,7 @@ class RunFolder:
             raise DataError(self.root, f"cannot be written ({error.strerror})") from error
         with file:
             self._lock(file)
-            self._write_mark()
+            self._write_mark({})
             yield
 
     def write(self, config: str) -> None:
@@ -214,9 +217,10 @@ class RunFolder:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
 
-    def _write_mark(self) -> None:
+    def _write_mark(self, facts: Mapping[str, str]) -> None:
         if not self.mark.stat().st_size:
-            self.mark.write_text(json.dumps({"format": _FORMAT, "version": 1}) + "\n")
+            mark = {"format": _FORMAT, "version": 1, **facts}
+            self.mark.write_text(json.dumps(mark) + "\n")
 
     def _undo(self) -> None:
         """Remove what a run has written that came to nothing."""

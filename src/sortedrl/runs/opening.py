@@ -30,11 +30,13 @@ from sortedrl.environments.sources import environment_source, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
-from sortedrl.report.live.view import Source, View
+from sortedrl.report.live.state import Source
+from sortedrl.report.live.view import View
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
+from sortedrl.runs.machine import run_facts
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
@@ -111,7 +113,8 @@ def opened_run(
         if is_begun:
             folder.write(config)  # some settings may have changed
         else:
-            stack.enter_context(folder.begun(config))
+            facts = run_facts(parts.trainer.device)
+            stack.enter_context(folder.begun(config, facts=facts))
         meter = Meter()
         view.watch(_source(settings, parts, meter))
         _replay(folder, saved, meter=meter, view=view)

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.core.metrics import Figures, numbers
-from sortedrl.report.terminal import percent, thousands
+from sortedrl.evaluation.tables import percent
+from sortedrl.report.terminal import thousands
 
 if TYPE_CHECKING:
     from sortedrl.runs.training import Ending
+
+
+_COLUMNS = 80
 
 
 def update_line(
@@ -21,31 +25,45 @@ def update_line(
     done: float,
     seconds: float,
 ) -> str:
-    """What one update did, and when the run will be over; `done` is the share behind it."""
-    words = [f"update {update:4d}"]
+    """What one update did and the time left, in 80 columns; `done` is the share of the run so far.
+
+    The speed is goodput: tokens trained on per second of rollout.
+    """
+    parts = [f"update {update:4d}"]
     if "reward/mean" in numbers:
-        words.append(f"reward {numbers['reward/mean']:6.3f}")
-        words.append(f"length {numbers['length/mean']:5.0f}")
+        parts.append(f"reward {numbers['reward/mean']:6.3f}")
+        parts.append(f"length {numbers['length/mean']:4.0f}")
     elif "held" in numbers:
-        words.append(f"held {numbers['held']:.0f} answers")
-    words += [
-        f"bubble {percent(figures.bubble):>6}",
-        f"goodput {thousands(figures.goodput):>6}/s",
-        f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}",
-    ]
+        parts.append(f"held {numbers['held']:.0f} answers")
+    parts += [f"bubble {100 * figures.bubble:3.0f} %", f"{thousands(figures.goodput):>6}/s"]
+    if figures.staleness_max:
+        parts.append(f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}")
+    line = "  ".join(parts)
+    for end in _endings(done, seconds):
+        if len(line) + 2 + len(end) <= _COLUMNS:
+            line += f"  {end}"
+            break
     if numbers.get("skipped_steps"):
-        words.append("SKIPPED: not finite")
+        line += "\n  skipped: the gradients were not finite"
     if numbers.get("unusable_answers"):
-        words.append(f"LEFT OUT: {numbers['unusable_answers']:.0f} answers, not finite")
-    if done > 0:
-        words.append(f"{percent(done):>6}, {duration(seconds * (1 - done) / done)} left")
-    return "  ".join(words)
+        line += f"\n  left out: {numbers['unusable_answers']:.0f} answers that were not finite"
+    return line
+
+
+def _endings(done: float, seconds: float) -> list[str]:
+    """How far the run is and when it will be over, the longest wording first."""
+    if not done > 0:
+        return []
+    left = f"{duration(seconds * (1 - done) / done)} left"
+    return [f"{100 * done:3.0f} %, {left}", left, f"{100 * done:3.0f} %"]
 
 
 def evaluation_line(update: int, scores: Mapping[str, float]) -> str:
-    """What an evaluation found."""
-    found = ", ".join(f"{task} {percent(score)}" for task, score in scores.items())
-    return f"after update {update}: {found}"
+    """What an evaluation found: a line for each task; long names are cut."""
+    lines = (f"after update {update}: {percent(score)}  {task}" for task, score in scores.items())
+    return "\n".join(
+        line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 3]}..." for line in lines
+    )
 
 
 def duration(seconds: float) -> str:

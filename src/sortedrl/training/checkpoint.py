@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +61,21 @@ def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None =
 
     `previous` is the last complete checkpoint, which the error names if this one fails.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def why_not(reason: str, number: int | None) -> str:
+        last = (
+            f"the last complete checkpoint is {previous.name}"
+            if previous is not None
+            else "there is no complete checkpoint yet"
+        )
+        advice = _ADVICE.get(number or 0, "fix this, and resume")
+        return f"{folder}: the checkpoint cannot be saved: {reason}; {last}; {advice}"
+
+    with _partial(folder, why_not) as partial:
         settle(folder)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         write(partial)
         _seal(partial)
         _put_in_place(partial, folder)
-    except Exception as error:
-        # safetensors and tokenizers raise kinds of their own when a disk is full.
-        if not isinstance(error, OSError) and _number_in(error) is None:
-            raise
-        raise CheckpointError(_why_not_saved(folder, error, previous)) from error
-    finally:
-        # A full disk gets its space back.
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_model(folder: Path, write: Callable[[Path], None], *, otherwise: str) -> None:
@@ -85,29 +83,40 @@ def write_model(folder: Path, write: Callable[[Path], None], *, otherwise: str) 
 
     Existing files stay. `otherwise` is the advice where the disk cannot take it.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+
+    def why_not(reason: str, _: int | None) -> str:
+        return f"{folder}: the trained model cannot be written: {reason}; {otherwise}"
+
+    with _partial(folder, why_not) as partial:
         write(partial)
         for path in _files(partial):
             place = folder / path.relative_to(partial)
             place.parent.mkdir(parents=True, exist_ok=True)
             _to_disk(path)
             path.replace(place)
+
+
+@contextmanager
+def _partial(folder: Path, why_not: Callable[[str, int | None], str]) -> Iterator[Path]:
+    """An empty folder beside the one to be written; it is removed in the end.
+
+    An error of the disk becomes a `CheckpointError` with the message for its reason and number.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
     except Exception as error:
+        # safetensors and tokenizers raise kinds of their own when a disk is full.
         number = _number_in(error)
         if not isinstance(error, OSError) and number is None:
             raise
         reason = os.strerror(number) if number is not None else str(error)
-        raise CheckpointError(
-            f"{folder}: the trained model cannot be written: {reason}; {otherwise}"
-        ) from error
+        raise CheckpointError(why_not(reason, number)) from error
     finally:
+        # A full disk gets its space back.
         shutil.rmtree(partial, ignore_errors=True)
-        with suppress(OSError):  # one that holds anything stays
-            folder.rmdir()
 
 
 def settle(folder: Path) -> None:
@@ -306,18 +315,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object; {_USE_ANOTHER}")
     return value
-
-
-def _why_not_saved(folder: Path, error: Exception, previous: Path | None) -> str:
-    number = _number_in(error)
-    reason = os.strerror(number) if number is not None else str(error)
-    advice = _ADVICE.get(number or 0, "fix this, and resume")
-    stands = (
-        f"the last complete checkpoint is {previous.name}"
-        if previous is not None
-        else "there is no complete checkpoint yet"
-    )
-    return f"{folder}: the checkpoint cannot be saved: {reason}; {stands}; {advice}"
 
 
 def _number_in(error: Exception) -> int | None:

@@ -89,8 +89,8 @@ class Diagnosis:
             else "2 % or more"
         )
         return (
-            f"Slots were busy for {percent(busy)} of the rollout; no change that was tried "
-            f"gains {least}."
+            f"Slots were busy for {percent(busy)} of the rollout; no simulated change is "
+            f"predicted to gain {least}."
         )
 
     @property
@@ -140,10 +140,10 @@ def diagnose(
         fitted = fit(events, name="the log")
         known = schedule or observed_schedule(events)
     except (ConfigError, DataError) as error:
-        return Diagnosis(reason=f"Nothing can be predicted yet: {error}.")
+        return Diagnosis(reason=f"No prediction yet: {error}.")
     observed = observed_answers(events)
     if known is None or not observed.num_trained:
-        return Diagnosis(reason="Nothing can be predicted yet: no answer was trained on.")
+        return Diagnosis(reason="No prediction yet: no answer was trained on so far.")
     costs = _in_turn(fitted.costs, events)
     simulated_run = fitted_run(
         events, observed, schedule=known, engine=engine, costs=costs, seed=seed
@@ -218,7 +218,7 @@ class Advice:
 
     symptom: str
     remedy: str
-    changes: Changes
+    changes: Changes = field(default_factory=dict)
     cost: str
     about: About
     before: Forecast | None = None
@@ -277,7 +277,14 @@ class Forecaster:
         notes: list[str] = []
         for proposal in tried:
             if proposal.remedy is not None:
-                advice.append(_unpredicted(proposal, proposal.remedy))
+                advice.append(
+                    Advice(
+                        symptom=proposal.symptom,
+                        remedy=proposal.remedy,
+                        cost=proposal.cost,
+                        about=proposal.about,
+                    )
+                )
                 continue
             chosen = self._best(proposal)
             if chosen is None:
@@ -346,16 +353,6 @@ def changed(simulation: Simulation, changes: Changes) -> Simulation:
         simulation,
         schedule=replace(simulation.schedule, **parts["schedule"]),
         engine=replace(simulation.engine, **parts["engine"]),
-    )
-
-
-def _unpredicted(proposal: Proposal, remedy: str) -> Advice:
-    return Advice(
-        symptom=proposal.symptom,
-        remedy=remedy,
-        changes={},
-        cost=proposal.cost,
-        about=proposal.about,
     )
 
 

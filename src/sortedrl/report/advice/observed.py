@@ -26,7 +26,9 @@ from sortedrl.core.events import (
     Interrupt,
     Landed,
     Load,
+    Pause,
     Renew,
+    Reply,
     Resume,
     Score,
     Start,
@@ -176,70 +178,41 @@ class Idle:
 
 def idle(events: Iterable[Event]) -> Idle:
     """The idle slot-seconds of a log; an empty log has none."""
-    watch = _IdleCounter()
+    slots, now = 1, None
+    running = waiting = peak = 0
+    is_rollout, is_ended = True, False
+    tail = elsewhere = rollout = full = tail_at_last_load = 0.0
     for event in events:
-        watch(event)
-    return watch.idle()
-
-
-class _IdleCounter:
-    """Counts who runs and who waits while time passes."""
-
-    def __init__(self) -> None:
-        self._slots = 1
-        self._now: float | None = None
-        self._running = self._waiting = self._peak = 0
-        self._is_rollout = True
-        self._is_ended = False
-        self._tail = self._elsewhere = self._rollout = self._full = 0.0
-        self._tail_at_last_load = 0.0
-
-    def __call__(self, event: Event) -> None:
-        self._pass_time(event.seconds)
+        passed = event.seconds - now if now is not None and is_rollout else 0.0
+        now = event.seconds
+        free = slots - min(running, slots)
+        rollout += passed
+        full += 0.0 if free else passed
+        tail += 0.0 if waiting else passed * free
+        elsewhere += passed * free if waiting else 0.0
         if isinstance(event, HandOver | Load | Start | Harvest):
-            self._is_rollout = not isinstance(event, Harvest)
+            is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Begin):
-            self._slots = event.slots
+            slots = event.slots
         elif isinstance(event, Load):
-            self._waiting += event.trajectories
-            self._tail_at_last_load = self._tail
-        elif isinstance(event, Start):
-            self._waiting -= 1
-            self._running = event.running
-            self._peak = max(self._peak, event.running)
-        elif isinstance(event, Finish):
-            self._running = event.running
-        elif isinstance(event, Interrupt):
-            self._waiting += 1
-            self._running = event.running
-        elif isinstance(event, Renew):
-            self._waiting += 1
-        elif isinstance(event, End):
-            self._is_ended = True
-
-    def idle(self) -> Idle:
-        tail = self._tail_at_last_load if self._is_ended else self._tail
-        return Idle(
-            tail=tail,
-            ending=self._tail - tail,
-            elsewhere=self._elsewhere,
-            rollout_seconds=self._rollout,
-            full_seconds=self._full,
-            peak=self._peak,
-        )
-
-    def _pass_time(self, seconds: float) -> None:
-        passed = 0.0 if self._now is None else seconds - self._now
-        self._now = seconds
-        if not self._is_rollout:
-            return
-        free = self._slots - min(self._running, self._slots)
-        self._rollout += passed
-        self._full += 0.0 if free else passed
-        if self._waiting:
-            self._elsewhere += passed * free
-        else:
-            self._tail += passed * free
+            waiting += event.trajectories
+            tail_at_last_load = tail
+        elif isinstance(event, Start | Finish | Interrupt | Pause):
+            waiting += isinstance(event, Interrupt) - isinstance(event, Start)
+            running = event.running
+            peak = max(peak, running)
+        elif isinstance(event, Renew | Reply):
+            waiting += 1
+        is_ended = isinstance(event, End)
+    before_end = tail_at_last_load if is_ended else tail
+    return Idle(
+        tail=before_end,
+        ending=tail - before_end,
+        elsewhere=elsewhere,
+        rollout_seconds=rollout,
+        full_seconds=full,
+        peak=peak,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

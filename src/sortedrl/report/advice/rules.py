@@ -157,7 +157,11 @@ def _discarded(found: Findings) -> Iterator[Proposal]:
             symptom=f"{symptom}.",
             options=(_to_mode(found, "partial"),),
             cost=_mode_cost(found, "partial")
-            + (" A larger schedule.tolerance lies between." if schedule.mode == "coupled" else ""),
+            + (
+                " A larger schedule.tolerance is a compromise between the two."
+                if schedule.mode == "coupled"
+                else ""
+            ),
         )
 
 
@@ -215,7 +219,7 @@ def _never_full(found: Findings) -> Iterator[Proposal]:
             options=tuple(
                 {"schedule.group_prompts": size} for size in larger if size <= found.num_prompts
             ),
-            cost="A group stays open for more updates before the next prompts come.",
+            cost="A group stays open for more updates before the next prompts are loaded.",
         )
     if idle.peak < slots:
         yield Proposal(
@@ -245,7 +249,7 @@ def _updates(found: Findings) -> Iterator[Proposal]:
         symptom=f"{percent(share)} of the time went to updates and hand-overs, "
         f"{found.update_seconds:.2g} s for an update.",
         options=tuple(options),
-        cost="Fewer updates for the same answers, each on more of them.",
+        cost="Fewer and larger updates for the same answers.",
     )
 
 
@@ -254,7 +258,8 @@ def _more_slots(found: Findings) -> Iterator[Proposal]:
 
     Not where interrupted answers are redrawn: more slots then throw more away.
     """
-    if found.schedule.mode == "on_policy" and not found.schedule.never_interrupts:
+    is_redrawn = found.schedule.mode in ("on_policy", "redraw")
+    if is_redrawn and not found.schedule.never_interrupts:
         return
     if found.idle.full_share < _MOST or found.step_share < _STEP_SHARE:
         return
@@ -277,7 +282,7 @@ def _truncated(found: Findings) -> Iterator[Proposal]:
         symptom=f"{percent(found.truncated_share)} of the answers ended at the limit of "
         f"{found.engine.max_tokens:,} tokens.",
         remedy="Raise engine.max_tokens, if these answers would finish on their own.",
-        cost="Not predicted: the log does not show how long they would get. They would lengthen "
+        cost="Not predicted: the log does not show how long they would become. They would lengthen "
         "the tail and take more KV cache.",
         about="note",
     )

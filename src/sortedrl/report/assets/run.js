@@ -232,7 +232,7 @@ function watchServer(seconds, states) {
   let isAsking = false;
 
   function lost() {
-    say("is-lost", "The server has stopped", "; the page shows the run as of " + clockTime(asked) + ".");
+    say("is-lost", "The server has stopped", "; the page shows the run at " + clockTime(asked) + ".");
     return SLOWER;
   }
 
@@ -243,7 +243,7 @@ function watchServer(seconds, states) {
     const state = JSON.parse(text);
     const isNew = state.version !== headValue(document, "sortedrl-version");
     if (isNew && isBusy()) {
-      say("", "New data is available", "; it is shown once nothing is held or selected.");
+      say("", "New data is available", "; it is shown once you release the mouse or the selection.");
       return 1;
     }
     if (isNew && !(await renew(states))) return lost();

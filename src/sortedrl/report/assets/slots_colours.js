@@ -50,8 +50,8 @@ function slotsClasses(runs, colour) {
   const classes = rows.map((row) => Uint8Array.from(row, (value) => (Number.isNaN(value) ? unknown : scale.place(value))));
   return {
     names: [...scale.names, "open"],
-    labels: [...scale.labels, { length: "length not known", reward: "no reward known", age: "not trained on" }[colour]],
-    title: { length: "Tokens of the answer:", reward: "Reward:", age: "Updates between writing and training:" }[colour],
+    labels: [...scale.labels, { length: "length not known", reward: "no reward", age: "not trained on" }[colour]],
+    title: { length: "Tokens of the answer:", reward: "Reward:", age: "Updates between generation and training:" }[colour],
     classes,
   };
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from sortedrl.report.charts.svg import Canvas, clipped, text_width
@@ -22,53 +23,8 @@ _SWATCH, _LEAST = 18, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """A plot area, by its edges in pixels."""
-
-    left: float
-    right: float
-    top: float
-    floor: float
-
-    def x(self, share: float) -> float:
-        """The place of a share of the width."""
-        return self.left + (self.right - self.left) * share
-
-    def y(self, share: float) -> float:
-        """The height of a share of the height, counted from below."""
-        return self.floor - (self.floor - self.top) * share
-
-    def draw_name(self, canvas: Canvas, name: str, *, note: str, css: str) -> None:
-        """The name above the panel with its colour, and a note behind it."""
-        y = self.top - 10
-        room = self.right - self.left - _SWATCH - 10 - text_width(note, size=13)
-        shown = clipped(name, max(_LEAST, room), size=14)
-        with canvas.group(title=f"{name}: {note}" if note else name):
-            canvas.rect(self.left, y - 9, width=11, height=10, css=css)
-            canvas.text(self.left + _SWATCH, y, content=shown, css="head", tail=note)
-
-    def draw_heights(self, canvas: Canvas, marks: Iterable[tuple[float, str]]) -> None:
-        """A rule across the panel at each mark, with its label to the left."""
-        for share, label in marks:
-            y = self.y(share)
-            canvas.line(self.left, y, x2=self.right, y2=y, css="rule" if share else "axis")
-            canvas.text(self.left - 8, y + 4, content=label, css="small", anchor="end")
-
-    def draw_places(
-        self, canvas: Canvas, marks: Iterable[tuple[float, str]], *, label: str
-    ) -> None:
-        """Labels below the panel at each mark, and below them what they count."""
-        for share, text in marks:
-            x = self.x(share)
-            canvas.line(x, self.floor, x2=x, y2=self.floor + 4, css="axis")
-            canvas.text(x, self.floor + 17, content=text, css="small", anchor="middle")
-        middle = self.x(0.5)
-        canvas.text(middle, self.floor + 36, content=label, css="muted", anchor="middle")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """A plot area of values, with an axis along its left and its lower edge."""
+    """A plot area by its edges in pixels, and the values at them; by default shares from 0 to 1."""
 
     left: float
     right: float
@@ -77,45 +33,60 @@ class Frame:
     inset: float = 0.0
     """Pixels between the left edge and the least value."""
     x_start: float = 0.0
-    x_end: float
-    y_start: float
-    y_end: float
+    x_end: float = 1.0
+    y_start: float = 0.0
+    y_end: float = 1.0
 
     def x(self, value: float) -> float:
-        """The place of a value."""
+        """The pixel of a value along the lower edge."""
         share = (value - self.x_start) / (self.x_end - self.x_start)
         return self.left + self.inset + (self.right - self.left - self.inset) * share
 
     def y(self, value: float) -> float:
-        """The height of a value."""
+        """The pixel of a value along the left edge, counted from below."""
         share = (value - self.y_start) / (self.y_end - self.y_start)
         return self.floor - (self.floor - self.top) * share
 
-    def draw_axes(
+    def draw_name(self, canvas: Canvas, name: str, *, note: str, css: str) -> None:
+        """The name above the area with its colour, and a note behind it."""
+        y = self.top - 10
+        room = self.right - self.left - _SWATCH - 10 - text_width(note, size=13)
+        shown = clipped(name, max(_LEAST, room), size=14)
+        with canvas.group(title=f"{name}: {note}" if note else name):
+            canvas.rect(self.left, y - 9, width=11, height=10, css=css)
+            canvas.text(self.left + _SWATCH, y, content=shown, css="head", tail=note)
+
+    def draw_heights(
         self,
         canvas: Canvas,
+        marks: Iterable[tuple[float, str]],
         *,
-        x_marks: Iterable[float],
-        y_marks: Iterable[tuple[float, str]],
-        x_label: str,
-        y_label: str,
-        zero_css: str = "rule",
+        zero_css: str = "axis",
         gap: float = 8,
     ) -> None:
-        """Rules at the marks of the upright axis, ticks at those of the other, and both labels."""
-        for value, label in y_marks:
+        """A rule across the area at each mark, with its label to the left."""
+        for value, label in marks:
             y = self.y(value)
             canvas.line(self.left, y, x2=self.right, y2=y, css="rule" if value else zero_css)
             canvas.text(self.left - gap, y + 4, content=label, css="small", anchor="end")
         if self.y_start > 0:
             canvas.line(self.left, self.floor, x2=self.right, y2=self.floor, css="rule")
-        for value in x_marks:
+
+    def draw_places(
+        self, canvas: Canvas, marks: Iterable[tuple[float, str]], *, label: str
+    ) -> None:
+        """Ticks with their labels below the area, and below them what they count."""
+        for value, text in marks:
             x = self.x(value)
             canvas.line(x, self.floor, x2=x, y2=self.floor + 4, css="rule")
-            canvas.text(x, self.floor + 18, content=short(value), css="small", anchor="middle")
-        middle, upright = (self.left + self.right) / 2, (self.top + self.floor) / 2
-        canvas.text(middle, self.floor + 40, content=x_label, css="muted", anchor="middle")
-        canvas.text(18, upright, content=y_label, css="muted", anchor="middle", is_upright=True)
+            canvas.text(x, self.floor + 18, content=text, css="small", anchor="middle")
+        middle = (self.left + self.right) / 2
+        canvas.text(middle, self.floor + 40, content=label, css="muted", anchor="middle")
+
+    def draw_y_label(self, canvas: Canvas, label: str) -> None:
+        """What the heights are, upright at the left edge of the picture."""
+        middle = (self.top + self.floor) / 2
+        canvas.text(18, middle, content=label, css="muted", anchor="middle", is_upright=True)
 
 
 def round_steps(end: float, *, count: int) -> list[float]:
@@ -156,11 +127,13 @@ def round_width(count: int, *, bins: int) -> int:
 def short(value: float) -> str:
     """A number for a label: grouped thousands, no needless digits.
 
-    >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374)
-    ('12,346', '37.3', '4', '0.7', '0.074')
+    >>> short(12345.6), short(37.28), short(4.0), short(0.7), short(0.07374), short(2.5e-6)
+    ('12,346', '37.3', '4', '0.7', '0.074', '2.5e-06')
     """
     if abs(value) >= 100 or value == round(value):
         return f"{value:,.0f}"
+    if abs(value) < 0.001:
+        return f"{value:.2g}"
     digits = 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 3
     return f"{value:.{digits}f}".rstrip("0").rstrip(".")
 
@@ -171,10 +144,11 @@ def stride(count: int, *, most: int) -> int:
 
 
 def neighbours(values: Sequence[Value], *, most: int) -> list[tuple[int, Sequence[Value]]]:
-    """The values in order in at most `most` parts, each with the place of its first value.
+    """The values in order in at most `most` even parts, each with the place of its first value.
 
     >>> neighbours("abcde", most=3)
-    [(0, 'ab'), (2, 'cd'), (4, 'e')]
+    [(0, 'a'), (1, 'bc'), (3, 'de')]
     """
-    step = stride(len(values), most=most)
-    return [(place, values[place : place + step]) for place in range(0, len(values), step)]
+    count = min(most, len(values))
+    edges = [part * len(values) // count for part in range(count + 1)] if count else []
+    return [(start, values[start:end]) for start, end in pairwise(edges)]

@@ -74,14 +74,11 @@ def pareto(
     height = _HEIGHT + _KEY_PITCH * (len(named) + 1) + 10 if named else _HEIGHT
     canvas = Canvas(_WIDTH, height, label=title or f"{y_label} against {x_label}")
     canvas.text(_LEFT, 26, content=title or f"{len(points)} settings", css="title")
-    y_marks = round_marks(frame.y_start, frame.y_end, count=5)
-    frame.draw_axes(
-        canvas,
-        x_marks=round_marks(frame.x_start, frame.x_end, count=8),
-        y_marks=[(mark, short(mark)) for mark in y_marks],
-        x_label=x_label,
-        y_label=y_label,
-    )
+    heights = round_marks(frame.y_start, frame.y_end, count=5)
+    places = round_marks(frame.x_start, frame.x_end, count=8)
+    frame.draw_heights(canvas, [(mark, short(mark)) for mark in heights], zero_css="rule")
+    frame.draw_places(canvas, [(mark, short(mark)) for mark in places], label=x_label)
+    frame.draw_y_label(canvas, y_label)
     _draw_front(canvas, [point for point in named if point.on_front], frame=frame)
     for point in sorted(points, key=lambda point: (point.is_best, point.on_front)):
         x, y = frame.x(point.x), frame.y(point.y)
@@ -178,7 +175,7 @@ class _Column:
     head: str
     hint: str
     values: tuple[float, ...]
-    origin: float
+    origin: float = 0.0
     format: Callable[[float], str]
     colour: Callable[[float], str]
 
@@ -202,38 +199,35 @@ def bar_chart(rows: Sequence[Row]) -> str:
 
 def _columns(rows: Sequence[Row]) -> list[_Column]:
     versus = all(row.get("goodput_vs_sync") is not None for row in rows)
-    goodput = "goodput_vs_sync" if versus else "goodput"
-    return [
-        _Column(
-            head="goodput, times sync" if versus else "goodput, tokens/s",
-            hint="trained tokens per second",
-            values=_values(rows, goodput),
-            origin=0.0,
-            format=(lambda value: f"{value:.2f} ×") if versus else short,  # noqa: RUF001
-            colour=lambda _: "plain",
-        ),
-        _Column(
-            head="bubble",
-            hint="idle slots during rollout",
-            values=_values(rows, "bubble"),
-            origin=0.0,
-            format=percent,
-            colour=lambda _: "waiting",
-        ),
-        _bias_column(rows, "length_bias", head="length bias", hint="trained on / written"),
-        _bias_column(rows, "early_length_bias", head="early bias", hint="first half of the run"),
-    ]
-
-
-def _bias_column(rows: Sequence[Row], name: str, *, head: str, hint: str) -> _Column:
-    return _Column(
-        head=head,
-        hint=hint,
-        values=_values(rows, name),
-        origin=1.0,
-        format=lambda value: f"{value:.2f}",
-        colour=lambda value: "good" if abs(value - 1) <= _FAIR else "discarded",
+    speed = _Column(
+        head="goodput, times sync" if versus else "goodput, tokens/s",
+        hint="trained tokens per second",
+        values=_values(rows, "goodput_vs_sync" if versus else "goodput"),
+        format=(lambda value: f"{value:.2f} ×") if versus else short,  # noqa: RUF001
+        colour=lambda _: "plain",
     )
+    bubble = _Column(
+        head="bubble",
+        hint="idle slots during rollout",
+        values=_values(rows, "bubble"),
+        format=percent,
+        colour=lambda _: "waiting",
+    )
+    biases = [
+        _Column(
+            head=head,
+            hint=hint,
+            values=_values(rows, name),
+            origin=1.0,
+            format=lambda value: f"{value:.2f}",
+            colour=lambda value: "good" if abs(value - 1) <= _FAIR else "discarded",
+        )
+        for name, head, hint in (
+            ("length_bias", "length bias", "trained on / generated"),
+            ("early_length_bias", "early bias", "first half of the run"),
+        )
+    ]
+    return [speed, bubble, *biases]
 
 
 def _draw_column(canvas: Canvas, column: _Column, *, left: float, tops: Sequence[float]) -> None:

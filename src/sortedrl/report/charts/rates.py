@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from sortedrl.evaluation.statistics import Answer, Estimate
 from sortedrl.evaluation.tables import percent, points
-from sortedrl.report.charts.axes import round_steps, short
+from sortedrl.report.charts.axes import Frame, round_steps, short
+from sortedrl.report.charts.curves import label_ends
 from sortedrl.report.charts.svg import Canvas, clipped, series
 
 _WIDTH = 400
@@ -22,6 +23,7 @@ _HEAD, _FOOT = 12, 26
 _BINS = 24
 _CURVE_HEIGHT = 220
 _HALF = 84
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ def rate_bars(groups: Sequence[Group], *, label: str) -> str:
     floor = _HEAD + tall * len(groups)
     canvas = Canvas(_WIDTH, floor + _FOOT, label=label)
     right = _WIDTH - _VALUES
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+    for share in _QUARTERS:
         x = _place(share)
         canvas.line(x, _HEAD - 4, x2=x, y2=floor, css="rule")
         canvas.text(x, floor + 16, content=f"{100 * share:.0f}", css="small", anchor="middle")
@@ -89,33 +91,30 @@ def change_marks(groups: Sequence[Group], *, label: str) -> str:
 def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
     """pass@k over k, with k on a logarithmic axis."""
     sizes = sorted({k for curve in curves for k in curve})
-    left, right, floor = 44.0, _WIDTH - 46.0, _CURVE_HEIGHT - 40.0
     canvas = Canvas(_WIDTH, _CURVE_HEIGHT, label=label)
-
-    def x(k: int) -> float:
-        return left + 12 + (right - left - 12) * math.log(k) / math.log(sizes[-1])
-
-    def y(share: float) -> float:
-        return floor - (floor - _HEAD) * share
-
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        canvas.line(left, y(share), x2=right + 10, y2=y(share), css="rule")
-        label = f"{100 * share:.0f} %"
-        canvas.text(left - 6, y(share) + 4, content=label, css="small", anchor="end")
-    for k in sizes:
-        canvas.text(x(k), floor + 16, content=str(k), css="small", anchor="middle")
-    canvas.text((left + right) / 2, floor + 34, content="k", css="small", anchor="middle")
+    frame = Frame(
+        left=44,
+        right=_WIDTH - 46,
+        top=_HEAD,
+        floor=_CURVE_HEIGHT - 46,
+        inset=12,
+        x_end=math.log(sizes[-1]),
+    )
+    frame.draw_heights(canvas, [(share, f"{100 * share:.0f} %") for share in _QUARTERS])
+    frame.draw_places(canvas, [(math.log(k), str(k)) for k in sizes], label="k")
+    ends = []
     for place, curve in enumerate(curves):
-        ks = sorted(curve)
-        upper = [(x(k), y(curve[k].high)) for k in ks]
-        lower = [(x(k), y(curve[k].low)) for k in reversed(ks)]
+        rates = sorted(curve.items())
+        dots = [(frame.x(math.log(k)), frame.y(rate.value)) for k, rate in rates]
+        upper = [(frame.x(math.log(k)), frame.y(rate.high)) for k, rate in rates]
+        lower = [(frame.x(math.log(k)), frame.y(rate.low)) for k, rate in reversed(rates)]
         canvas.path(upper + lower, css=f"{series(place)} band", is_closed=True)
-        canvas.path([(x(k), y(curve[k].value)) for k in ks], css=f"{series(place)} curve")
-        for k in ks:
-            rate = curve[k]
+        canvas.path(dots, css=f"{series(place)} curve")
+        for (k, rate), (x, y) in zip(rates, dots, strict=True):
             tooltip = f"pass@{k}: {percent(rate.value)}, {_interval(rate)}"
-            canvas.circle(x(k), y(rate.value), radius=3.5, css=series(place), title=tooltip)
-    _label_ends(canvas, curves, x=right + 8, heights=[y(c[max(c)].value) for c in curves])
+            canvas.circle(x, y, radius=3.5, css=series(place), title=tooltip)
+        ends.append((math.log(rates[-1][0]), rates[-1][1].value))
+    label_ends(canvas, ends, frame=frame, label=lambda share: f"{100 * share:.1f}")
     return canvas.inline()
 
 
@@ -185,18 +184,6 @@ def _draw_rate(canvas: Canvas, rate: Estimate, *, y: float, height: float, css: 
         for x in (low, high):
             canvas.line(x, middle - 3, x2=x, y2=middle + 3, css="whisker")
         canvas.text(_WIDTH - 2, middle + 4, content=percent(rate.value), anchor="end")
-
-
-def _label_ends(
-    canvas: Canvas, curves: Sequence[Mapping[int, Estimate]], *, x: float, heights: Sequence[float]
-) -> None:
-    """The last value of each curve beside it, none over another."""
-    lowest = math.inf
-    for place in sorted(range(len(curves)), key=lambda place: -heights[place]):
-        y = min(heights[place], lowest - 14)
-        lowest = y
-        last = curves[place][max(curves[place])]
-        canvas.text(x + 4, y + 4, content=f"{100 * last.value:.1f}", css="ink")
 
 
 def _place(share: float) -> float:

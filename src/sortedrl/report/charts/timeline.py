@@ -66,19 +66,13 @@ def timelines(
     panels: Sequence[Panel],
     *,
     title: str = "",
-    scheme: Scheme = "auto",
+    scheme: Scheme | None = "auto",
     window: tuple[float, float] | None = None,
 ) -> str:
-    """The panels as one SVG, 860 pixels wide; of a window, only its seconds are drawn."""
-    return _drawing(panels, title=title, window=window).svg(scheme=scheme)
+    """The panels as one picture 860 pixels wide; of a window, only its seconds are drawn.
 
-
-def timelines_inline(panels: Sequence[Panel], *, window: tuple[float, float] | None = None) -> str:
-    """The same picture as part of a page that has `stylesheet` in its head."""
-    return _drawing(panels, title="", window=window).inline()
-
-
-def _drawing(panels: Sequence[Panel], *, title: str, window: tuple[float, float] | None) -> Canvas:
+    Without a scheme it is part of a page, with one the content of a file.
+    """
     if not panels:
         raise ValueError("a timeline needs at least one panel, got none")
     if window is not None:
@@ -116,7 +110,7 @@ def _drawing(panels: Sequence[Panel], *, title: str, window: tuple[float, float]
         has_discarded=any(bar.discarded for bar in bars),
         has_hand_over=any(band.kind == "hand_over" for *_, lanes in panels for band in lanes.bands),
     )
-    return canvas
+    return canvas.inline() if scheme is None else canvas.svg(scheme=scheme)
 
 
 def _draw_panel(
@@ -226,7 +220,7 @@ def _draw_legend(
     canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_hand_over: bool
 ) -> None:
     x = float(_LEFT)
-    text = f"writing an answer of {scale.shortest:,}"
+    text = f"generating an answer of {scale.shortest:,}"
     canvas.text(x, y, content=text, css="muted")
     x += text_width(text) + 8
     for step in range(SHADES):

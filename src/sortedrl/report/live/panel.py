@@ -8,7 +8,7 @@ Text is never read as markup, and what would move the cursor is replaced.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from rich.style import Style
 
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.live.state import Memory, Snapshot, squeezed
-from sortedrl.report.terminal import thousands
+from sortedrl.report.terminal import one_line, thousands
 
 StyledText = tuple[str, str]
 """A text without control characters, and the name of its tint."""
@@ -62,8 +62,6 @@ class Glyphs:
     cached: str
     cut: str
     """Stands where a text was cut."""
-    unknown: str
-    """Stands for a character that cannot be shown."""
 
 
 BLOCKS = Glyphs(
@@ -75,7 +73,6 @@ BLOCKS = Glyphs(
     discarded="▒",
     cached="░",
     cut="…",
-    unknown="�",
 )
 ASCII = Glyphs(
     levels="12345678",
@@ -86,32 +83,21 @@ ASCII = Glyphs(
     discarded="x",
     cached=":",
     cut="~",
-    unknown="?",
 )
 
 
 def glyphs_for(encoding: str) -> Glyphs:
     """Blocks where the encoding has them, plain letters elsewhere."""
     try:
-        (BLOCKS.levels + BLOCKS.parts + BLOCKS.rest + BLOCKS.idle).encode(encoding)
-        (BLOCKS.trained + BLOCKS.discarded + BLOCKS.cached + BLOCKS.cut + BLOCKS.unknown).encode(
-            encoding
-        )
+        "".join(astuple(BLOCKS)).encode(encoding)
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return BLOCKS
 
 
 def shown(text: str, glyphs: Glyphs) -> str:
-    """The text as one line that only shows and does nothing else.
-
-    >>> shown("[bold]" + chr(27) + "[2J" + chr(10), ASCII)
-    '[bold]?[2J?'
-    """
-    is_shown = str.isascii if glyphs is ASCII else _always
-    return "".join(
-        char if char.isprintable() and is_shown(char) else glyphs.unknown for char in text
-    )
+    """The text as one line without control characters."""
+    return one_line(text, is_ascii=glyphs is ASCII)
 
 
 def fitted(pieces: Iterable[StyledText], width: int, *, cut: str) -> Line:
@@ -150,10 +136,6 @@ class Frame:
                 yield new_line
             for text, tint in line:
                 yield Segment(text, _TINTS[tint])
-
-
-def _always(char: str) -> bool:
-    return True
 
 
 def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
@@ -292,7 +274,7 @@ def _heading(snapshot: Snapshot, *, glyphs: Glyphs) -> Iterator[_Ranked]:
             (f"  update {snapshot.updates + 1:,}", ""),
             (f", {snapshot.skipped:,} skipped" if snapshot.skipped else "", "bad"),
             (f"  round {snapshot.round + 1:,}", ""),
-            (f"  {snapshot.running:,} of {len(snapshot.shares):,} writing", ""),
+            (f"  {snapshot.running:,} of {len(snapshot.shares):,} slots busy", ""),
         ]
         yield _Ranked(3, tuple(pieces))
     yield _Ranked(1, ((shown(snapshot.activity, glyphs), "name" if not snapshot.shares else ""),))
@@ -301,13 +283,8 @@ def _heading(snapshot: Snapshot, *, glyphs: Glyphs) -> Iterator[_Ranked]:
 def _strip(snapshot: Snapshot, width: int, *, rows: int, glyphs: Glyphs) -> Iterator[_Ranked]:
     if not snapshot.shares or width <= _LABEL:
         return
-    lines = strip(
-        snapshot.shares,
-        width - _LABEL,
-        rows=rows,
-        glyphs=glyphs,
-        is_rollout=snapshot.is_rollout,
-    )
+    is_rollout = snapshot.is_rollout
+    lines = strip(snapshot.shares, width - _LABEL, rows=rows, glyphs=glyphs, is_rollout=is_rollout)
     for number, line in enumerate(lines):
         yield _Ranked(0, (_label("" if number else "slots"), *line))
 

@@ -6,7 +6,6 @@ are. The numbers themselves stay the meter's.
 
 from __future__ import annotations
 
-import heapq
 import math
 import resource
 import sys
@@ -21,12 +20,15 @@ from sortedrl.core.events import (
     Harvest,
     Interrupt,
     Load,
+    Pause,
     Renew,
     Start,
     Update,
 )
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
+from sortedrl.report.charts.axes import neighbours
+from sortedrl.report.lanes import SlotQueue
 from sortedrl.types import Key
 
 TRENDS = {
@@ -92,23 +94,30 @@ class _Group:
     trained: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a view has to know of a run, and where it asks for the rest."""
+
+    schedule: str
+    slots: int
+    update_batch: int
+    max_tokens: int
+    device: str
+    decoded: Callable[[], int]
+    """All tokens that the engine has written so far; asked from another thread too."""
+    seconds: Callable[[], float]
+    """The seconds of the run so far; asked from another thread too."""
+    figures: Callable[[], Figures]
+    """The meter's numbers of the run; asked only while an event is taken in, after the meter."""
+
+
 class LiveState:
     """What a run looks like now."""
 
-    def __init__(
-        self,
-        *,
-        schedule: str,
-        slots: int,
-        update_batch: int,
-        max_tokens: int,
-        decoded: Callable[[], int],
-    ) -> None:
-        """A run that has not begun; `decoded` gives all tokens its engine has written so far."""
-        self._schedule = schedule
-        self._slots = Slots(slots, decoded=decoded)
-        self._update_batch = update_batch
-        self._max_tokens = max_tokens
+    def __init__(self, source: Source) -> None:
+        """A run that has not begun."""
+        self.source = source
+        self._slots = Slots(source.slots, decoded=source.decoded)
         self._longest = 0
         self._updates = self._skipped = self._round = self._ready = 0
         self._is_rollout = False
@@ -136,7 +145,7 @@ class LiveState:
             self._slots.stop((event.prompt, event.sample))
             self._longest = max(self._longest, event.tokens)
             self._ready += 1
-        elif isinstance(event, Interrupt):
+        elif isinstance(event, Interrupt | Pause):
             self._slots.stop((event.prompt, event.sample))
         elif isinstance(event, Renew):
             self._ready -= 1
@@ -159,7 +168,6 @@ class LiveState:
         *,
         activity: str,
         done: float,
-        seconds: float,
         figures: Figures | None,
         memory: Memory | None,
     ) -> Snapshot:
@@ -167,8 +175,8 @@ class LiveState:
         return Snapshot(
             activity=activity,
             done=done,
-            seconds=seconds,
-            schedule=self._schedule,
+            seconds=self.source.seconds(),
+            schedule=self.source.schedule,
             updates=self._updates,
             skipped=self._skipped,
             round=self._round,
@@ -176,7 +184,7 @@ class LiveState:
             running=self._slots.assigned,
             shares=self._shares(),
             ready=self._ready,
-            update_batch=self._update_batch,
+            update_batch=self.source.update_batch,
             group=self._oldest(),
             figures=figures,
             trends={
@@ -191,7 +199,7 @@ class LiveState:
         """Against the longest answer there was; before there was one, against the limit."""
         tokens = self._slots.tokens()
         written = max((count for count in tokens if count is not None), default=0.0)
-        scale = max(self._longest or self._max_tokens, written, 1)
+        scale = max(self._longest or self.source.max_tokens, written, 1)
         return tuple([None if count is None else max(0.0, count / scale) for count in tokens])
 
     def _update(self, event: Update) -> None:
@@ -220,10 +228,9 @@ class Slots:
 
     def __init__(self, count: int, *, decoded: Callable[[], int]) -> None:
         """All free; `decoded` gives all tokens that the engine has written so far."""
-        self._free = list(range(count))
         self._offsets: list[float | None] = [None] * count
         self._slot_of: dict[Key, int] = {}
-        self._queue: dict[Key, int] = {}
+        self._queue: SlotQueue[int] = SlotQueue(count)
         self._decoded = decoded
         self._counted = decoded()
         self._growth = 0.0
@@ -241,18 +248,16 @@ class Slots:
     def start(self, key: Key, *, cached: int) -> None:
         """An answer comes with `cached` tokens."""
         self._grow()
-        self._queue[key] = cached
+        self._queue.add(key, cached)
         self._fill()
 
     def stop(self, key: Key) -> None:
         """An answer leaves, complete or not; one that never came is none of ours."""
         self._grow()
-        if self._queue.pop(key, None) is not None:
-            return
-        slot = self._slot_of.pop(key, None)
+        slot = None if self._queue.leave(key) else self._slot_of.pop(key, None)
         if slot is not None:
             self._offsets[slot] = None
-            heapq.heappush(self._free, slot)
+            self._queue.free(slot)
             self._fill()
 
     def tokens(self) -> list[float | None]:
@@ -268,11 +273,9 @@ class Slots:
         self._counted = decoded
 
     def _fill(self) -> None:
-        while self._queue and self._free:
-            key = next(iter(self._queue))
-            slot = heapq.heappop(self._free)
+        for slot, key, cached in self._queue.assigned():
             self._slot_of[key] = slot
-            self._offsets[slot] = self._queue.pop(key) - self._growth
+            self._offsets[slot] = cached - self._growth
 
 
 class History:
@@ -309,11 +312,7 @@ def squeezed(values: Sequence[float], most: int) -> list[float]:
     >>> squeezed([1, 3, 5, 7, 9, 11], 3)
     [2.0, 6.0, 10.0]
     """
-    count = len(values)
-    if count <= most:
-        return list(values)
-    ends = [part * count // most for part in range(most + 1)]
-    return [_mean(values[ends[part] : ends[part + 1]]) for part in range(most)]
+    return [_mean(part) for _, part in neighbours(values, most=most)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
@@ -23,28 +21,11 @@ from sortedrl.core.events import Event, Harvest, Score, Update
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
 from sortedrl.report.live.panel import Frame, glyphs_for, panel, shown
-from sortedrl.report.live.state import LiveState, Memory, Snapshot, used_memory
+from sortedrl.report.live.state import LiveState, Memory, Snapshot, Source, used_memory
 from sortedrl.report.terminal import Advance, progress, tell
 
 _SECONDS_PER_FRAME = 0.5
 _SECONDS_PER_MEMORY = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What a view has to know of a run, and where it asks for the rest."""
-
-    schedule: str
-    slots: int
-    update_batch: int
-    max_tokens: int
-    device: str
-    decoded: Callable[[], int]
-    """All tokens that the engine has written so far; asked from another thread too."""
-    seconds: Callable[[], float]
-    """The seconds of the run so far; asked from another thread too."""
-    figures: Callable[[], Figures]
-    """The meter's numbers of the run; asked only while an event is taken in, after the meter."""
 
 
 class View(Protocol):
@@ -124,7 +105,6 @@ class LiveView:
         # written: a signal's handler may write in the middle of a fold.
         self._lock = threading.Lock()
         self._state: LiveState | None = None
-        self._source: Source | None = None
         self._activity, self._done = "", 0.0
         self._figures: Figures | None = None
         self._is_figures_due = True
@@ -142,12 +122,7 @@ class LiveView:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the panel away; the lines above it stay."""
         self._is_over.set()
         if self._seconds_per_frame is not None:
@@ -157,25 +132,17 @@ class LiveView:
     def watch(self, source: Source) -> None:
         """The run is loaded; its events follow."""
         with self._lock:
-            self._source = source
-            self._state = LiveState(
-                schedule=source.schedule,
-                slots=source.slots,
-                update_batch=source.update_batch,
-                max_tokens=source.max_tokens,
-                decoded=source.decoded,
-            )
+            self._state = LiveState(source)
 
     def __call__(self, event: Event) -> None:
         """Take in the next event."""
         with self._lock:
             assert self._state is not None, "events come after the run is loaded"
-            assert self._source is not None
             self._state(event)
             self._activity = activity(event) or self._activity
             # An update is long and without events, so it must not begin with old numbers.
             if self._is_figures_due or isinstance(event, Score | Update):
-                self._figures = self._source.figures()
+                self._figures = self._state.source.figures()
                 self._is_figures_due = False
 
     def updated(self, row: Mapping[str, Value]) -> None:
@@ -207,20 +174,19 @@ class LiveView:
 
     def _snapshot(self) -> Snapshot:
         with self._lock:
-            state, source = self._state, self._source
-            if state is None or source is None:
+            state = self._state
+            if state is None:
                 return Snapshot(activity=self._activity, done=self._done)
             self._is_figures_due = True
             snapshot = state.snapshot(
                 activity=self._activity,
                 done=self._done,
-                seconds=source.seconds(),
                 figures=self._figures,
                 memory=self._memory,
             )
         now = time.monotonic()
         if now - self._memory_since >= _SECONDS_PER_MEMORY:
-            self._memory, self._memory_since = used_memory(source.device), now
+            self._memory, self._memory_since = used_memory(state.source.device), now
         return snapshot
 
     def _draw(self) -> None:

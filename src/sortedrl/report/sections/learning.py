@@ -30,9 +30,8 @@ from sortedrl.report.series import (
     By,
     SeedGroup,
     chart_figure,
-    entropy_chart,
+    metric_charts,
     reward_chart,
-    sample_size_chart,
     score_chart,
     seed_groups,
 )
@@ -46,6 +45,7 @@ _BY: tuple[tuple[By, str], ...] = (
 
 MAX_ANSWERS = 3000
 """Answers of all runs together."""
+_SMALL = 420
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ORDERS = (
     ("update up", "first updates first"),
@@ -66,21 +66,7 @@ def learning_section(runs: Sequence[Run]) -> str:
         chart_figure(
             reward_chart(runs), groups, caption="Rewards of sampled answers to training prompts."
         ),
-        _folded(
-            "Effective sample size and entropy",
-            chart_figure(
-                sample_size_chart(runs),
-                groups,
-                caption="The share of the tokens that the importance weights effectively keep: "
-                "100 % where tokens are trained on by the weights that generated them.",
-            ),
-            chart_figure(
-                entropy_chart(runs),
-                groups,
-                caption="Entropy of the next-token distribution; near 0 the model no longer "
-                "explores.",
-            ),
-        ),
+        _small_charts(runs, groups),
     ]
     return section("Learning", _note(groups) if any(parts) else "", *parts, name="learning")
 
@@ -95,18 +81,19 @@ def _note(groups: Sequence[SeedGroup]) -> str:
         )
     if any(len(group.places) == 1 for group in groups):
         sentences.append(
-            "A line of one run is one sample: small differences mean nothing until other seeds "
-            "repeat them."
+            "A line of one run is one sample: do not trust small differences until other "
+            "seeds confirm them."
         )
     return paragraph(" ".join(sentences))
 
 
-def _folded(summary: str, *figures: str) -> str:
-    """Figures behind a line that opens them."""
-    inside = "".join(figures)
-    if not inside:
-        return ""
-    return f"<details><summary>{escape(summary)}</summary>{inside}</details>"
+def _small_charts(runs: Sequence[Run], groups: Sequence[SeedGroup]) -> str:
+    """The trainer's numbers as small charts beside each other."""
+    charts = [
+        chart_figure(chart, groups, caption=caption, width=_SMALL)
+        for chart, caption in metric_charts(runs)
+    ]
+    return f'<div class="figures">{"".join(charts)}</div>' if charts else ""
 
 
 def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
@@ -124,7 +111,7 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     means = any(len(group.places) > 1 for group in groups)
     text = (
         f"The highest accuracy that {who} reached is {percent(goal)}. The table shows what each "
-        "needed until its first evaluation at or above it"
+        "run cost up to its first evaluation at or above it"
         f"{', averaged over seeds' if means else ''}."
     )
     costs = table(

@@ -12,12 +12,12 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sortedrl.core.events import Finish, Start
 from sortedrl.core.metrics import LengthBias
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Panel, round_steps, round_width, short
+from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Frame, round_steps, round_width, short
 from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
 from sortedrl.report.record import Run
@@ -122,7 +122,7 @@ def bias_text(run: Run, lengths: Lengths) -> str:
     """In a sentence or two, how what was trained on differs from what the policy writes."""
     bias = lengths.bias
     if bias is None:
-        return "nothing was trained on yet."
+        return "no updates yet."
     change = bias.ratio - 1
     if abs(change) <= _FAIR:
         text = "answers trained on are as long as what the policy generates"
@@ -150,8 +150,8 @@ def _ends_text(lengths: Lengths) -> str:
     if lengths.unseen >= _NOTABLE:
         longest = lengths.written.survival[-1][0]
         text += (
-            f" {percent(lengths.unseen)} of what it generates was never seen to finish and counts "
-            f"as {longest:,} tokens, the longest length seen; the true lengths are longer."
+            f" {percent(lengths.unseen)} of what it generates never finished and counts as "
+            f"{longest:,} tokens, the longest length seen; the true lengths are longer."
         )
     return text
 
@@ -167,7 +167,7 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
         shapes.append(
             Shape(
                 name=run.name,
-                note=f"length bias {bias.ratio:.2f}" if bias else "nothing trained on yet",
+                note=f"length bias {bias.ratio:.2f}" if bias else "no updates yet",
                 written=bins.shares(_ends(lengths.written)),
                 written_mean=lengths.written.mean,
                 trained=bins.shares((n, times / count) for n, times in lengths.trained.items()),
@@ -178,8 +178,9 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
 
 
 def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
-    rows: list[list[str]] = []
-    for run, lengths in known:
+    """A column for each run."""
+    columns = []
+    for _, lengths in known:
         bias = lengths.bias
         cells = (
             [short(bias.trained_mean), f"{bias.ratio:.2f}", f"{bias.ks_distance:.3f}"]
@@ -187,19 +188,19 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
             else [_NONE] * 3
         )
         at_limit = percent(lengths.truncated / lengths.finished) if lengths.finished else _NONE
-        rows.append([run.name, short(lengths.written.mean), *cells, unbroken(at_limit)])
+        columns.append([short(lengths.written.mean), *cells, unbroken(at_limit)])
+    names = (
+        "mean generated",
+        "mean trained on",
+        "length bias",
+        "KS distance",
+        "at the token limit",
+    )
     return table(
-        [
-            "",
-            "mean generated",
-            "mean trained on",
-            "length bias",
-            "KS distance",
-            "at the token limit",
-        ],
-        rows,
+        ["", *(run.name for run, _ in known)],
+        [[name, *row] for name, *row in zip(names, *columns, strict=True)],
         caption="Lengths in tokens",
-        quiet=[False] * len(rows),
+        quiet=[False] * len(names),
     )
 
 
@@ -319,64 +320,58 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
     for place, shape in enumerate(shapes):
         left = (wide + _ASIDE) * (place % across)
         top = pitch * (place // across) + HEADING
-        frame = Panel(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
-        frame.draw_name(canvas, shape.name, note=shape.note, css=series(place))
-        panel = Panel(
-            left=left + _LEFT,
-            right=left + wide - _RIGHT,
-            top=top + _HEADROOM,
-            floor=top + _HEADROOM + _TALL,
-        )
+        whole = Frame(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
+        whole.draw_name(canvas, shape.name, note=shape.note, css=series(place))
+        top += _HEADROOM
+        frame = replace(whole, left=left + _LEFT, top=top, floor=top + _TALL, y_end=most)
         heights = round_steps(100 * most, count=3)
-        panel.draw_heights(canvas, [(mark / 100 / most, f"{short(mark)} %") for mark in heights])
+        frame.draw_heights(canvas, [(mark / 100, f"{short(mark)} %") for mark in heights])
         places = [(bins.x(mark), short(mark)) for mark in bins.marks()]
         label = "tokens, on a logarithmic scale" if bins.is_log else "tokens"
-        panel.draw_places(canvas, places, label=label)
-        _draw_shape(canvas, shape, bins=bins, panel=panel, most=most, css=series(place))
+        frame.draw_places(canvas, places, label=label)
+        _draw_shape(canvas, shape, bins=bins, frame=frame, css=series(place))
     return canvas.inline()
 
 
-def _draw_shape(
-    canvas: Canvas, shape: Shape, *, bins: Bins, panel: Panel, most: float, css: str
-) -> None:
-    edges = [panel.x(bins.x(edge)) for edge in bins.edges]
-    outline = [(edges[0], panel.floor)]
+def _draw_shape(canvas: Canvas, shape: Shape, *, bins: Bins, frame: Frame, css: str) -> None:
+    edges = [frame.x(bins.x(edge)) for edge in bins.edges]
+    outline = [(edges[0], frame.floor)]
     for place, written in enumerate(shape.written):
         trained = shape.trained[place]
         first, last = bins.edges[place], bins.edges[place + 1] - 1
         range_text = f"{first:,} to {last:,} tokens" if first < last else f"{first:,} tokens"
-        outline += [(x, panel.y(written / most)) for x in edges[place : place + 2]]
+        outline += [(x, frame.y(written)) for x in edges[place : place + 2]]
         if trained:
             canvas.rect(
                 edges[place],
-                panel.y(trained / most),
+                frame.y(trained),
                 width=edges[place + 1] - edges[place],
-                height=panel.floor - panel.y(trained / most),
+                height=frame.floor - frame.y(trained),
                 css=css,
                 title=f"{range_text}: {percent(trained)} of the answers trained on, "
                 f"{percent(written)} of what the policy generates",
             )
     with canvas.group(title=f"{shape.name}: what the policy generates"):
-        canvas.path([*outline, (edges[-1], panel.floor)], css="curve whisker")
+        canvas.path([*outline, (edges[-1], frame.floor)], css="curve whisker")
     if any(shape.written):
         _draw_mean(
-            canvas, "generated", shape.written_mean, bins=bins, panel=panel, row=1, css="whisker"
+            canvas, "generated", shape.written_mean, bins=bins, frame=frame, row=1, css="whisker"
         )
     if any(shape.trained):
         _draw_mean(
-            canvas, "trained", shape.trained_mean, bins=bins, panel=panel, row=2, css="guide"
+            canvas, "trained", shape.trained_mean, bins=bins, frame=frame, row=2, css="guide"
         )
 
 
 def _draw_mean(
-    canvas: Canvas, what: str, mean: float, *, bins: Bins, panel: Panel, row: int, css: str
+    canvas: Canvas, what: str, mean: float, *, bins: Bins, frame: Frame, row: int, css: str
 ) -> None:
     """A line at the mean from its label down to the axis; each kind has its own row for labels."""
-    x = panel.x(bins.x(mean))
-    y = panel.top - _HEADROOM + 15 * row
-    is_left = x < panel.x(0.5)
+    x = frame.x(bins.x(mean))
+    y = frame.top - _HEADROOM + 15 * row
+    is_left = x < frame.x(0.5)
     text = f"mean {what} {short(mean)}"
-    canvas.line(x, y - 9, x2=x, y2=panel.floor, css=css)
+    canvas.line(x, y - 9, x2=x, y2=frame.floor, css=css)
     canvas.text(
         x + (5 if is_left else -5),
         y,

@@ -19,14 +19,14 @@ from sortedrl.report.charts.axes import (
     FOOT,
     HEADING,
     WIDTH,
-    Panel,
+    Frame,
     neighbours,
     round_steps,
     short,
     stride,
 )
 from sortedrl.report.charts.svg import Canvas, series
-from sortedrl.report.charts.timeline import timelines_inline
+from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.html import escape, figure, paragraph, remarks, section
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run
@@ -86,7 +86,8 @@ def _fallback(runs: Sequence[Run], *, bars: int) -> str:
             "This chart needs JavaScript, which is disabled. "
             "sortedrl plot slots writes it to a file."
         )
-    picture = timelines_inline([(run.name, _subtitle(run), run.lanes) for run in runs])
+    panels = [(run.name, _subtitle(run), run.lanes) for run in runs]
+    picture = timelines(panels, scheme=None)
     label = "Slot timelines"
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
@@ -197,9 +198,18 @@ def bubbles_section(runs: Sequence[Run]) -> str:
     """The bubble of each run by round and by group, and a summary of where it is."""
     drawn = []
     if any(run.metrics.run.bubble >= _HARDLY for run in runs):
-        drawn.append(figure(_rounds_caption(runs), _rounds_picture(runs)))
+        most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
+        caption = (
+            f"Bubble by round. Each column is {_each('round', most)}, as wide as the rollout took, "
+            "so the coloured area is idle time. The dotted line is the bubble of the run."
+        )
+        rounds = [_strip(run, round_columns(run)) for run in runs]
+        picture = strips(
+            rounds, title="Bubble by round", x_label="seconds of rollout", has_whole_x=False
+        )
+        drawn.append(figure(caption, picture))
         if any(len(run.metrics.groups) > 1 for run in runs):
-            drawn.append(figure(_groups_caption(runs), _groups_picture(runs)))
+            drawn.append(_groups_figure(runs))
     summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
     return section("Where the bubble is", summary, *drawn, name="bubbles")
 
@@ -243,7 +253,7 @@ def place_of_bubble(run: Run) -> str:
         return "slots were idle for less than 0.05 % of the slot-seconds of the rollouts."
     text = f"bubble {percent(run.metrics.run.bubble)}."
     if len(idle) == 1:
-        return f"{text} There was one round so far."
+        return f"{text} Only one round so far."
     if run.is_ended and idle[-1] >= _MOSTLY * whole:
         return (
             f"{text} {percent(idle[-1] / whole)} of the idle slot-seconds are in the last of its "
@@ -326,42 +336,25 @@ def _strip(run: Run, columns: Sequence[Step]) -> Strip:
     return Strip(name=run.name, note=note, steps=tuple(columns), level=bubble)
 
 
-def _rounds_picture(runs: Sequence[Run]) -> str:
-    return strips(
-        [_strip(run, round_columns(run)) for run in runs],
-        title="Bubble by round",
-        x_label="seconds of rollout",
-        has_whole_x=False,
-    )
-
-
-def _rounds_caption(runs: Sequence[Run]) -> str:
-    most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
-    each = "a round" if most == 1 else f"up to {most:,} rounds together"
-    return (
-        f"Bubble by round. Each column is {each}, as wide as the rollout took, so the coloured "
-        "area is idle time. The dotted line is the bubble of the run."
-    )
-
-
-def _groups_picture(runs: Sequence[Run]) -> str:
-    numbers = [group.group for run in runs for group in run.metrics.groups]
-    return strips(
+def _groups_figure(runs: Sequence[Run]) -> str:
+    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
+    picture = strips(
         [_strip(run, group_columns(run)) for run in runs],
         title="Bubble by group",
         x_label="group",
-        x_start=min(numbers, default=0) - 0.5,
+        x_start=min(group.group for run in runs for group in run.metrics.groups) - 0.5,
         has_whole_x=True,
     )
-
-
-def _groups_caption(runs: Sequence[Run]) -> str:
-    most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
-    each = "a group" if most == 1 else f"up to {most:,} groups together"
-    return (
-        f"Bubble by group. Each column is {each}, from load to close; overlapping groups count "
-        "the same idle slots more than once."
+    caption = (
+        f"Bubble by group. Each column is {_each('group', most)}, from load to close; overlapping "
+        "groups count the same idle slots more than once."
     )
+    return figure(caption, picture)
+
+
+def _each(what: str, most: int) -> str:
+    """What a column stands for."""
+    return f"a {what}" if most == 1 else f"up to {most:,} {what}s together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,66 +382,47 @@ def strips(
 ) -> str:
     """The strips below each other as a picture for a page, 860 pixels wide."""
     x_end = max((step.end for row in rows for step in row.steps), default=x_start + 1.0)
-    across = x_end - x_start or 1.0
     high = _round_up(max((step.share for row in rows for step in row.steps), default=0.0))
     height = _TALL if len(rows) <= _MANY else _FLAT
     pitch = HEADING + height + _BETWEEN
     canvas = Canvas(WIDTH, pitch * len(rows) - _BETWEEN + FOOT, label=title)
-    panels = [
-        Panel(
+    frames = [
+        Frame(
             left=_LEFT,
             right=WIDTH - _RIGHT,
             top=pitch * place + HEADING,
             floor=pitch * place + HEADING + height,
+            x_start=x_start,
+            x_end=x_end if x_end > x_start else x_start + 1.0,
+            y_end=high,
         )
         for place in range(len(rows))
     ]
-    marks = [(mark / high, f"{short(100 * mark)} %") for mark in (0.0, high / 2, high)]
-    for place, (row, panel) in enumerate(zip(rows, panels, strict=True)):
-        panel.draw_name(canvas, row.name, note=row.note, css=series(place))
-        panel.draw_heights(canvas, marks)
-        is_wide = (panel.right - panel.left) / (len(row.steps) or 1) >= _WIDE
+    marks = [(mark, f"{short(100 * mark)} %") for mark in (0.0, high / 2, high)]
+    for place, (row, frame) in enumerate(zip(rows, frames, strict=True)):
+        frame.draw_name(canvas, row.name, note=row.note, css=series(place))
+        frame.draw_heights(canvas, marks)
+        is_wide = (frame.right - frame.left) / (len(row.steps) or 1) >= _WIDE
         for step in row.steps:
-            left = panel.x((step.start - x_start) / across)
-            right = panel.x((step.end - x_start) / across)
-            width = max(0.0, right - left - _GAP) if is_wide else right - left
-            _draw_step(
-                canvas, step, left=left, width=width, panel=panel, high=high, css=series(place)
-            )
+            if step.share:
+                left, right = frame.x(step.start), frame.x(step.end)
+                tall = max(_THIN, frame.floor - frame.y(step.share))
+                canvas.rect(
+                    left,
+                    frame.floor - tall,
+                    width=max(0.0, right - left - _GAP) if is_wide else right - left,
+                    height=tall,
+                    css=series(place),
+                    title=step.tooltip,
+                )
         if row.steps:
-            level, end = panel.y(row.level / high), (row.steps[-1].end - x_start) / across
-            canvas.line(panel.left, level, x2=panel.x(end), y2=level, css="guide")
+            level, end = frame.y(row.level), frame.x(row.steps[-1].end)
+            canvas.line(frame.left, level, x2=end, y2=level, css="guide")
     places = [mark for mark in round_steps(x_end, count=8) if mark >= x_start]
     if has_whole_x:
         places = [mark for mark in places if mark == int(mark)]
-    panels[-1].draw_places(
-        canvas, [((mark - x_start) / across, short(mark)) for mark in places], label=x_label
-    )
+    frames[-1].draw_places(canvas, [(mark, short(mark)) for mark in places], label=x_label)
     return canvas.inline()
-
-
-def _draw_step(
-    canvas: Canvas,
-    step: Step,
-    *,
-    left: float,
-    width: float,
-    panel: Panel,
-    high: float,
-    css: str,
-) -> None:
-    """A column; one of no height is left out."""
-    if not step.share:
-        return
-    height = max(_THIN, panel.floor - panel.y(step.share / high))
-    canvas.rect(
-        left,
-        panel.floor - height,
-        width=width,
-        height=height,
-        css=css,
-        title=step.tooltip,
-    )
 
 
 def _round_up(share: float) -> float:

@@ -19,7 +19,7 @@ from sortedrl.report.charts.axes import (
     FOOT,
     HEADING,
     WIDTH,
-    Panel,
+    Frame,
     neighbours,
     round_steps,
     round_width,
@@ -66,13 +66,13 @@ def staleness_text(run: Run) -> str:
     """The mean and the most, in a sentence."""
     figures = run.metrics.run
     if not figures.trajectories:
-        return "nothing was trained on yet."
+        return "no updates yet."
     if not figures.staleness_max:
         return "every token was trained on by the weights that generated it."
     return (
         f"tokens are {figures.mean_staleness:.2f} updates old on average when they are trained on, "
-        f"{figures.staleness_max:,} at most; the oldest token of an answer "
-        f"{figures.mean_trajectory_staleness:.2f} on average."
+        f"{figures.staleness_max:,} at most; the oldest token of an answer is "
+        f"{figures.mean_trajectory_staleness:.2f} updates old on average."
     )
 
 
@@ -161,13 +161,13 @@ def heat_maps(maps: Sequence[HeatMap], *, title: str) -> str:
     top = float(_KEY)
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
-        panel = Panel(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
-        panel.draw_name(canvas, run.name, note=run.note, css=series(run.place))
-        _draw_map(canvas, run, panel=panel, updates=updates)
+        frame = Frame(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
+        frame.draw_name(canvas, run.name, note=run.note, css=series(run.place))
+        _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
     places = [mark for mark in round_steps(updates, count=8) if mark == int(mark) and mark >= 1]
     marks = [((mark - 0.5) / updates, short(mark)) for mark in places]
-    panel.draw_places(canvas, marks, label="update")
+    frame.draw_places(canvas, marks, label="update")
     return canvas.inline()
 
 
@@ -193,19 +193,19 @@ def _draw_key(canvas: Canvas) -> None:
     canvas.text(x + 8, 20, content="mean of its tokens", css="small")
 
 
-def _draw_map(canvas: Canvas, run: HeatMap, *, panel: Panel, updates: int) -> None:
+def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> None:
     for row in range(run.num_rows):
-        y = panel.y((row + 0.5) / run.num_rows) + 4
+        y = frame.y((row + 0.5) / run.num_rows) + 4
         text = run.values(row, to="\N{EN DASH}")
-        canvas.text(panel.left - 8, y, content=text, css="small", anchor="end")
-    canvas.line(panel.left, panel.floor, x2=panel.right, y2=panel.floor, css="axis")
+        canvas.text(frame.left - 8, y, content=text, css="small", anchor="end")
+    canvas.line(frame.left, frame.floor, x2=frame.right, y2=frame.floor, css="axis")
     for column in run.columns:
-        left, right = (panel.x(edge / updates) for edge in (column.first - 1, column.last))
-        _draw_column(canvas, column, run=run, panel=panel, left=left, right=right)
+        left, right = (frame.x(edge / updates) for edge in (column.first - 1, column.last))
+        _draw_column(canvas, column, run=run, frame=frame, left=left, right=right)
 
 
 def _draw_column(
-    canvas: Canvas, column: Column, *, run: HeatMap, panel: Panel, left: float, right: float
+    canvas: Canvas, column: Column, *, run: HeatMap, frame: Frame, left: float, right: float
 ) -> None:
     """The shades of a column and its mean; nothing where no answer was trained on."""
     whole = sum(column.answers)
@@ -222,13 +222,13 @@ def _draw_column(
         share = f"{percent(count / whole)} of the answers, {count:,} of {whole:,}"
         canvas.rect(
             left,
-            panel.y((row + 1) / run.num_rows),
+            frame.y((row + 1) / run.num_rows),
             width=right - left - (_GAP if is_wide else 0),
             height=_ROW - _GAP,
             css=shade(count / whole),
             title=f"{when}, staleness {run.values(row, to=' to ')}: {share}",
         )
-    y = panel.y((column.mean + 0.5) / run.depth / run.num_rows)
+    y = frame.y((column.mean + 0.5) / run.depth / run.num_rows)
     radius = _DOT if is_wide else _DOT / 2
     with canvas.group(title=f"{when}: mean staleness of the tokens {column.mean:.2f}"):
         canvas.circle((left + right) / 2, y, radius=radius + 1, css="paper")
@@ -291,8 +291,8 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str) -> str:
     top = 0.0
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
-        panel = Panel(left=8, right=WIDTH - 8, top=top, floor=top + height)
-        panel.draw_name(canvas, name, note=_law(ledger), css=series(place))
+        frame = Frame(left=8, right=WIDTH - 8, top=top, floor=top + height)
+        frame.draw_name(canvas, name, note=_law(ledger), css=series(place))
         _draw_flow(canvas, ledger, top=top, scale=scale)
         top += height + _BETWEEN
     return canvas.inline()

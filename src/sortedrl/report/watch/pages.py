@@ -19,7 +19,7 @@ from typing import IO
 
 from sortedrl.core.events import End, Event, Order, from_json
 from sortedrl.errors import DataError
-from sortedrl.report.html import asset, escape, head_value, page
+from sortedrl.report.html import asset, escape, head_value, page, script
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import BESIDE, RunRecord, run_names, with_files
 
@@ -154,12 +154,11 @@ def waiting_page(notes: Sequence[str], *, title: str, refresh_seconds: float) ->
         f'<p class="lead">This page shows the run as soon as there is data.</p>'
         f'<ul class="notes">{lines}</ul></header>'
     )
-    scripts = asset("browse.js") + "\n" + asset("run.js")
     return page(
         title=title,
         body=f"<main>\n{body}\n</main>",
         style=asset("page.css") + asset("run.css") + asset("watch.css"),
-        script=f'"use strict";\n(() => {{\n{scripts}\n}})();',
+        script=script("browse.js", "run.js"),
         refresh_seconds=refresh_seconds,
     )
 

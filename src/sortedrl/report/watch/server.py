@@ -115,7 +115,7 @@ def open_server(
             if error.errno == errno.EADDRINUSE and number != ports[-1]:
                 continue
             raise ConfigError(
-                f"must listen at an address and a port that are free on this machine, but {host}, "
+                f"must listen on an address and a port that are free on this machine, but {host}, "
                 f"port {number} gave: {error.strerror}; choose others with --host and --port"
             ) from error
     raise AssertionError("the last port is given or refused")

@@ -26,10 +26,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from sortedrl.errors import CheckpointError
@@ -69,8 +75,8 @@ def _write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank
         size += tensor.numel() * tensor.element_size() // ranks.world
     writer = HuggingFaceStorageWriter(str(folder / _FOLDER), files, save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer)
-    except dcp.api.CheckpointException as error:
+        save_shards(tensors, storage_writer=writer)
+    except CheckpointException as error:
         failure, _ = error.failures.get(ranks.rank) or next(iter(error.failures.values()))
         raise failure from error
 
@@ -82,11 +88,12 @@ class Shards:
         """Read what there is."""
         self._folder = folder
         try:
-            self._tensors = self._reader().read_metadata().state_dict_metadata
+            found = self._reader().read_metadata().state_dict_metadata
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder / _FOLDER}: cannot be read ({error!r}); {_USE_ANOTHER}"
             ) from error
+        self._tensors = {n: t for n, t in found.items() if isinstance(t, TensorStorageMetadata)}
         # What no file holds would be left as it was, without an error.
         for name, tensor in self._tensors.items():
             if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
@@ -114,8 +121,8 @@ class Shards:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
-                dcp.load(tensors, storage_reader=self._reader(), no_dist=ranks is None)
-            except dcp.api.CheckpointException as error:
+                load_shards(tensors, storage_reader=self._reader(), no_dist=ranks is None)
+            except CheckpointException as error:
                 failure, _ = next(iter(error.failures.values()))
                 raise CheckpointError(
                     f"{self._folder / _FOLDER}: cannot be read ({failure!r}); {_USE_ANOTHER}"
