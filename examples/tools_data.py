@@ -16,11 +16,11 @@ FOLDER = Path("runs/tools")
 def main() -> None:
     """Write both files; the products of the two have nothing in common."""
     chance = random.Random(0)
-    pairs = [(a, b) for a in range(10, 100) for b in range(2, 100)]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a * b >= 1000]
     chance.shuffle(pairs)
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "warm.jsonl").open("w") as file:
-        for a, b in pairs[:4000]:
+        for a, b in pairs[:3000]:
             question, product = f"{a}*{b}:", a * b
             call, guess = f"{a}*{b}=", str(chance.randrange(1000, 9999))
             rows = [(question, call if chance.random() < 0.25 else guess)]
@@ -28,7 +28,7 @@ def main() -> None:
             for prompt, response in rows:
                 file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
     with (FOLDER / "products.jsonl").open("w") as file:
-        for a, b in pairs[4000:6000]:
+        for a, b in pairs[3000:5000]:
             file.write(json.dumps({"prompt": f"{a}*{b}:", "answer": str(a * b)}) + "\n")
 
 

@@ -51,13 +51,6 @@ _HEADINGS = (
     "stale",
 )
 _AGENT_HEADINGS = ("conversations", "bubble", "outside", "goodput", "vs lock step", "stale")
-    "slots of conversations",
-    "bubble",
-    "outside",
-    "goodput",
-    "vs lock step",
-    "stale",
-)
 _LOCK_STEP = "lock step"
 
 
