@@ -94,6 +94,7 @@ def test_conversations_that_were_cut_back_are_replayed():
         assert text_of(other.given) == "=3;"
         assert pool.stats.replayed_turns == 1
         assert text_of(answer(pool, write(begun(), "z")).given) == "=1;"
+        assert text_of(answer(pool, write(begun(), "z")).given) == "=1;"
     with pool_of() as fresh:
         assert text_of(answer(fresh, write(second, "f")).given) == "=6;"
         assert fresh.stats.replayed_turns == 2

@@ -182,6 +182,7 @@ class EnvironmentPool:
             self.cancel(trajectory)
             return 0.0
         call = self._call(trajectory.key, trajectory.prompt.fields, turns, is_last=True)
+        call = replace(call, is_answered=True)
         found = self._wait(self._start(_Job(call)))
         self._homes.pop(trajectory.key, None)
         if isinstance(found, Answered):

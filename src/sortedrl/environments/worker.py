@@ -66,6 +66,8 @@ class Call:
     turns: tuple[Turn, ...] = ()
     is_last: bool = False
     """Whether the conversation ends with this call, so that its environment is closed."""
+    is_answered: bool = False
+    """Whether the last turn was answered before, and only the reward is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +123,11 @@ class Host:
         """Bring the environment to the last turn of the call, and answer it."""
         began = time.perf_counter()
         live = self._live.get(call.key)
-        is_fresh = live is None or tuple(live.heard) != call.turns[: len(live.heard)]
-        is_fresh = is_fresh or (live is not None and len(call.turns) - len(live.heard) > 1)
-        if live is None or is_fresh:
+        known = call.turns if call.is_answered else call.turns[:-1]
+        if live is None or tuple(live.heard) != known:
             self.close(call.key)
             live = self._opened(call)
-            if len(call.turns) > 1 and not live.environment.is_replayable:
+            if known and not live.environment.is_replayable:
                 self.close(call.key)
                 return Failed(call.ticket, "lost", "the environment is gone and not replayable")
         replies = [self._heard(live, turn) for turn in call.turns[len(live.heard) :]]
