@@ -8,7 +8,9 @@ import pytest
 import environment_objects as objects
 from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.environments.adapters import adapted, made
+from sortedrl.environments.calculator import Calculator
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
+from sortedrl.environments.questions import Questions
 from sortedrl.environments.rendering import Renderer
 from sortedrl.environments.tool_calls import ToolCall, call_tool, schema_of, tool_calls, tools_of
 from sortedrl.errors import ConfigError, EnvironmentFailed
@@ -306,3 +308,37 @@ def test_without_a_template_a_reply_is_appended_as_it_is():
     renderer = Renderer(tokenizer(), chat="auto")
     given = renderer.reply([{"role": "user", "content": "=4;"}], last_token=None)
     assert tokenizer().decode(given) == "=4;"
+
+
+def test_knights_are_asked_and_decided_on():
+    environment = Questions(questions=2, cost=0.25)
+    statements = "(('lying', 1), ('telling-truth', 0))"
+    with pytest.raises(ValueError, match="unpack"):
+        environment.open({"prompt": "?", "statements": statements})
+    # A says that B lies, B says that both lie: A is a knight, B a knave.
+    statements = "(('lying', 1), ('and', ('lying', 0), ('lying', 1)))"
+    row = {"prompt": "A:b;B:a&b?", "statements": statements}
+    assert environment.open(row).messages[0]["content"] == "A:b;B:a&b?"
+    assert ask(environment, "A?B").messages[0]["content"] == "no\n"
+    assert "write A?B" in ask(environment, "hello").messages[0]["content"]
+    done = ask(environment, "Ab")
+    assert (done.is_done, done.reward, done.metrics["questions"]) == (True, 0.5, 2.0)
+    environment = Questions(questions=0)
+    environment.open(row)
+    assert ask(environment, "A?B").reward == 0.0
+    words = environment.open({**row, "prompt": [{"role": "user", "content": "Who is who?"}]})
+    assert "write A?B" in words.messages[0]["content"]
+
+
+def ask(environment, text):
+    return environment.reply({"role": "assistant", "content": text})
+
+
+def test_the_calculator_answers_expressions():
+    calculator = Calculator()
+    calculator.open({"prompt": "47*86:", "answer": "4042"})
+    assert ask(calculator, "47*86=").messages[0]["content"] == "4042\n"
+    assert ask(calculator, "9**9**9=").messages[0]["content"] == "?\n"
+    assert ask(calculator, "(" * 99 + "=").messages[0]["content"] == "?\n"
+    done = ask(calculator, "4042")
+    assert (done.is_done, done.reward, done.metrics["calls"]) == (True, 1.0, 3.0)

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def eos_token_id(self) -> int | None:
         """The token that ends an answer."""
 
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that are not text."""
+
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any:  # noqa: ANN401
         """Messages as text."""
 

@@ -255,6 +255,11 @@ class EnvironmentPool:
         if reply.is_done or is_last:
             self._homes.pop(trajectory.key, None)
             has_reward = self.settings.reward == "environment"
+            if has_reward and reply.is_done and result.reward is None:
+                raise EnvironmentFailed(
+                    f"the environment {self._source.function!r} ended a conversation without a "
+                    "reward; give one with the reply, or set environment.reward to 'function'"
+                )
             return replace(
                 trajectory,
                 finish_reason="stop" if reply.is_done else "length",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from sortedrl.config.train import ChatUse
 from sortedrl.data.chat import Tokenizer
@@ -31,18 +30,10 @@ _PROBE = (
 )
 
 
-class SpecialTokens(Tokenizer, Protocol):
-    """A tokenizer that knows its special tokens."""
-
-    @property
-    def all_special_ids(self) -> Sequence[int]:
-        """Tokens that are not text."""
-
-
 class Renderer:
     """Turns replies into tokens, and turns of the policy into text."""
 
-    def __init__(self, tokenizer: SpecialTokens, *, chat: ChatUse) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, chat: ChatUse) -> None:
         """Use the chat template, if there is one and `chat` allows it."""
         self._tokenizer = tokenizer
         self._is_chat = chat != "off" and tokenizer.chat_template is not None
