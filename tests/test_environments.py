@@ -222,6 +222,15 @@ def test_objects_with_tools_are_environments():
     assert environment.reply({"role": "assistant", "content": "That is all."}).is_done
 
 
+def test_a_reset_gets_the_columns_that_it_names():
+    class Narrow(objects.Calculator):
+        def reset(self, start):
+            self.value = start
+
+    opening = adapted(Narrow()).open({"prompt": "Reach 10.", "start": 4, "place": "rows:1"})
+    assert opening.messages[0]["content"] == "Reach 10."
+
+
 def test_gym_and_step_environments_are_environments():
     gym = adapted(objects.Gym())
     assert "Guess a digit." in gym.open({"prompt": "Play."}).messages[0]["content"]

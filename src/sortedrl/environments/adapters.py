@@ -110,7 +110,7 @@ class ToolEnvironment:
     def open(self, row: Mapping[str, object]) -> Opening:
         """Reset the object with the columns of the row; what it returns ends the last message."""
         messages = [dict(message) for message in prompt_messages(row)]
-        said = self._subject.reset(**row)
+        said = self._subject.reset(**_taken(self._subject.reset, row))
         if said is not None:
             messages[-1]["content"] += said
         return Opening(messages, [schema_of(tool) for tool in self._tools.values()])
@@ -204,6 +204,14 @@ def prompt_messages(row: Mapping[str, object]) -> Sequence[Message]:
         return [{"role": "user", "content": prompt}]
     assert isinstance(prompt, list | tuple), "a prompt is text or a list of messages"
     return prompt
+
+
+def _taken(function: Callable[..., object], row: Mapping[str, object]) -> dict[str, object]:
+    """The columns of the row that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(row)
+    return {name: value for name, value in row.items() if name in parameters}
 
 
 def _messages(observed: object) -> list[Message]:
