@@ -12,7 +12,7 @@ setup: $(VENV)/.ready ## make .venv with everything the other verbs need
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,servers,gguf,lora,tensorboard,wandb,data,maths,gym,plot,cluster]' --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,servers,gguf,lora,trl,tensorboard,wandb,data,maths,gym,plot,cluster]' --group dev
 	@touch $@
 
 demo: setup ## train a tiny model on the CPU, with SortedRL and with the baseline (minutes)

@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.worker import SimulatedRecipe
+from sortedrl.cluster.placement import BundlePlacement, blueprint
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, open_group
@@ -41,6 +40,9 @@ from sortedrl.core.recorder import Journal
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedScorer
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.types import TrainBatch, Weights
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from simulated_worker import SimulatedFactory
 
 _EVENTS = ("start", "finish", "interrupt")
 _MAX_TOKENS = 8192
@@ -124,34 +126,37 @@ def run(engine: Engine, given: argparse.Namespace) -> Load:
 @contextlib.contextmanager
 def opened(given: argparse.Namespace) -> Iterator[Engine]:
     """The workers behind one engine, or one engine in this process."""
-    recipe = SimulatedRecipe(
+    factory = SimulatedFactory(
         slots=given.slots,
         max_tokens=_MAX_TOKENS,
         lengths=LengthSettings(median=given.median, sigma=1.0),
         pause_seconds=given.pause,
     )
     if given.alone:
-        yield recipe.engine()
+        yield factory.engine()
         return
     cluster = Cluster(
         rollout_workers=given.workers, trainer_ranks=0, dashboard=False, object_store_gib=0.2
     )
-    from sortedrl.cluster.fleet import Fleet
+    from sortedrl.cluster.worker_pool import WorkerPool
 
+    # Workers import the simulated engine, and know its folder only from the environment.
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     with connected(cluster, tell=tell):
-        placement = Placement(blueprint(cluster), seconds=120)
-        fleet = Fleet(
+        placement = BundlePlacement(blueprint(cluster), seconds=120)
+        pool = WorkerPool(
             cluster,
-            recipe,
+            factory,
             placement=placement,
-            warn=tell,
+            source=None,
+            tell=tell,
             report=lambda _: None,
             spare=given.spare,
         )
         try:
-            yield fleet.pool
+            yield pool
         finally:
-            fleet.close()
+            pool.close()
 
 
 def hold(count: int, *, samples_per_prompt: int) -> dict[str, float]:

@@ -61,12 +61,12 @@ def _row(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def _numbers(plan: RunPlan) -> dict[str, Any]:
     memory, found = plan.memory, plan.prediction
     assert found is not None, "a config of the paper must fit"
-    course, layout = found.schedule, memory.demand.layout
+    course, cluster = found.schedule, memory.demand.cluster
     return {
         "schedule": plan.schedule.name,
         "card": plan.card.text,
-        "devices": layout.devices,
-        "tensor_parallel": layout.tensor_parallel,
+        "devices": cluster.num_devices,
+        "tensor_parallel": cluster.tensor_parallel,
         "hours": round(found.hours, 2),
         "sync_hours": round(found.sync_hours, 2),
         "bubble": round(found.bubble, 4),
@@ -83,9 +83,7 @@ def _numbers(plan: RunPlan) -> dict[str, Any]:
         "slots": found.slots,
         "mean_length": round(found.mean_length),
         "are_lengths_guessed": found.are_lengths_guessed,
-        "gib_per_gpu": round(
-            (memory.parts.fixed + memory.cache_bytes(plan.device_bytes)) / _GIB, 1
-        ),
+        "gib_per_gpu": round(memory.taken(plan.device_bytes) / _GIB, 1),
         "least_gib_per_gpu": round(memory.least / _GIB, 1),
         "usable_gib_per_gpu": round(memory.usable(plan.device_bytes) / _GIB, 1),
         "host_gib": round(memory.host_bytes / _GIB, 1),

@@ -149,7 +149,7 @@ def trl_job(
         updates=answers // schedule.update_batch,
         max_tokens=settings.engine.max_tokens,
         temperature=settings.rollout.temperature,
-        clip=settings.algorithm.clip,
+        clip=settings.algorithm.effective_clip,
         learning_rate=optimiser.learning_rate,
         beta1=optimiser.beta1,
         beta2=optimiser.beta2,

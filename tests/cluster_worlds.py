@@ -3,24 +3,20 @@
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
 
+from simulated_worker import SimulatedFactory
 from sortedrl.engines.sampling import Sampling
-from sortedrl.errors import EngineError, EngineLost
+from sortedrl.errors import EngineLost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyRecipe:
+class TinyFactory:
     """The native engine on a tiny random model."""
 
     slots: int = 2
     limits: dict
     stop_tokens: tuple = (3, 50)
-
-    @property
-    def has_weights(self):
-        return True
 
     def engine(self):
         import torch
@@ -40,14 +36,10 @@ class TinyRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LawfulRecipe:
+class LawfulFactory:
     """The native engine that the laws of all engines are tried on."""
 
     slots: int
-
-    @property
-    def has_weights(self):
-        return True
 
     def engine(self):
         from sortedrl.engines.conformance import STOPS, TEMPERATURE, limit_of, reference_model
@@ -63,16 +55,12 @@ class LawfulRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BreakingRecipe:
+class BreakingFactory:
     """A simulated engine that breaks at some step, but whose process lives on."""
 
     inner: object
     breaks_at: int
     is_lost: bool
-
-    @property
-    def has_weights(self):
-        return False
 
     def engine(self):
         engine = self.inner.engine()
@@ -88,10 +76,23 @@ class BreakingRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImpossibleRecipe:
-    """An engine that cannot be made."""
+class SlowFactory:
+    """A simulated engine that takes its time to be made, at work or asleep."""
 
-    has_weights = False
+    seconds: float
+    is_busy: bool
+
+    def engine(self):
+        until = time.monotonic() + self.seconds
+        while time.monotonic() < until:
+            if not self.is_busy:
+                time.sleep(0.1)
+        return SimulatedFactory(slots=4, max_tokens=60).engine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImpossibleFactory:
+    """An engine that cannot be made."""
 
     def engine(self):
         raise ValueError("there is no such model")
@@ -106,8 +107,7 @@ def cut_off_a_host():
 
     from native_worlds import fresh_all
     from sortedrl.cluster.connection import connected
-    from sortedrl.cluster.placement import Placement, blueprint
-    from sortedrl.cluster.worker import SimulatedRecipe
+    from sortedrl.cluster.placement import BundlePlacement, blueprint
     from sortedrl.config.cluster import Cluster
     from sortedrl.simulate.lengths import LengthSettings
     from sortedrl.types import Weights
@@ -116,21 +116,22 @@ def cut_off_a_host():
     nodes = Nodes(initialize_head=True, head_node_args=room | {"include_dashboard": False})
     other = nodes.add_node(**room)
     cluster = Cluster(
-        address=nodes.address, rollout_workers=2, trainer_ranks=0, patience_seconds=20
+        address=nodes.address, rollout_workers=2, trainer_ranks=0, worker_timeout_seconds=20
     )
     said, warnings = [], []
     with connected(cluster, tell=said.append) as connection:
-        from sortedrl.cluster.fleet import Fleet
+        from sortedrl.cluster.worker_pool import WorkerPool
 
         assert (connection.is_own, connection.num_nodes) == (False, 2)
-        recipe = SimulatedRecipe(
+        factory = SimulatedFactory(
             slots=4, max_tokens=60, lengths=LengthSettings(median=12), pause_seconds=0.02
         )
-        fleet = Fleet(
+        pool = WorkerPool(
             cluster,
-            recipe,
-            placement=Placement(blueprint(cluster), seconds=30),
-            warn=warnings.append,
+            factory,
+            placement=BundlePlacement(blueprint(cluster), seconds=30),
+            source=None,
+            tell=warnings.append,
             report=lambda _: None,
         )
         done, rounds = Counter(), 0
@@ -138,25 +139,26 @@ def cut_off_a_host():
             rounds += 1
             assert rounds < 200, "the worker of a dead node lives on"
             work = fresh_all((1,) * 40)
-            fleet.pool.submit(work, tolerance=None)
+            pool.submit(work, tolerance=None)
             while sum(done.values()) < rounds * len(work):
-                done.update(t.key for t in fleet.pool.step().finished)
+                done.update(t.key for t in pool.step().finished)
                 if rounds == 1 and other is not None and sum(done.values()) > 10:
                     nodes.remove_node(other, allow_graceful=False)
                     other = None
         assert len(done) == len(work)
         assert set(done.values()) == {rounds}
         assert len(warnings) == 1
-        assert fleet.pool.slots == 4
+        assert pool.slots == 4
         nodes.add_node(**room)
         # Ray takes some seconds to see that the old node is gone, and moves its bundle then.
         until = time.monotonic() + 60
-        while fleet.lost:
-            with suppress(EngineError):
-                fleet.refill(lambda: Weights(0))
+        version = 0
+        while pool.lost:
+            version += 1
+            pool.load_weights(Weights(version))
             assert time.monotonic() < until
-        assert fleet.pool.slots == 8
-        fleet.close()
+        assert pool.slots == 8
+        pool.close()
     nodes.shutdown()
     sys.stdout.write(f"the run went on: {warnings[0]}\n")
 

@@ -54,8 +54,9 @@ def whitened(tokens):
     return [[(value - middle) / (spread + FLOOR) for value in answer] for answer in tokens]
 
 
-def group_advantage(name, rewards, prompts, number):
+def group_advantage(algorithm, rewards, prompts, number):
     """The advantage of one answer among its siblings."""
+    name = algorithm.name
     group = [rewards[n] for n in siblings(prompts, number)]
     own = rewards[number]
     if min(group) == max(group):
@@ -64,16 +65,21 @@ def group_advantage(name, rewards, prompts, number):
         others = [rewards[n] for n in siblings(prompts, number) if n != number]
         return own - mean(others)
     centred = own - mean(group)
-    return centred / (deviation(group) + FLOOR) if name in ("grpo", "dapo") else centred
+    scale = algorithm.scale_rewards
+    if scale is None:
+        scale = "none" if name in ("dr_grpo", "reinforce_pp_baseline") else "group"
+    if scale == "none":
+        return centred
+    return centred / (deviation(group if scale == "group" else rewards) + FLOOR)
 
 
 def returns_to_go(rewards):
     return [math.fsum(rewards[place:]) for place in range(len(rewards))]
 
 
-def generalised(rewards, values, *, discount, trust):
-    """Advantages of one answer, from its last token to its first."""
-    advantages, later, next_value = [], 0.0, 0.0
+def generalised(rewards, values, *, discount, trust, last):
+    """Advantages of one answer, from its last token to its first; `last` is the value after it."""
+    advantages, later, next_value = [], 0.0, last
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + discount * next_value - value + discount * trust * later
         advantages.insert(0, later)
@@ -81,7 +87,7 @@ def generalised(rewards, values, *, discount, trust):
     return advantages
 
 
-def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
+def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values, last=None):
     """Advantages, and returns for ppo, of each token of each answer."""
     if algorithm.overlong_tokens is not None:
         rewards = [
@@ -102,8 +108,10 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
         return whitened([returns_to_go(own) for own in tokens]), None
     if algorithm.name == "ppo":
         raw = [
-            generalised(own, value, discount=algorithm.discount, trust=algorithm.gae_lambda)
-            for own, value in zip(tokens, values, strict=True)
+            generalised(
+                own, value, discount=algorithm.discount, trust=algorithm.gae_lambda, last=after
+            )
+            for own, value, after in zip(tokens, values, last or [0.0] * len(tokens), strict=True)
         ]
         returns = [
             [a + v for a, v in zip(own, value, strict=True)]
@@ -111,7 +119,7 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
         ]
         return whitened(raw), returns
     totals = [math.fsum(own) for own in tokens]
-    scores = [group_advantage(algorithm.name, totals, prompts, n) for n in range(len(totals))]
+    scores = [group_advantage(algorithm, totals, prompts, n) for n in range(len(totals))]
     spread = [[score] * len(own) for score, own in zip(scores, tokens, strict=True)]
     if algorithm.name == "reinforce_pp_baseline":
         compared = [n for n in range(len(totals)) if len(siblings(prompts, n)) > 1]
@@ -120,23 +128,41 @@ def advantages(algorithm, *, max_tokens, rewards, prompts, kl, values):
     return spread, None
 
 
-def correction(kind, behaviour, proximal, *, least, most):
+def correction(kind, behaviour, proximal, *, least, most, mask="none", lowest=0.0, highest=0.0):
     """Weights of the tokens of one answer, and whether each is held back."""
-    ratios = [exponential(p - b) for p, b in zip(proximal, behaviour, strict=True)]
-    if kind.startswith("sequence"):
-        whole = exponential(math.fsum(proximal) - math.fsum(behaviour))
-        ratios = [whole] * len(ratios)
+    ratios = levels(behaviour, proximal, "sequence" if kind.startswith("sequence") else "token")
+    masking = levels(behaviour, proximal, "token" if mask == "none" else mask)
     weights = []
-    for ratio in ratios:
-        if kind == "none":
+    for ratio, judged in zip(ratios, masking, strict=True):
+        if mask != "none" and not lowest <= judged <= highest:
+            weights.append((0.0, True))
+        elif kind == "none":
             weights.append((1.0, False))
         elif kind.endswith("tis"):
-            weights.append((min(ratio, most), ratio > most))
+            weights.append((max(min(ratio, most), least), not least <= ratio <= most))
         elif least <= ratio <= most:
             weights.append((ratio, False))
         else:
             weights.append((0.0, True))
     return [weight for weight, _ in weights], [held for _, held in weights]
+
+
+def levels(behaviour, proximal, level):
+    """For each token of one answer its ratio, that of the answer, or the geometric mean there."""
+    logs = [p - b for p, b in zip(proximal, behaviour, strict=True)]
+    if level == "token":
+        return [exponential(log) for log in logs]
+    whole = math.fsum(proximal) - math.fsum(behaviour)
+    return [exponential(whole if level == "sequence" else whole / len(logs))] * len(logs)
+
+
+def step_scale(level, answers, *, most):
+    """The root of the effective share of truncated weights; answers are pairs of lists."""
+    weights = []
+    for behaviour, proximal in answers:
+        own = levels(behaviour, proximal, level)
+        weights += own if level == "token" else own[:1]
+    return math.sqrt(effective_share([max(min(w, most), math.exp(-FARTHEST)) for w in weights]))
 
 
 def policy_loss(current, proximal, advantage, *, low, high, dual):
@@ -159,6 +185,62 @@ def policy_slope(current, proximal, advantage, *, low, high, dual):
         or abs(current - proximal) > FARTHEST
     )
     return 0.0 if stopped else -advantage * ratio
+
+
+def is_stopped(ratio, advantage, *, low, high, dual):
+    """Whether the clip has stopped the gradient of a ratio."""
+    return (
+        (advantage > 0 and ratio > 1 + high)
+        or (advantage < 0 and ratio < 1 - low)
+        or (advantage < 0 and dual is not None and ratio > dual)
+    )
+
+
+def sequence_ratio(current, anchor):
+    """The geometric mean of the ratios of an answer's tokens."""
+    product = mean([c - a for c, a in zip(current, anchor, strict=True)])
+    return bounded_ratio(product, 0.0)
+
+
+def clipped_mean_ratio(current, anchor, advantages, *, low, high):
+    """The geometric mean of an answer's ratios, each clipped, and which are not."""
+    product, is_free = 1.0, []
+    for c, a, advantage in zip(current, anchor, advantages, strict=True):
+        ratio = math.exp(c - a)
+        is_free.append(not is_stopped(ratio, advantage, low=low, high=high, dual=None))
+        product *= ratio if is_free[-1] else (1 + high if advantage > 0 else 1 - low)
+    return product ** (1 / len(current)), is_free
+
+
+def answer_losses(kind, current, anchor, advantages, *, low, high, dual):
+    """For each token of one answer its loss, and the slopes of that by each log-probability."""
+    size = len(current)
+    whole = sequence_ratio(current, anchor)
+    mixed, is_free = clipped_mean_ratio(current, anchor, advantages, low=low, high=high)
+    losses, slopes = [], []
+    for place, advantage in enumerate(advantages):
+        ratio = bounded_ratio(current[place], anchor[place])
+        only = [float(place == other) for other in range(size)]
+        if kind in ("gspo", "gspo_token"):
+            loss = policy_loss(math.log(whole), 0.0, advantage, low=low, high=high, dual=dual)
+            is_over = is_stopped(whole, advantage, low=low, high=high, dual=dual)
+            slope = 0.0 if is_over else -advantage * whole
+            way = only if kind == "gspo_token" else [1 / size] * size
+        elif kind == "cispo":
+            slope = -advantage * min(max(ratio, 1 - low), 1 + high)
+            loss, way = slope * current[place], only
+        elif kind == "sapo":
+            heat = 1.0 if advantage > 0 else 1.05
+            gate = 1 / (1 + math.exp(-heat * (ratio - 1)))
+            loss = -advantage * gate * 4 / heat
+            slope, way = -advantage * 4 * gate * (1 - gate) * ratio, only
+        else:
+            assert kind == "gmpo"
+            loss = slope = -advantage * mixed
+            way = [free / size for free in is_free]
+        losses.append(loss)
+        slopes.append([slope * share for share in way])
+    return losses, slopes
 
 
 def kl_estimate(policy, reference, estimator):

@@ -5,11 +5,11 @@ import tomllib
 
 import pytest
 
-from sortedrl.cli import COMMANDS, main
-from sortedrl.cli.arguments import settings_from, to_toml
+from sortedrl.cli import COMMANDS, eval, main, train
+from sortedrl.cli.arguments import parse
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
-from sortedrl.simulate.settings import PRESETS
+from sortedrl.simulate.settings import PRESETS, simulation_from, simulation_to_toml
 
 
 def sortedrl(*words):
@@ -138,7 +138,7 @@ def test_fit_prints_settings_that_predict_the_run(capsys, tmp_path):
     capsys.readouterr()
     assert main(["fit", str(events)]) == 0
     fitted.write_text(capsys.readouterr().out)
-    costs = settings_from(str(fitted)).costs.costs()
+    costs = simulation_from(str(fitted)).costs.costs()
     true = PRESETS["paper"]().costs.costs()
     assert costs.step_seconds == pytest.approx(true.step_seconds, rel=1e-4)
     assert main(["simulate", str(fitted), "--groups", "1"]) == 0
@@ -147,8 +147,8 @@ def test_fit_prints_settings_that_predict_the_run(capsys, tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_settings_survive_the_way_through_a_toml_file(name, tmp_path):
     path = tmp_path / "settings.toml"
-    path.write_text(to_toml(PRESETS[name]()))
-    assert settings_from(str(path)) == PRESETS[name]()
+    path.write_text(simulation_to_toml(PRESETS[name]()))
+    assert simulation_from(str(path)) == PRESETS[name]()
 
 
 def test_a_flag_beats_the_file_and_the_file_beats_the_preset(capsys, tmp_path):
@@ -163,7 +163,7 @@ def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('preset = "six"\n[lengths]\nreplay = false\n')
     assert PRESETS["six"]().lengths.replay
-    assert not settings_from(str(path)).lengths.replay
+    assert not simulation_from(str(path)).lengths.replay
 
 
 @pytest.mark.parametrize(
@@ -257,3 +257,82 @@ def test_report_trace_and_plot_read_a_log_of_conversations(tmp_path, capsys):
     assert main(["report", str(log), "--out", str(tmp_path / "page.html")]) == 0
     assert main(["trace", str(log), "--out", str(tmp_path / "trace.json")]) == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+# --- flags alike in every command ---------------------------------------------------------------
+
+
+def test_train_without_words_and_with_help_shows_the_flags_that_people_use(capsys):
+    assert main(["train"]) == 0
+    short = capsys.readouterr().out
+    assert main(["train", "--help"]) == 0
+    assert capsys.readouterr().out == short
+    flags = [line.strip() for line in short.splitlines() if line.startswith("  --")]
+    assert 12 <= len(flags) <= 20
+    assert flags == list(train.COMMON)
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    everything = capsys.readouterr().out
+    assert "--optimiser.learning-rate" in everything
+    assert everything.count("--") > 5 * len(flags)
+
+
+@pytest.mark.parametrize(
+    ("command", "dotted", "words"),
+    [
+        (train.Arguments, True, ["--prompt-field", "question"]),
+        (train.Arguments, True, ["--data.prompt-field", "question"]),
+        (eval.Arguments, False, ["m", "--prompt-field", "question"]),
+        (eval.Arguments, False, ["m", "--data.prompt-field", "question"]),
+    ],
+)
+def test_a_flag_is_known_with_and_without_its_section(command, dotted, words):
+    given = parse(command, words, prog="p", description="", is_dotted=dotted)
+    data = given.settings.data if dotted else given.data
+    assert data.prompt_field == "question"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--time-limit-seconds", "--limit", "--system", "--failure-reward", "--max-tokens"]
+)
+def test_the_flags_of_an_evaluation_are_those_of_a_training_run(flag):
+    parse(train.Arguments, [flag, "1"], prog="p", description="", is_dotted=True)
+    parse(eval.Arguments, ["m", flag, "1"], prog="p", description="")
+
+
+def test_a_flag_that_two_sections_have_must_name_one(refused):
+    said = refused("train", "--kind", "none")
+    assert "--kind could be several; give --correction.kind or --cluster" in said
+
+
+def test_a_simulation_takes_flags_with_their_sections(capsys):
+    assert main(["simulate", "six", "--schedule.mode", "coupled", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mode"] == "coupled"
+
+
+def test_the_file_of_settings_may_follow_a_flag_that_takes_many_values(tmp_path):
+    config = tmp_path / "c.toml"
+    config.write_text('model = "tiny:layers=1"\n[evaluation]\nevery = 7\n')
+    given, chosen = train._given(["--evaluation.tasks", "a", "b", str(config), "--seed", "3"])
+    assert (given.settings.model, given.settings.seed) == ("tiny:layers=1", 3)
+    assert given.settings.evaluation.tasks == ("a", "b")
+    assert chosen == {"model", "evaluation.every", "evaluation.tasks", "seed"}
+
+
+def test_a_run_says_something_before_anything_heavy_is_loaded():
+    program = (
+        "import sys\n"
+        "from sortedrl.cli import train\n"
+        "from sortedrl.runs import start\n"
+        "def loading(*_, **__):\n"
+        "    assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "    raise SystemExit(7)\n"
+        "start._train = loading\n"
+        "task = 'knights_knaves:people=2,count=8'\n"
+        "train.run(['--model', 'tiny', '--out', 'here', '--task', task])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.startswith("here: tiny on 8 rows of knights_knaves")

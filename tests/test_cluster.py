@@ -1,13 +1,16 @@
 """Rollout workers behind a real Ray of two workers: the laws of engines, deaths, logs."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,16 +18,24 @@ import pytest
 pytest.importorskip("ray", reason="the cluster needs the package ray")
 import torch
 
-from cluster_worlds import BreakingRecipe, ImpossibleRecipe, LawfulRecipe, TinyRecipe
+from cluster_worlds import (
+    BreakingFactory,
+    ImpossibleFactory,
+    LawfulFactory,
+    SlowFactory,
+    TinyFactory,
+)
 from native_worlds import answer, fresh_all, roll_out, tiny_model, trained_a_little
+from simulated_worker import SimulatedFactory
 from sortedrl.cli.cluster import _from_file as from_file
 from sortedrl.cluster.check import NodeReport, check, machine
 from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.fleet import ElasticEngine, Fleet
-from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.worker import LogFolder, SimulatedRecipe
+from sortedrl.cluster.placement import BundlePlacement, blueprint, free_resources
+from sortedrl.cluster.weight_transport import LocalSource
+from sortedrl.cluster.worker import LogFolder
+from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer
@@ -34,6 +45,7 @@ from sortedrl.core.loop import Loop
 from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
+from sortedrl.engines import conformance
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost
 from sortedrl.simulate.costs import ticks
@@ -42,15 +54,12 @@ from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.types import Weights
 from worlds import CountingScorer
 
-sys.path.append(str(Path(__file__).parent / "engines"))
-from sortedrl.engines import conformance
-
 TWO = Cluster(
     rollout_workers=2,
     trainer_ranks=0,
     dashboard=False,
     object_store_gib=0.2,
-    patience_seconds=60,
+    worker_timeout_seconds=60,
     start_seconds=60,
 )
 pytestmark = [
@@ -83,33 +92,33 @@ def fields(settings):
 
 
 @pytest.fixture
-def open_fleet(ray_here, tmp_path):
-    """Makes fleets; at the end they are closed, and no thread is left."""
+def open_pool(ray_here, tmp_path):
+    """Makes worker pools; at the end they are closed, and no thread is left."""
     opened = []
     before = threading.active_count()
 
-    def make(recipe, cluster=TWO, **options):
-        placement = Placement(blueprint(cluster), seconds=60)
-        warnings, hand_overs = [], []
+    def make(factory, cluster=TWO, **options):
+        placement = BundlePlacement(blueprint(cluster), seconds=60)
+        warnings, reports = [], []
         opened.append((placement, []))
-        fleet = Fleet(
+        pool = WorkerPool(
             cluster,
-            recipe,
+            factory,
             placement=placement,
-            warn=warnings.append,
-            report=hand_overs.append,
-            folder=tmp_path / "logs",
-            **options,
+            tell=warnings.append,
+            report=reports.append,
+            log_folder=tmp_path / "logs",
+            **{"source": None} | options,
         )
-        opened[-1][1].append(fleet)
-        fleet.warnings, fleet.hand_overs = warnings, hand_overs
-        return fleet
+        opened[-1][1].append(pool)
+        pool.warnings, pool.reports = warnings, reports
+        return pool
 
     yield make
-    for placement, fleets in opened:
+    for placement, pools in opened:
         try:
-            for fleet in fleets:
-                fleet.close()
+            for pool in pools:
+                pool.close()
         finally:
             placement.remove()
     assert threading.active_count() <= before + 2, threading.enumerate()
@@ -117,7 +126,7 @@ def open_fleet(ray_here, tmp_path):
 
 def simulated(**changes):
     usual = {"slots": 4, "max_tokens": 60, "lengths": LengthSettings(median=12, sigma=0.8)}
-    return SimulatedRecipe(**usual | changes)
+    return SimulatedFactory(**usual | changes)
 
 
 def finished_by(engine, count):
@@ -135,7 +144,7 @@ def step_for_ever(engine, done):
 
 
 def kill(worker):
-    os.kill(worker.facts.process, signal.SIGKILL)
+    os.kill(worker.info.process, signal.SIGKILL)
 
 
 # --- laws -----------------------------------------------------------------------------------------
@@ -145,11 +154,12 @@ def kill(worker):
 def lawful(ray_here):
     """The world of the laws, over one worker."""
     cluster = Cluster(**fields(TWO) | {"rollout_workers": 1})
-    one = Fleet(
+    one = WorkerPool(
         cluster,
-        LawfulRecipe(slots=conformance.SLOTS),
-        placement=(placement := Placement(blueprint(cluster), seconds=60)),
-        warn=pytest.fail,
+        LawfulFactory(slots=conformance.SLOTS),
+        placement=(placement := BundlePlacement(blueprint(cluster), seconds=60)),
+        source=LocalSource(),
+        tell=pytest.fail,
         report=lambda _: None,
     )
     # The worker itself is what is tried: its pool has nothing to do.
@@ -170,31 +180,31 @@ def test_a_remote_engine_keeps_the_laws_of_every_engine(law, lawful):
 # --- the same answers -----------------------------------------------------------------------------
 
 
-def test_two_workers_write_what_one_engine_writes_to_the_bit(open_fleet):
+def test_two_workers_write_what_one_engine_writes_to_the_bit(open_pool):
     work = fresh_all((1, 5, 40, 12), samples=2)
     limits = {t.key: 4 + mix(t.seed) % 16 for t in work}
     one = NativeEngine(
         tiny_model(), slots=4, max_tokens=lambda t: limits[t.key], stop_tokens=[3, 50]
     )
     alone = [answer(t) for t in roll_out(one, work)]
-    fleet = open_fleet(TinyRecipe(limits=limits))
-    assert fleet.pool.slots == 4
-    assert [answer(t) for t in roll_out(fleet.pool, work)] == alone
+    pool = open_pool(TinyFactory(limits=limits), source=LocalSource())
+    assert pool.slots == 4
+    assert [answer(t) for t in roll_out(pool, work)] == alone
     new = dict(trained_a_little(tiny_model(), learning_rate=1e-2).state_dict())
-    for engine in (one, fleet.pool):
+    for engine in (one, pool):
         engine.load_weights(Weights(1, new))
-    assert fleet.pool.version == 1
+    assert pool.version == 1
     other = [answer(t) for t in roll_out(one, work)]
     assert other != alone
-    assert [answer(t) for t in roll_out(fleet.pool, work)] == other
-    (told,) = fleet.hand_overs
-    assert (told.version, told.workers, told.buckets) == (1, 2, 1)
-    assert told.bytes == sum(t.nbytes for t in new.values())
-    assert told.put_seconds > 0
-    assert told.load_seconds > 0
+    assert [answer(t) for t in roll_out(pool, work)] == other
+    (report,) = pool.reports
+    assert (report.version, report.workers, report.buckets) == (1, 2, 1)
+    assert report.bytes == sum(t.nbytes for t in new.values())
+    assert report.put_seconds > 0
+    assert report.load_seconds > 0
     with pytest.raises(EngineError, match="must come with their tensors; version 2 came without"):
-        fleet.workers[0].load_weights(Weights(2))
-    logs = sorted(fleet.workers[0].facts.log.parent.glob("*.log"))
+        pool.load_weights(Weights(2))
+    logs = sorted(pool.workers[0].info.log.parent.glob("*.log"))
     assert [log.name for log in logs] == ["rollout-0.log", "rollout-1.log"]
     assert all("a tiny engine is made" in log.read_text() for log in logs)
 
@@ -244,78 +254,82 @@ def check_run(batches, events, *, answers):
     assert ledger.decoded == ledger.trained + ledger.discarded
 
 
-def test_the_loop_runs_over_workers_as_over_one_engine(open_fleet):
-    fleet = open_fleet(simulated())
+def test_the_loop_runs_over_workers_as_over_one_engine(open_pool):
+    pool = open_pool(simulated())
     for mode in ("partial", "on_policy", "coupled"):
         schedule, events = Schedule(group_prompts=16, update_batch=8, mode=mode), []
-        loop = loop_over(fleet.pool, prompts=48, schedule=schedule, events=events)
+        loop = loop_over(pool, prompts=48, schedule=schedule, events=events)
         check_run(list(loop.run()), events, answers=48)
-        assert not fleet.warnings
-        assert fleet.pool.version > 1
-        fleet.pool.load_weights(Weights(0))
+        assert not pool.warnings
+        assert pool.version > 1
+        pool.load_weights(Weights(0))
 
 
-def test_a_worker_killed_in_mid_round_gives_its_work_to_the_others(open_fleet):
+def test_a_worker_killed_in_mid_round_gives_its_work_to_the_others(open_pool):
     schedule = Schedule(group_prompts=16, update_batch=8)
-    fleet, events = open_fleet(simulated(pause_seconds=0.02)), []
-    loop = loop_over(fleet.pool, prompts=48, schedule=schedule, events=events)
-    whole_step = fleet.pool.step
+    pool, events = open_pool(simulated(pause_seconds=0.02)), []
+    loop = loop_over(pool, prompts=48, schedule=schedule, events=events)
+    whole_step = pool.step
     seen = Counter()
 
     class Killing:
         """The pool, of which one worker dies while it writes."""
 
         submit, interrupt, load_weights = (
-            fleet.pool.submit,
-            fleet.pool.interrupt,
-            fleet.pool.load_weights,
+            pool.submit,
+            pool.interrupt,
+            pool.load_weights,
         )
-        slots = property(lambda self: fleet.pool.slots)
-        version = property(lambda self: fleet.pool.version)
+        slots = property(lambda self: pool.slots)
+        version = property(lambda self: pool.version)
 
         def step(self):
             step = whole_step()
             seen["answers"] += len(step.finished)
             if seen["answers"] >= 20 and not seen["killed"]:
                 seen["killed"] = 1
-                kill(fleet.workers[0])
+                kill(pool.workers[0])
             return step
 
     object.__setattr__(loop, "engine", Killing())
     check_run(list(loop.run()), events, answers=48)
-    (warning,) = fleet.warnings
+    warning = pool.warnings[0]
     assert warning.startswith("engine 1 of 2 (rollout-0) is lost: rollout worker 0, simulated")
     assert "its process has died (killed, out of memory, or crashed)" in warning
     assert "4 slots are left" in warning
-    assert [worker.number for worker in fleet.lost] == [0]
+    assert pool.workers[0].is_lost
+    assert pool.warnings[-1].endswith("has joined: 8 slots now")
+    assert not pool.lost, "replaced at the next weight sync"
 
 
-def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(open_fleet):
-    fleet, new = open_fleet(simulated()), Weights(3)
-    fleet.pool.load_weights(new)
+def test_a_new_worker_takes_the_place_of_a_dead_one_with_the_present_weights(open_pool):
+    pool = open_pool(simulated())
+    pool.load_weights(Weights(3))
     work = fresh_all((1,) * 12)
-    before = [answer(t) for t in roll_out(fleet.pool, work)]
-    kill(fleet.workers[1])
-    assert [answer(t) for t in roll_out(fleet.pool, work)] == before
-    assert fleet.pool.slots == 4
-    (joined,) = fleet.refill(lambda: new)
-    assert (joined.version, fleet.pool.slots, fleet.lost) == (3, 8, [])
-    assert not fleet.refill(lambda: new)
-    added = fleet.add(new)
-    assert (added.number, fleet.pool.slots) == (3, 12)
-    assert [answer(t) for t in roll_out(fleet.pool, work)] == before
-    assert [told.workers for told in fleet.hand_overs] == [2, 1, 1]
+    before = [answer(t) for t in roll_out(pool, work)]
+    kill(pool.workers[1])
+    assert [answer(t) for t in roll_out(pool, work)] == before
+    assert (pool.slots, [worker.number for worker in pool.lost]) == (4, [1])
+    pool.load_weights(Weights(4))
+    joined = pool.workers[-1]
+    assert (joined.number, joined.version, pool.slots, pool.lost) == (2, 4, 8, [])
+    assert pool.warnings[-1].endswith("has joined: 8 slots now")
+    pool.load_weights(Weights(5))
+    assert len(pool.workers) == 3, "nobody else is missing"
+    assert [answer(t) for t in roll_out(pool, work)] == before
+    assert [report.workers for report in pool.reports] == [2, 1, 2]
     with pytest.raises(ConfigError, match="in a pool once"):
-        fleet.pool.add(joined)
-    joined.version = 4
-    with pytest.raises(ConfigError, match="must have the weights of version 3, as the pool"):
-        fleet.pool.add(replace_member(joined))
+        pool._pool.add(joined)
+    joined.version = 6
+    with pytest.raises(
+        ConfigError, match="must have the weights of the pool, version 5, got version 6"
+    ):
+        pool._pool.add(replace_member(joined))
 
 
-def test_a_run_grows_with_its_cluster_and_mends_itself_when_new_weights_come(open_fleet):
-    growing = Cluster(**fields(TWO) | {"rollout_workers": 1, "most_rollout_workers": 2})
-    said = []
-    engine = ElasticEngine(open_fleet(simulated(), growing), growing, tell=said.append)
+def test_a_run_grows_with_its_cluster_and_mends_itself_when_new_weights_come(open_pool):
+    growing = Cluster(**fields(TWO) | {"rollout_workers": 1, "max_rollout_workers": 2})
+    engine = open_pool(simulated(), growing)
     work = fresh_all((1,) * 12)
     before = [answer(t) for t in roll_out(engine, work)]
     assert engine.slots == 4
@@ -323,14 +337,14 @@ def test_a_run_grows_with_its_cluster_and_mends_itself_when_new_weights_come(ope
     assert (engine.slots, engine.version) == (8, 1)
     engine.load_weights(Weights(2))
     assert engine.slots == 8, "two are as many as there may be"
-    kill(engine.fleet.workers[0])
+    kill(engine.workers[0])
     assert [answer(t) for t in roll_out(engine, work)] == before
     assert engine.slots == 4
     engine.release()
     engine.load_weights(Weights(3))
     assert (engine.slots, engine.version) == (8, 3)
     assert [answer(t) for t in roll_out(engine, work)] == before
-    assert [line.endswith("has joined: 8 slots now") for line in said] == [True, True]
+    assert sum(line.endswith("has joined: 8 slots now") for line in engine.warnings) == 2
 
 
 def replace_member(worker):
@@ -338,54 +352,54 @@ def replace_member(worker):
     return SimpleNamespace(name=worker.name, slots=worker.slots, version=worker.version)
 
 
-def test_without_a_worker_the_work_can_still_be_taken_back(open_fleet):
-    fleet = open_fleet(simulated(pause_seconds=0.2))
+def test_without_a_worker_the_work_can_still_be_taken_back(open_pool):
+    pool = open_pool(simulated(pause_seconds=0.2))
     work = fresh_all((1, 2, 3))
-    fleet.pool.submit(work, tolerance=None)
-    for worker in fleet.workers:
+    pool.submit(work, tolerance=None)
+    for worker in pool.workers:
         kill(worker)
     with pytest.raises(EngineLost, match="no engine is left, all 2 are lost"):
-        finished_by(fleet.pool, 3)
-    assert [t.key for t in fleet.pool.interrupt()] == [t.key for t in work]
+        finished_by(pool, 3)
+    assert [t.key for t in pool.interrupt()] == [t.key for t in work]
 
 
-def test_a_worker_whose_engine_is_lost_gives_back_the_tokens_it_had(open_fleet):
+def test_a_worker_whose_engine_is_lost_gives_back_the_tokens_it_had(open_pool):
     long = simulated(lengths=LengthSettings(values=(2, 50)))
-    fleet = open_fleet(BreakingRecipe(inner=long, breaks_at=1, is_lost=True))
+    pool = open_pool(BreakingFactory(inner=long, breaks_at=1, is_lost=True))
     work = fresh_all((1,) * 8)
-    fleet.pool.submit(work, tolerance=None)
+    pool.submit(work, tolerance=None)
     done = {}
     with pytest.raises(EngineLost, match="no engine is left"):
-        step_for_ever(fleet.pool, done)
-    stopped = {t.key: t for t in fleet.pool.interrupt()}
+        step_for_ever(pool, done)
+    stopped = {t.key: t for t in pool.interrupt()}
     assert done
     assert stopped
     assert done.keys() | stopped.keys() == {t.key for t in work}
     assert all(t.num_tokens == 2 for t in stopped.values())
-    assert "the pipe broke" in fleet.warnings[0]
+    assert "the pipe broke" in pool.warnings[0]
 
 
-def test_a_bug_in_an_engine_reaches_the_caller_and_loses_nothing(open_fleet):
+def test_a_bug_in_an_engine_reaches_the_caller_and_loses_nothing(open_pool):
     one = Cluster(**fields(TWO) | {"rollout_workers": 1})
-    fleet = open_fleet(BreakingRecipe(inner=simulated(), breaks_at=1, is_lost=False), one)
+    pool = open_pool(BreakingFactory(inner=simulated(), breaks_at=1, is_lost=False), one)
     work = fresh_all((1,) * 8)
-    fleet.pool.submit(work, tolerance=None)
+    pool.submit(work, tolerance=None)
     done = {}
     with pytest.raises(KeyError, match="a bug"):
-        step_for_ever(fleet.pool, done)
-    assert not fleet.warnings
-    stopped = {t.key for t in fleet.pool.interrupt()}
+        step_for_ever(pool, done)
+    assert not pool.warnings
+    stopped = {t.key for t in pool.interrupt()}
     assert done.keys() | stopped == {t.key for t in work}
 
 
-def test_a_worker_that_does_not_answer_is_lost(open_fleet):
-    patient = Cluster(**fields(TWO) | {"patience_seconds": 1.0})
-    fleet = open_fleet(simulated(pause_seconds=0.02), patient)
-    os.kill(fleet.workers[0].facts.process, signal.SIGSTOP)
+def test_a_worker_that_does_not_answer_is_lost(open_pool):
+    patient = Cluster(**fields(TWO) | {"worker_timeout_seconds": 1.0})
+    pool = open_pool(simulated(pause_seconds=0.02), patient)
+    os.kill(pool.workers[0].info.process, signal.SIGSTOP)
     work = fresh_all((1,) * 6)
-    fleet.pool.submit(work, tolerance=None)
-    assert finished_by(fleet.pool, 6).keys() == {t.key for t in work}
-    (warning,) = fleet.warnings
+    pool.submit(work, tolerance=None)
+    assert finished_by(pool, 6).keys() == {t.key for t in work}
+    (warning,) = pool.warnings
     assert "it has not answered for 1 s" in warning
 
 
@@ -426,24 +440,24 @@ def test_the_log_of_a_worker_that_does_not_see_the_folder_is_brought_over(tmp_pa
 # --- starting -------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_cannot_be_made_says_why(open_fleet):
+def test_an_engine_that_cannot_be_made_says_why(open_pool):
     with pytest.raises(EngineError, match="worker 0 could not make its engine: there is no such"):
-        open_fleet(ImpossibleRecipe())
+        open_pool(ImpossibleFactory())
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_is_missing(ray_here):
     big = Cluster(rollout_workers=64, gpus_per_worker=2)
     with pytest.raises(EngineError, match=r"must have 65 CPU and 129 GPU for .* 129 GPU missing"):
-        Placement(blueprint(big), seconds=5)
+        BundlePlacement(blueprint(big), seconds=5)
 
 
 def test_a_run_waits_for_what_others_have_taken_and_then_says_what_is_free(ray_here):
     three = blueprint(Cluster(**fields(TWO) | {"rollout_workers": 3}))
-    first = Placement(three, seconds=60)
+    first = BundlePlacement(three, seconds=60)
     with pytest.raises(EngineError, match="3 CPU in 3 bundles must be free within 1 s"):
-        Placement(three, seconds=1)
+        BundlePlacement(three, seconds=1)
     first.remove()
-    Placement(three, seconds=60).remove()
+    BundlePlacement(three, seconds=60).remove()
 
 
 def test_the_check_places_everything_and_lets_ranks_meet(ray_here):
@@ -502,10 +516,10 @@ def test_the_section_of_a_file_is_read_and_its_mistakes_are_named(tmp_path):
         ),
         ({"overlap": True, "trainer_ranks": 0}, "needs cluster.trainer_ranks of at least 1"),
         ({"cpus_per_worker": 0}, "must have a CPU or a GPU"),
-        ({"patience_seconds": 0}, "patience_seconds must be above 0"),
+        ({"worker_timeout_seconds": 0}, "worker_timeout_seconds must be above 0"),
         ({"kind": "colocate"}, "did you mean 'colocated'"),
-        ({"kind": "colocated"}, "got 1 trainer_ranks and 2 rollout_workers"),
-        ({"kind": "colocated", "trainer_ranks": 2, "gpus_per_worker": 2}, "set it to 1 or 0"),
+        ({"kind": "colocated"}, "trainer_ranks must be 2, got 1 with 2 rollout_workers"),
+        ({"kind": "colocated", "trainer_ranks": 2, "gpus_per_worker": 2}, "or 0 for CPUs, got 2"),
         ({"address": "auto", "object_store_gib": 1.0}, "is for a Ray of our own"),
         ({"address": ""}, "must not be empty"),
     ],
@@ -516,8 +530,8 @@ def test_impossible_settings_are_refused(settings, message):
 
 
 def test_many_workers_speak_less_often():
-    assert Cluster().beat_seconds == 0.02
-    assert Cluster(rollout_workers=500).beat_seconds == 0.5
+    assert Cluster().poll_seconds == 0.02
+    assert Cluster(rollout_workers=500).poll_seconds == 0.5
 
 
 def test_the_settings_and_the_help_need_neither_ray_nor_torch():
@@ -536,3 +550,63 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr
+
+
+# --- repairs --------------------------------------------------------------------------------------
+
+
+def test_a_worker_without_gpus_sees_none(monkeypatch):
+    from sortedrl.cluster.trainer_rank import TrainerRank
+    from sortedrl.cluster.worker import RolloutWorker
+
+    for make in (partial(RolloutWorker, poll_seconds=1.0), TrainerRank):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        make("x", has_gpu=True, logs=None)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+        make("x", has_gpu=False, logs=None)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "out of memory: CUDA out of"),
+        (MemoryError(), "ran out of memory: MemoryError; resume with smaller passes"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk space: .*No space left"),
+    ],
+)
+def test_what_a_rank_ran_out_of_is_said_in_its_own_words_and_not_tried_again(cause, words):
+    from sortedrl.cluster.remote_trainer import exhausted_resource
+
+    assert re.search(words, exhausted_resource([KeyError("x"), cause]))
+    assert exhausted_resource([KeyError("x"), OSError(errno.EPIPE, "pipe")]) is None
+
+
+def test_a_join_that_fails_gives_its_resources_back_and_is_asked_for_less_and_less(
+    open_pool, monkeypatch
+):
+    growing = Cluster(**fields(TWO) | {"rollout_workers": 1, "max_rollout_workers": 2})
+    pool, asked = open_pool(simulated(), growing), []
+    free = free_resources()
+
+    def refuse(place, weights):
+        asked.append(weights.version)
+        raise EngineError("it does not start")
+
+    monkeypatch.setattr(pool, "_join", refuse)
+    for version in range(1, 15):
+        pool.load_weights(Weights(version))
+        until = time.monotonic() + 30
+        while free_resources().get("CPU") != free.get("CPU"):
+            assert time.monotonic() < until, "the bundle of the worker is still reserved"
+            time.sleep(0.1)
+    assert asked == [1, 4, 9]
+    assert pool.warnings == ["it does not start"]
+
+
+def test_a_worker_that_starts_slowly_is_waited_for_while_it_makes_progress(open_pool):
+    brief = Cluster(**fields(TWO) | {"rollout_workers": 1, "start_seconds": 4})
+    pool = open_pool(SlowFactory(seconds=12, is_busy=True), brief)
+    assert pool.slots == 4
+    with pytest.raises(EngineError, match=r"rollout worker 0 did not start: .*timed out"):
+        open_pool(SlowFactory(seconds=60, is_busy=False), brief)

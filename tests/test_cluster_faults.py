@@ -68,10 +68,10 @@ def begun(world, opened, seen):
 
 def resumed(run, *words):
     """Go on with a run by hand, as its last words say; it must come to its end."""
-    assert f"go on with: sortedrl train {run.out.name} --resume\n" in run.err
+    assert f"resume with: sortedrl train {run.out.name} --resume\n" in run.err
     run.resume(*words)
     assert run.wait() == 0, run.err
-    assert "going on from" in run.err
+    assert "resuming from" in run.err
     law(run.out)
 
 
@@ -83,7 +83,7 @@ def test_another_worker_takes_the_place_of_one_that_is_killed(begun):
     assert "4 slots are left" in run.err
     assert "rollout worker 2, the native engine on cpu" in run.err
     assert "has joined: 8 slots now" in run.err
-    assert "going on from" not in run.err, "no checkpoint is needed"
+    assert "resuming from" not in run.err, "no checkpoint is needed"
     law(run.out)
 
 
@@ -99,7 +99,7 @@ def test_a_run_whose_trainer_loses_a_rank_in_mid_update_goes_on_from_its_checkpo
     updating[-1].signal(signal.SIGKILL)
     assert run.wait() == 0, run.err
     assert "a rank of the trainer is lost: its process has died" in run.err
-    assert "The run goes on from its last checkpoint (3 restarts left).\n" in run.err
+    assert "Resuming from the last checkpoint (3 restarts left).\n" in run.err
     assert run.err.count("a Ray of our own") == 2
     law(run.out)
 
@@ -126,7 +126,7 @@ def test_a_run_that_loses_ray_itself_says_how_to_go_on(begun, name, words):
     code = run.wait(seconds=60)
     if name == "raylet" and code == 0:
         # Without a raylet the workers die first, and a run that notices begins a Ray of its own.
-        assert "The run goes on from its last checkpoint" in run.err
+        assert "Resuming from the last checkpoint" in run.err
         law(run.out)
         return
     assert code == 1, run.err

@@ -32,7 +32,7 @@ TWO_AND_TWO = Cluster(
     trainer_ranks=2,
     dashboard=False,
     object_store_gib=0.2,
-    patience_seconds=60,
+    worker_timeout_seconds=60,
     start_seconds=120,
 )
 ALONE = TrainSettings(
@@ -109,15 +109,15 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
 
 
 @pytest.mark.parametrize(
-    ("mode", "layout"),
+    ("mode", "changes"),
     [
         ("partial", {"checkpoint": "sharded"}),
         ("partial", {"overlap": True, "rollout_workers": 1, "trainer_ranks": 1}),
-        ("coupled", {"kind": "colocated", "hand_over": "disk"}),
+        ("coupled", {"kind": "colocated", "weight_sync": "disk"}),
     ],
 )
 def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
-    batches, tmp_path, mode, layout
+    batches, tmp_path, mode, changes
 ):
     still = replace(
         ALONE,
@@ -127,7 +127,7 @@ def test_with_frozen_weights_a_cluster_trains_on_the_answers_of_one_process(
     train(replace(still, out=tmp_path / "alone"))
     alone = trained(batches)
     batches.clear()
-    train(replace(still, out=tmp_path / "cluster", cluster=replace(TWO_AND_TWO, **layout)))
+    train(replace(still, out=tmp_path / "cluster", cluster=replace(TWO_AND_TWO, **changes)))
     assert trained(batches) == alone
     assert len(alone) == 48
     assert largest_gap(weights(tmp_path / "alone"), weights(tmp_path / "cluster")) == 0.0

@@ -194,7 +194,7 @@ def test_it_ends_as_soon_as_the_target_is_reached(capsys, tmp_path):
 def test_a_model_that_is_good_enough_is_not_trained(capsys, tmp_path, world):
     words = evaluated([1, 2], "--evaluation.target", "0.9")
     out, _ = said(capsys, run_words(tmp_path / "run", *words, reward="scripted"))
-    assert "the target score is reached" in out
+    assert "reached the target score" in out
     assert weights(tmp_path / "run") == (world / "begun" / "model.safetensors").read_bytes()
     said(capsys, ["train", tmp_path / "run", "--resume"])
 
@@ -216,7 +216,7 @@ def test_a_run_that_has_ended_ends_again_without_a_change(capsys, tmp_path):
     said(capsys, run_words(tmp_path / "run"))
     before = weights(tmp_path / "run"), metrics(tmp_path / "run"), events(tmp_path / "run")
     out, _ = said(capsys, ["train", tmp_path / "run", "--resume"])
-    assert "the data is used up" in out
+    assert "reached the end of the data" in out
     assert before[:2] == (weights(tmp_path / "run"), metrics(tmp_path / "run"))
     assert [e for e in events(tmp_path / "run") if e["event"] != "end"] == before[2][:-1]
 
@@ -254,7 +254,7 @@ def test_json_is_one_object_and_nothing_else_on_standard_output(world, tmp_path)
 
 def test_the_table_at_the_end_says_where_the_model_is(capsys, tmp_path):
     out, _ = said(capsys, run_words(tmp_path / "run", "--max-updates", "1"))
-    for words in ("updates", "bubble", "goodput", "staleness", "max_updates is reached"):
+    for words in ("updates", "bubble", "goodput", "staleness", "reached max_updates"):
         assert words in out
     assert f"The model is in {tmp_path / 'run' / 'model'}" in out
 

@@ -1,5 +1,7 @@
 """The examples run as they are shown."""
 
+import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +109,41 @@ def test_the_example_of_a_tool_runs_from_its_files(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
     rows = read_metrics(tmp_path / "runs" / "tools" / "train" / "metrics.jsonl")
     assert [row["update"] for row in rows] == [1, 2]
+
+
+def test_a_scheduler_in_a_loop_of_ones_own_learns():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "own_loop.py"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rewards = [float(line.split()[3]) for line in done.stdout.splitlines()]
+    assert len(rewards) >= 10
+    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:3]) / 3
+
+
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+    """Without Jupyter: the cells in order, and what the last line of each gives."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    names, given = {"__name__": "__main__"}, []
+    for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"cell {number}", "exec"), names)
+        if last is not None:
+            given.append(eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names))
+    run, numbers, page, rewards, comparison = given
+    assert run.folder == Path("runs/train")
+    assert len(numbers) == 8
+    assert page.exists()
+    assert rewards[1] > rewards[0]
+    assert comparison.gain > 1
+
+
+def test_the_notebook_is_kept_without_outputs():
+    notebook = json.loads((EXAMPLES / "quickstart.ipynb").read_text())
+    assert all(cell["outputs"] == [] for cell in notebook["cells"] if cell["cell_type"] == "code")

@@ -15,14 +15,14 @@ from typing import get_type_hints
 import pytest
 
 from sortedrl.cli import COMMANDS, main
-from sortedrl.cli.arguments import parse, settings_from, source_and_flags
+from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.spec import options_from
 from sortedrl.config.toml import settings_over, toml_text
 from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.settings import Simulation, simulation_from
 
 DOTTED = ("train", "sft")
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**18, 10**400, 0.5, -0.0, 1e308, -1e308, math.nan, math.inf)
@@ -135,7 +135,7 @@ def test_no_number_is_taken_that_is_not_finite_or_takes_the_machine_down(default
         (["train", "--reward-options", "a=1", "--reward-options", "b=2"], "is given twice"),
         (["simulate", "six", "--seed", "1", "--seed", "1"], "--seed is given twice"),
         (["simulate", "six", "--json", "--json"], "--json is given twice"),
-        (["train", "--layout.offload", "--layout.no-offload"], "is given twice"),
+        (["train", "--cluster.offload", "--cluster.no-offload"], "is given twice"),
         (["train", "--model", "tiny:foo=1"], "model 'tiny:foo=1': unknown option 'foo'"),
         (["train", "--model", "tiny:layers=2,layers=3"], "option layers is given twice"),
         (["train", "--model", "tiny:hidden=8192,layers=99"], "load a model that is not tiny"),
@@ -195,8 +195,8 @@ def test_a_mistake_ends_in_one_sentence_with_code_2_and_nothing_made(
         ("seed = 1.0\n", "seed must be a whole number, got 1.0"),
         ('[evaluation]\ntasks = "gsm8k"\n', "evaluation.tasks must be a list, got 'gsm8k'"),
         ('[evaluation]\ntasks = [["gsm8k"]]\n', "evaluation.tasks must be text in quotes"),
-        ('[layout]\noffload = "yes"\n', "layout.offload must be true or false, got 'yes'"),
-        ("[layout]\noffload = 1\n", "layout.offload must be true or false, got 1"),
+        ('[cluster]\noffload = "yes"\n', "cluster.offload must be true or false, got 'yes'"),
+        ("[cluster]\noffload = 1\n", "cluster.offload must be true or false, got 1"),
         ('[schedule]\nmode = "Partial"\n', "did you mean 'partial'"),
         ('[schedule]\nmode = ["partial"]\n', "unknown schedule.mode"),
         ("[[schedule]]\n", "[schedule] must be a section"),
@@ -272,17 +272,17 @@ def test_a_source_may_stand_anywhere_and_a_flag_beats_it(tmp_path):
     )
     path = tmp_path / "mine.toml"
     path.write_text(toml_text({"preset": "six", "engine": {"slots": 2}}))
-    assert settings_from(str(path)).engine.slots == 2
+    assert simulation_from(str(path)).engine.slots == 2
 
 
 def test_every_setting_of_a_file_can_be_a_flag_too():
     kind = import_module("sortedrl.cli.train").Arguments
-    words = ["--schedule.mode", "coupled", "--layout.no-offload", "--evaluation.tasks", "a", "b"]
+    words = ["--schedule.mode", "coupled", "--cluster.no-offload", "--evaluation.tasks", "a", "b"]
     words += ["--schedule.tolerance", "inf", "--max-updates", "None", "--passes.compiled", "True"]
     given = parse(kind, words, prog="x", description="", default=kind(), is_dotted=True)
     table = {
         "schedule": {"mode": "coupled", "tolerance": math.inf},
-        "layout": {"offload": False},
+        "cluster": {"offload": False},
         "evaluation": {"tasks": ["a", "b"]},
         "max_updates": "None",
         "passes": {"compiled": True},
@@ -321,7 +321,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "words",
     [
-        ["train"],
+        ["train", "--model", "tiny"],
         ["demo"],
         ["sft"],
         ["eval", "tiny", "--tasks", "knights_knaves:count=2"],

@@ -26,16 +26,17 @@ from sortedrl.core.events import Landed, Update, from_json, to_json
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import Meter, measure
-from sortedrl.core.recorder import Journal, JournalState, Landing
+from sortedrl.core.metrics import Figures
+from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose
 from sortedrl.report.lanes import lanes
-from sortedrl.report.live.state import LiveState
+from sortedrl.report.live.state import LiveState, Source
 from sortedrl.report.live.view import PlainView
 from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.ticks import story
-from sortedrl.report.trace import spans, trace_events
+from sortedrl.report.trace import trace_events
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import training_tasks
@@ -101,14 +102,14 @@ class VirtualOverlap(SimulatedTrainer):
         super().__init__(costs=costs, clock=clock)
         self._batch = self._began = None
 
-    def update(self, batch):
+    def submit(self, batch):
         self._batch = batch
 
     def begin(self):
         if self._batch is not None and self._began is None:
             self._began = self._clock.seconds()
 
-    def settle(self):
+    def result(self):
         self.begin()
         batch, began = self._batch, self._began
         if batch is None:
@@ -118,7 +119,9 @@ class VirtualOverlap(SimulatedTrainer):
         self._clock.advance(took - beside)
         self.version += 1
         self._batch = self._began = None
-        return Landing(batch=batch, version=self.version, took_seconds=took, beside_seconds=beside)
+        return FinishedUpdate(
+            batch=batch, version=self.version, took_seconds=took, beside_seconds=beside
+        )
 
 
 def looped(simulation, trainer, *, clock, record, overlap, scorer=None):
@@ -203,7 +206,7 @@ def test_every_answer_is_trained_once_and_one_version_older_at_most(simulation, 
     for batch in loop.run():
         batches.append(batch)
         assert loop.buffer.num_running == 0
-        assert (plain.seen, plain.is_busy) == (batches, False), "yielded when it has landed"
+        assert (plain.seen, plain.is_busy) == (batches, False), "yielded when it has finished"
         assert loop.trainer.version == loop.trainer.weights().version == plain.version
         assert loop.trainer.last["loss"] == len(batches)
     loop.trainer.close()
@@ -386,6 +389,10 @@ def test_a_window_of_the_meter_reaches_from_update_to_update():
     assert all(window.goodput > 0 and window.updates == 1 for window in windows)
 
 
+def updates_in_trace(record):
+    return [event for event in trace_events(record) if event.get("cat") == "updates"]
+
+
 def test_every_reader_of_events_takes_a_log_with_landings():
     events = on_virtual_time(paper())
     landings = [event for event in events if isinstance(event, Landed)]
@@ -393,19 +400,29 @@ def test_every_reader_of_events_takes_a_log_with_landings():
     bands = [band for band in record.lanes.bands if band.kind == "update"]
     waits = [event.waited_seconds for event in landings if event.waited_seconds > 0]
     assert [band.end - band.start for band in bands] == pytest.approx(waits)
-    found = spans(record).updates
-    assert [span.end - span.start for span in found] == pytest.approx(
-        [event.took_seconds for event in landings]
+    found = updates_in_trace(record)
+    assert [bar["dur"] for bar in found] == pytest.approx(
+        [1e6 * event.took_seconds for event in landings], abs=2
     )
-    assert all(early.end <= late.start for early, late in pairwise(found))
-    assert sum(event.get("cat") == "updates" for event in trace_events(record)) == len(landings)
+    assert all(early["ts"] + early["dur"] <= late["ts"] for early, late in pairwise(found))
     assert "updates overlapped with rollouts" in numbers_section([record])
     assert "updates overlapped" not in numbers_section(
         [measured(RunRecord(name="in turn", events=run(paper()).events))]
     )
     cut = measured(RunRecord(name="cut", events=events[: events.index(landings[-1])]))
-    assert len(spans(cut).updates) == len(landings)
-    state = LiveState(schedule="", slots=8, update_batch=8, max_tokens=400, decoded=lambda: 0)
+    assert len(updates_in_trace(cut)) == len(landings)
+    state = LiveState(
+        Source(
+            schedule="",
+            slots=8,
+            update_batch=8,
+            max_tokens=400,
+            device="cpu",
+            decoded=lambda: 0,
+            seconds=lambda: 1.0,
+            figures=Figures,
+        )
+    )
     for event in events:
         state(event)
     assert state.ready == state.running == 0
@@ -424,42 +441,43 @@ def given_batch(version=0):
     return TrainBatch(version, ())
 
 
-def test_what_an_update_raises_is_raised_when_it_is_settled_and_again_when_asked_again():
+def test_what_an_update_raises_is_raised_by_its_result_and_again_when_asked_again():
     def fail():
         raise RuntimeError("out of memory")
 
     plain = PlainTrainer(waits=fail)
     trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
-    trainer.update(given_batch())
+    trainer.submit(given_batch())
     trainer.begin()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            trainer.settle()
+            trainer.result()
     assert trainer.version == 0
     trainer.close()
     assert plain.is_closed
 
 
-def test_until_an_update_has_landed_version_and_numbers_are_those_before_it():
+def test_until_an_update_has_finished_version_and_numbers_are_those_before_it():
     go_on = Signal()
     plain = PlainTrainer(waits=lambda: go_on.wait(10))
     trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
-    assert trainer.settle() is None
+    assert trainer.result() is None
     assert trainer.last == {}
     go_on.set()
-    trainer.update(given_batch())
+    trainer.submit(given_batch())
     assert trainer.weights().version == 0, "an update that has not begun leaves the weights"
-    landing = trainer.settle()
-    assert (landing.version, trainer.version, trainer.last["loss"]) == (1, 1, 1.0)
-    assert landing.waited_seconds == trainer.last["overlap/waited_seconds"]
+    finished = trainer.result()
+    assert (finished.version, trainer.version, trainer.last["loss"]) == (1, 1, 1.0)
+    assert finished.waited_seconds == trainer.last["overlap/waited_seconds"]
     go_on.clear()
-    trainer.update(given_batch(version=1))
+    trainer.submit(given_batch(version=1))
     trainer.begin()
     assert (trainer.version, trainer.last["loss"]) == (1, 1.0)
     for forbidden in (
         trainer.weights,
         trainer.flush,
         lambda: trainer.update(given_batch(version=1)),
+        lambda: trainer.submit(given_batch(version=1)),
         lambda: trainer.save(None, tokenizer=None),
         lambda: trainer.export(None, tokenizer=None),
     ):
@@ -468,11 +486,20 @@ def test_until_an_update_has_landed_version_and_numbers_are_those_before_it():
     go_on.set()
     while plain.is_busy or plain.updates < 2:
         time.sleep(0.001)
-    assert (trainer.version, trainer.last["loss"]) == (1, 1.0), "done, but not landed"
-    assert trainer.settle().beside_seconds > 0
+    assert (trainer.version, trainer.last["loss"]) == (1, 1.0), "done, but not asked for"
+    assert trainer.result().beside_seconds > 0
     assert (trainer.version, trainer.last["loss"]) == (2, 2.0)
     assert trainer.flush()
     assert trainer.last == {"loss": -1.0}, "held answers are trained on in turn"
+    trainer.close()
+
+
+def test_an_update_is_done_when_it_returns_with_and_without_overlap():
+    plain = PlainTrainer()
+    trainer = OverlappedTrainer(plain, seconds=time.perf_counter)
+    trainer.update(given_batch())
+    assert (plain.version, trainer.version, trainer.last) == (1, 1, {"loss": 1.0})
+    assert trainer.result() is None
     trainer.close()
 
 
@@ -525,10 +552,10 @@ ROW = ("update", "version", "reward/mean", "length/mean", "rollout/decoded_token
 
 
 class AfterTheRollout:
-    """Begins updates when they are settled: engine and trainer share their weights here."""
+    """Begins updates when they are waited for: engine and trainer share their weights here."""
 
     def __init__(self, trainer):
-        self.settle = trainer.settle
+        self.submit, self.result = trainer.submit, trainer.result
 
     def begin(self):
         """Not yet."""

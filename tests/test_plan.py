@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from run_worlds import run_words, said
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
 from sortedrl.runs.plan.advice import advice, refuse_too_big
 from sortedrl.runs.plan.cards import CARDS, card_named
+from sortedrl.runs.plan.dry_run import card_of
 from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
 from sortedrl.runs.plan.page import RunPlan, lines, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
@@ -104,8 +107,8 @@ def demand_of(model, **changes):
 def test_parts_add_up_and_the_least_is_part_of_all(demand, device):
     plan = planned(demand)
     parts = plan.parts
-    assert parts.total == parts.fixed + parts.cache
-    assert plan.least <= parts.total
+    assert parts.total == parts.trainer + parts.generation + parts.cache == plan.total
+    assert plan.least <= plan.total
     assert 0 <= plan.cache_bytes(device) <= parts.cache
     assert plan.can_run(device) == (plan.least <= plan.usable(device) < device)
 
@@ -429,7 +432,7 @@ def page_of(demand, *, device_bytes, schedule=None):
     return RunPlan(
         card=card,
         device_bytes=device_bytes,
-        schedule=schedule,
+        settings=TrainSettings(schedule=schedule),
         memory=memory,
         prediction=prediction,
     )
@@ -508,3 +511,21 @@ def test_planning_needs_no_torch_until_a_model_is_looked_at():
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- the card that is here ------------------------------------------------------------------------
+
+
+def test_a_card_whose_speed_is_not_known_is_refused_with_its_memory():
+    assert card_of("NVIDIA H100 80GB HBM3", 80 * GIB) == card_named("h100")
+    with pytest.raises(ConfigError, match=r"speed of NVIDIA L40S is not known.*--memory-gib 44"):
+        card_of("NVIDIA L40S", 44 * GIB)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_card_can_have_other_memory(capsys, tmp_path):
+    words = [*run_words(tmp_path / "run", model="tiny"), "--dry-run", "--memory-gib", "44"]
+    out, _ = said(capsys, [*words, "--card", "a100"])
+    assert "of 44.0 GiB usable" in out
+    _, err = said(capsys, words, code=2)
+    assert "--memory-gib is the memory of --card, got 44.0 without one" in err

@@ -62,7 +62,7 @@ def test_a_flag_without_its_section_is_known_too():
 
 @pytest.mark.usefixtures("_renamed")
 def test_what_was_never_a_key_is_unknown(tmp_path):
-    with pytest.raises(DataError, match=r"unknown key 'cluster.older_workers'"):
+    with pytest.raises(DataError, match=r"unknown key 'cluster\.older_workers'"):
         settings_over(
             TrainSettings(), {"cluster": {"older_workers": 2}}, path=tmp_path / "run.toml"
         )
@@ -87,6 +87,17 @@ def test_a_run_saved_under_the_old_keys_is_read():
     assert settings.passes.micro_batch_tokens == 7
     assert settings.optimiser.mini_batches == 3
     assert table["passes"] == {"tokens": 7, "compiled": False}
+
+
+def test_a_run_saved_with_a_layout_and_a_hand_over_is_read():
+    table = {
+        "layout": {"devices": 1, "tensor_parallel": 1, "offload": False},
+        "cluster": {"rollout_workers": 2, "hand_over": "group", "patience_seconds": 9.0},
+    }
+    settings = settings_over(TrainSettings(), table, path=Path("config.toml"), takes_old_keys=True)
+    assert settings.cluster == Cluster(
+        rollout_workers=2, weight_sync="broadcast", worker_timeout_seconds=9.0
+    )
 
 
 def test_a_key_under_both_names_is_refused():

@@ -1,7 +1,9 @@
 """Which engine writes the answers: what fits together, and what is refused with what to do."""
 
+import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +22,7 @@ SERVER = "http://localhost:8000"
         ({"urls": (SERVER,)}, "set engine to 'servers'"),
         ({"engine": "servers", "urls": (SERVER, SERVER)}, "each server once"),
         ({"engine": "servers", "urls": ("localhost:8000",)}, "such as http://localhost:8000"),
-        ({"engine": "vllm", "hand_over": Path("x")}, "is for engine 'servers'"),
+        ({"engine": "vllm", "weight_sync_folder": Path("x")}, "is for engine 'servers'"),
         ({"options": ("a=1",)}, "are for engine 'vllm' or 'sglang'"),
         ({"engine": "servers", "urls": (SERVER,), "options": ("a=1",)}, "leave them out"),
         ({"queue": -1}, "must be at least 0"),
@@ -63,3 +65,28 @@ def test_the_correction_is_on_where_the_engine_is_not_the_trainers_own_module():
     assert not TrainSettings(schedule=on_policy).needs_correction
     assert TrainSettings(schedule=on_policy, rollout=Rollout(engine="sglang")).needs_correction
     assert TrainSettings(schedule=Schedule(mode="partial")).needs_correction
+
+
+def test_two_runs_never_share_a_weight_sync_folder(monkeypatch, tmp_path):
+    from sortedrl.engines import servers
+    from sortedrl.runs import build_engine
+
+    given = []
+
+    async def connect(url, required, *, weights_folder):
+        given.append(weights_folder)
+
+    monkeypatch.setattr(servers, "connect_server", connect)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9))
+    world = SimpleNamespace(model=SimpleNamespace(config=config), context=lambda settings: 8)
+    rollout = Rollout(
+        engine="servers", urls=("http://a", "http://b"), weight_sync_folder=tmp_path / "shared"
+    )
+    for _ in range(2):
+        settings = TrainSettings(
+            rollout=rollout, schedule=Schedule(mode="partial"), out=tmp_path / "run"
+        )
+        for number in range(2):
+            asyncio.run(build_engine._server(settings, world, number))
+    assert len(set(given)) == 4
+    assert {folder.parent for folder in given} == {tmp_path / "shared"}

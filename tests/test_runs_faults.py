@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(capsys, copied, 
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
     assert "checkpoint update-000003 is skipped: " in err
     assert reason in err
-    assert f"going on from {copied}/checkpoints/update-000002" in err
+    assert f"resuming from {copied}/checkpoints/update-000002" in err
     assert weights(copied) == weights("whole")
     assert events(copied) == events("whole")
 
@@ -211,7 +211,7 @@ def test_a_half_written_checkpoint_is_not_looked_at(capsys, copied):
     shutil.copytree(copied / "checkpoints" / "update-000003", half)
     (half / "manifest.json").unlink()
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
-    assert f"going on from {copied}/checkpoints/update-000003" in err
+    assert f"resuming from {copied}/checkpoints/update-000003" in err
     assert not half.exists()
     assert weights(copied) == weights("whole")
 
@@ -234,7 +234,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_written_over(capsys, copie
 def test_a_run_that_never_saved_begins_anew(capsys, copied):
     shutil.rmtree(copied / "checkpoints")
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
-    assert "has no complete checkpoint yet; the run begins anew" in err
+    assert "has no complete checkpoint yet; starting from the beginning" in err
     assert num_resumes(copied) == 0
     assert weights(copied) == weights("whole")
     assert events(copied) == events("whole")
@@ -244,7 +244,7 @@ def test_a_run_that_never_saved_begins_anew(capsys, copied):
 def test_where_there_is_no_run_to_resume_a_new_one_begins_with_words(capsys, tmp_path):
     """A job that is started again and again may always say --resume."""
     _, err = said(capsys, run_words(tmp_path / "gone", "--resume", "--max-updates", "1"))
-    assert f"{tmp_path / 'gone'} holds no run to resume; a new one begins" in err
+    assert f"{tmp_path / 'gone'} holds no run to resume; starting a new one" in err
     assert len(metrics(tmp_path / "gone")) == 1
 
 
@@ -298,7 +298,7 @@ def test_logs_that_are_not_those_of_the_run_are_refused(capsys, copied):
 def test_a_folder_that_holds_a_run_is_not_begun_in_again(capsys, copied):
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
     _, err = said(capsys, run_words(copied), code=2)
-    assert f"{copied} already holds a run; go on with it (--resume)" in err
+    assert f"{copied} already holds a run; resume it (--resume)" in err
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
 
 
@@ -434,7 +434,7 @@ def test_two_processes_never_go_on_with_one_run(runs, copied):
         child = nursery.start(
             ["train", copied.name, "--resume", "--epochs", "9999", "--max-updates", "99999"]
         )
-        assert child.until(lambda: "going on from" in child.err)
+        assert child.until(lambda: "resuming from" in child.err)
         with pytest.raises(ConfigError, match="another process"), held.taken_up():
             pass
         child.signal(signal.SIGKILL)
@@ -447,7 +447,7 @@ def test_answers_that_are_gone_are_missed_but_not_needed(capsys, copied):
     (copied / "answers.jsonl").unlink()
     _, err = said(capsys, ["train", copied, "--resume", *MORE])
     assert "answers.jsonl: must hold the first" in err
-    assert "The run goes on; its report shows the answers from here on" in err
+    assert "The run continues; its report shows the answers from here on" in err
     assert weights(copied) == weights("whole")
     assert {answer.update for answer in read_answers(copied / "answers.jsonl")} == {4, 5}
 

@@ -69,7 +69,7 @@ def test_a_folder_is_begun_in_once(tmp_path):
     with folder.begun("seed = 1\n"):
         assert folder.holds_run
     with (
-        pytest.raises(ConfigError, match=r"already holds a run; go on with it \(--resume\)"),
+        pytest.raises(ConfigError, match=r"already holds a run; resume it \(--resume\)"),
         folder.begun("seed = 2\n"),
     ):
         pass

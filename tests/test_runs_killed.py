@@ -92,7 +92,7 @@ def test_a_run_killed_ten_times_ends_as_one_that_was_left_alone(nursery):
         saving += is_saving(cut)
     assert saving >= 2, "some kills must fall into saving"
     left_alone = nursery.run(run_words(cut, *words, "--resume"))
-    assert "going on from" in left_alone.err
+    assert "resuming from" in left_alone.err
     assert num_resumes(cut) >= INSTANTS.count("anywhere")
     assert learns(whole)
     compare(whole, cut)

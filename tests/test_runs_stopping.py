@@ -36,7 +36,7 @@ def test_a_stop_finishes_the_round_saves_and_can_be_gone_on_from(nursery, whole,
     child.signal(number)
     assert child.wait() == 130, child.err
     assert "stopping: this round is finished and saved first" in child.err
-    assert f"go on with: sortedrl train {out} --resume" in child.out
+    assert f"resume with: sortedrl train {out} --resume" in child.out
     (only,) = checkpoints(nursery.folder / out)
     assert 2 <= int(only.name[-6:]) < UPDATES
     assert not (nursery.folder / out / "model").exists()

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 
 from sortedrl.config.schedule import Schedule
-from sortedrl.core.buffer import Buffer
+from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.meter import measure
 from sortedrl.core.recorder import Journal, JournalState
-from sortedrl.core.scheduler import Scheduler
-from sortedrl.errors import BufferStateError
+from sortedrl.core.scheduler import PromptQueue, Scheduler
+from sortedrl.errors import BufferStateError, ConfigError, DataError
 from sortedrl.simulate.engine import SimulatedPrompts
-from sortedrl.types import Segment
+from sortedrl.types import Prompt, Segment
 from worlds import make_loop, run, simulations
 
 SCHEDULE = Schedule(group_prompts=4, update_batch=2, mode="partial")
@@ -201,3 +201,74 @@ def test_a_batch_must_be_trained_before_the_next_one_and_before_the_next_round()
 def test_exact_sizes_that_cannot_come_out_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Schedule(exact=True, group_prompts=4, **given)
+
+
+# --- what users give and keep -------------------------------------------------------------------
+
+
+def test_prompts_are_texts_tokens_dicts_and_prompts_from_any_iterable():
+    given = ["why?", [1, 2], {"tokens": [3], "answer": 4}, Prompt(id=99, tokens=(5,))]
+    queue = PromptQueue(iter(given))
+    assert not queue.is_exhausted
+    text, tokens, row, prompt = queue.take(9)
+    assert queue.is_exhausted
+    assert [p.id for p in (text, tokens, row, prompt)] == [0, 1, 2, 3]
+    assert (text.fields["prompt"], list(tokens.tokens)) == ("why?", [1, 2])
+    assert (list(row.tokens), dict(row.fields), list(prompt.tokens)) == ([3], {"answer": 4}, [5])
+
+
+@pytest.mark.parametrize("given", ["one text", {"prompt": "one row"}])
+def test_one_prompt_is_not_a_list_of_prompts(given):
+    with pytest.raises(ConfigError, match="must be a list of prompts, got one"):
+        Scheduler(given, slots=1)
+
+
+def test_a_prompt_of_another_kind_is_refused_with_its_place():
+    scheduler = Scheduler(["a", 3.5], slots=2, schedule=SCHEDULE)
+    with pytest.raises(ConfigError, match=r"prompt 1 must be text.*got 3\.5"):
+        scheduler.to_start()
+
+
+def test_a_trajectory_grows_by_version_and_counts_what_was_decoded():
+    (start,) = open_group([Prompt(id=0)], group=0, samples_per_prompt=1, seed=0)
+    grown = start.extended([1, 2], [-0.5, -1.0], version=3).extended([4], [-2.0], version=3)
+    grown = grown.extended([5], [-3.0], version=4).extended([], [], version=5)
+    assert [(s.version, list(s.tokens)) for s in grown.segments] == [(3, [1, 2, 4]), (4, [5])]
+    assert (grown.decoded_tokens, grown.logprobs) == (4, [-0.5, -1.0, -2.0, -3.0])
+    assert grown.finished().finish_reason == "stop"
+    assert grown.finished("length").finish_reason == "length"
+    with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
+        start.extended([1, 2], [0.0], version=0)
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "partial"])
+@pytest.mark.parametrize("strategy", ["sorted", "sync", "posthoc"])
+def test_a_saved_scheduler_goes_on_with_the_same_batches(tmp_path, strategy, mode):
+    schedule = Schedule(group_prompts=4, update_batch=2, mode=mode, strategy=strategy)
+    prompts = [f"prompt {number}" for number in range(10)]
+    whole = driven(Scheduler(prompts, slots=3, schedule=schedule))
+    for updates in range(1, len(whole)):
+        scheduler = Scheduler(iter(prompts), slots=3, schedule=schedule)
+        first = driven(scheduler, updates=updates)
+        scheduler.save(tmp_path / str(updates))
+        loaded = Scheduler.load(tmp_path / str(updates), iter(prompts), slots=3)
+        rest = trained_rest(loaded)
+        assert keys_of([*first, *rest]) == keys_of(whole)
+
+
+def trained_rest(scheduler):
+    """What is left of a round that was cut, and all that follows."""
+    left = []
+    while batch := scheduler.batch():
+        left.append(batch)
+        scheduler.weights_changed()
+    return left + driven(scheduler)
+
+
+def test_a_scheduler_is_saved_between_batches_only(tmp_path):
+    scheduler = scheduler_of(SCHEDULE)
+    scheduler.to_start()
+    with pytest.raises(BufferStateError, match="saved between two batches"):
+        scheduler.save(tmp_path)
+    with pytest.raises(DataError, match="holds no saved scheduler"):
+        Scheduler.load(tmp_path, [], slots=1)

@@ -5,14 +5,15 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 from random import Random
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import plain_algorithms as plain
-from sortedrl.config.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm, AlgorithmName
 from sortedrl.errors import ConfigError
 from sortedrl.training.advantages import (
     RunningMoments,
@@ -22,8 +23,8 @@ from sortedrl.training.advantages import (
 )
 from sortedrl.training.batch import Answers
 
-NAMES = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo")
-GROUP_NAMES = ("reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo")
+NAMES = get_args(AlgorithmName)
+GROUP_NAMES = tuple(name for name in NAMES if name not in ("reinforce_pp", "ppo"))
 LIMIT = 12
 few = settings(max_examples=40)
 
@@ -48,6 +49,7 @@ class Small:
             lengths_N=torch.tensor(self.lengths),
             rewards_N=torch.tensor(self.rewards, dtype=torch.float64),
             prompts_N=torch.tensor(self.prompts),
+            is_truncated_N=torch.zeros(len(self.rewards), dtype=torch.bool),
             behaviour_T=torch.zeros(tokens),
             staleness_T=torch.zeros(tokens, dtype=torch.long),
         )
@@ -64,17 +66,18 @@ def small(rewards, *, lengths=None, prompts=None):
     return Small(rewards, prompts or [7] * len(rewards), zeros, zeros)
 
 
-def found(batch, algorithm):
+def found(batch, algorithm, *, last=None):
     return estimate(
         batch.answers,
         algorithm,
         max_tokens=LIMIT,
         kl_T=flat(batch.kl),
         values_T=flat(batch.values),
+        last_values_N=None if last is None else torch.tensor(last),
     )
 
 
-def expected(batch, algorithm):
+def expected(batch, algorithm, *, last=None):
     return plain.advantages(
         algorithm,
         max_tokens=LIMIT,
@@ -82,6 +85,7 @@ def expected(batch, algorithm):
         prompts=batch.prompts,
         kl=batch.kl,
         values=batch.values,
+        last=last,
     )
 
 
@@ -117,6 +121,8 @@ def algorithms(draw, names=NAMES):
     }
     if given["overlong_tokens"] is not None:
         given["overlong_penalty"] = draw(st.sampled_from((1.0, 0.25)))
+    if given["name"] in ("grpo", "dr_grpo", "dapo"):
+        given["scale_rewards"] = draw(st.sampled_from((None, "group", "batch", "none")))
     if given["name"] == "ppo":
         given["discount"] = draw(st.sampled_from((1.0, 0.99, 0.5, 0.0)))
         given["gae_lambda"] = draw(st.sampled_from((1.0, 0.95, 0.0)))
@@ -179,6 +185,8 @@ def test_the_order_of_the_answers_changes_no_advantage(batch, algorithm, order):
 @few
 @given(batches(), algorithms(GROUP_NAMES), st.sampled_from((-4.0, 0.5, 128.0)))
 def test_a_constant_added_to_all_rewards_of_a_prompt_changes_nothing(batch, algorithm, constant):
+    """Unless rewards are scaled by the deviation of all prompts together."""
+    assume(algorithm.scale_rewards != "batch")
     first = batch.prompts[0]
     moved = [
         reward + constant * (prompt == first)
@@ -248,6 +256,26 @@ def test_ppo_that_trusts_the_critic_only_looks_one_token_ahead():
     batch = replace(small([1.0], lengths=[3]), values=[[0.5, 0.25, 0.75]])
     ours = found(batch, Algorithm(name="ppo", gae_lambda=0.0, discount=0.5))
     assert ours.returns_T.tolist() == [0.125, 0.375, 1.0]
+
+
+def test_rewards_scaled_by_the_batch_keep_the_differences_between_prompts():
+    """Rewards 0, 1 and 0, 3 of two prompts: the deviation of all is the square root of 2."""
+    batch = small([0.0, 1.0, 0.0, 3.0], prompts=[1, 1, 2, 2])
+    algorithm = Algorithm(name="grpo", scale_rewards="batch")
+    ours = per_answer(found(batch, algorithm).advantages_T, batch)
+    by = math.sqrt(2)
+    assert ours == pytest.approx([-0.5 / by, 0.5 / by, -1.5 / by, 1.5 / by], rel=1e-5)
+
+
+@few
+@given(batches(), algorithms(names=("ppo",)), st.integers(0, 1000))
+def test_a_truncated_answer_continues_with_the_value_at_its_cut(batch, algorithm, seed):
+    random = Random(seed)
+    last = [random.choice((0.0, random.randint(-16, 16) / 8)) for _ in batch.rewards]
+    ours = found(batch, algorithm, last=last)
+    theirs, returns = expected(batch, algorithm, last=last)
+    torch.testing.assert_close(ours.advantages_T, flat(theirs).float(), rtol=2e-7, atol=1e-8)
+    torch.testing.assert_close(ours.returns_T, flat(returns).float(), rtol=2e-7, atol=1e-9)
 
 
 def test_a_batch_of_one_token_has_no_advantage_under_any_algorithm():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from native_worlds import tiny_model
-from sortedrl.config.algorithm import Algorithm, Optimisation
+from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
 from sortedrl.config.schedule import Schedule
 from sortedrl.training.losses import LossInputs, aggregation_weights, loss
 from sortedrl.training.optimiser import StepResult
@@ -92,6 +92,24 @@ def test_in_partial_mode_stale_tokens_are_corrected_by_default():
     assert run.trainer._settings.correction.kind == "token_tis"
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_steps_on_stale_tokens_shrink_with_the_effective_sample_size(level):
+    settings = train_settings(
+        schedule=Schedule(strategy="sorted", mode="partial", **GROUP),
+        correction=Correction(scale_by_ess=level),
+    )
+    run = world(settings)
+    scales = []
+    for _ in run.loop.run():
+        last = run.trainer.last
+        scales.append(last["correction/step_scale"])
+        assert last["learning_rate"] == pytest.approx(1e-2 * scales[-1])
+        if last["stale_0/share"] == 1:
+            assert scales[-1] == pytest.approx(1, abs=1e-4)
+    assert min(scales) < 0.9999
+    assert max(scales) <= 1 + 1e-9
+
+
 class Catcher:
     """Takes the place of an optimiser and keeps the gradients."""
 
@@ -103,8 +121,9 @@ class Catcher:
     def backward(self, loss):
         loss.backward()
 
-    def step(self, *, loss):
+    def step(self, *, loss, rate_scale):
         assert math.isfinite(loss)
+        assert rate_scale == 1
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         self.model.zero_grad()
         return StepResult(grad_norm=1.0, learning_rate=0.0, is_applied=True)
@@ -136,6 +155,10 @@ ALGORITHMS = [
     Algorithm(name="rloo", kl_coef=0.05),
     Algorithm(name="dapo", overlong_tokens=20),
     Algorithm(name="ppo", gae_lambda=0.9),
+    Algorithm(name="gspo"),
+    Algorithm(name="cispo"),
+    Algorithm(name="sapo"),
+    Algorithm(name="gmpo"),
 ]
 
 

@@ -55,7 +55,7 @@ def columns(*kinds):
 
 def bounds(algorithm):
     return {
-        "low": algorithm.clip,
+        "low": algorithm.effective_clip,
         "high": algorithm.effective_clip_high,
         "dual": algorithm.dual_clip,
     }
@@ -94,6 +94,114 @@ def test_where_a_token_is_clipped_its_gradient_has_stopped_and_elsewhere_not(bat
     is_clipped = ours.is_clipped_low_T | ours.is_clipped_high_T | ours.is_dual_clipped_T
     has_stopped = slopes(ours.loss_T, current) == 0
     assert torch.equal(is_clipped | (advantages == 0), has_stopped)
+
+
+KINDS = ("gspo", "gspo_token", "cispo", "sapo", "gmpo")
+
+
+@st.composite
+def answered(draw):
+    """Current and anchor log-probabilities and advantages of some answers, as lists per answer."""
+    lengths, random = draw(LENGTHS), Random(draw(st.integers(0, 2**32)))
+    width = draw(st.sampled_from((1e-3, 0.5, 3.0)))
+
+    def answer(length):
+        anchor = [random.uniform(-3, 0) for _ in range(length)]
+        current = [value + random.uniform(-width, width) for value in anchor]
+        return current, anchor, [number(random) for _ in range(length)]
+
+    return [answer(length) for length in lengths]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@few
+@given(answered(), st.integers(0, 1000))
+def test_the_other_losses_are_those_of_the_plain_formulas(kind, answers, seed):
+    algorithm = Algorithm(loss=kind)
+    columns = [doubles([v for answer in answers for v in answer[i]]) for i in range(3)]
+    current_T = columns[0].requires_grad_()
+    lengths_N = torch.tensor([len(answer[0]) for answer in answers])
+    ours = policy_losses(current_T, *columns[1:], algorithm=algorithm, lengths_N=lengths_N)
+    random = Random(seed)
+    weights, losses, slope = [], [], []
+    for answer in answers:
+        own = [random.random() for _ in answer[0]]
+        values, rows = plain.answer_losses(kind, *answer, **bounds(algorithm))
+        losses += values
+        weights += own
+        slope += [
+            sum(w * row[place] for w, row in zip(own, rows, strict=True))
+            for place in range(len(own))
+        ]
+    torch.testing.assert_close(ours.loss_T, doubles(losses), rtol=1e-9, atol=1e-9)
+    total = (ours.loss_T * doubles(weights)).sum()
+    torch.testing.assert_close(slopes(total, current_T), doubles(slope), rtol=1e-9, atol=1e-9)
+
+
+def test_where_all_tokens_of_an_answer_have_one_advantage_gspo_token_is_gspo():
+    current_T = doubles([-1.0, -2.0, -0.5, -1.5]).requires_grad_()
+    anchor_T = doubles([-1.0001, -2.0002, -0.4999, -1.5])
+    advantages_T, lengths_N = doubles([0.7, 0.7, 0.7, -1.0]), torch.tensor([3, 1])
+    weights_T = aggregation_weights(lengths_N, "sequence_mean", max_tokens=LIMIT)
+    found = []
+    for name in ("gspo", "gspo_token"):
+        ours = policy_losses(
+            current_T, anchor_T, advantages_T, algorithm=Algorithm(loss=name), lengths_N=lengths_N
+        )
+        total = (weights_T * ours.loss_T).sum()
+        found.append((total.item(), slopes(total, current_T).tolist()))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_gspo_clips_a_whole_answer():
+    """Both tokens of an answer are clipped where their mean is, also the one that has not moved."""
+    ours = policy_losses(
+        doubles([-0.9, -1.0, -1.0]),
+        doubles([-1.0, -1.0, -1.0]),
+        doubles([1.0, 1.0, 1.0]),
+        algorithm=Algorithm(name="gspo"),
+        lengths_N=torch.tensor([2, 1]),
+    )
+    assert ours.is_clipped_high_T.tolist() == [True, True, False]
+    assert ours.loss_T.tolist() == pytest.approx([-1.0004, -1.0004, -1.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_start_of_an_update_every_loss_has_the_gradient_of_reinforce(kind):
+    """Over the answer as a whole, where its tokens have one advantage."""
+    current_T = doubles([-1.0, -2.0, -3.0]).requires_grad_()
+    ours = policy_losses(
+        current_T,
+        current_T.detach(),
+        doubles([0.5, 0.5, -1.5]),
+        algorithm=Algorithm(loss=kind),
+        lengths_N=torch.tensor([2, 1]),
+    )
+    assert slopes(ours.loss_T, current_T).tolist() == pytest.approx([-0.5, -0.5, 1.5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_ratios_give_finite_losses_and_gradients_of_every_kind(kind):
+    current_T = torch.tensor([0.0, 0.0, 0.0, -500.0, -500.0], requires_grad=True)
+    ours = policy_losses(
+        current_T,
+        torch.tensor([-500.0, -500.0, -500.0, 0.0, 0.0]),
+        torch.tensor([0.0, 1.0, -1.0, 1.0, -1.0]),
+        algorithm=Algorithm(loss=kind),
+        lengths_N=torch.tensor([2, 1, 1, 1]),
+    )
+    assert ours.loss_T.isfinite().all()
+    assert slopes(ours.loss_T, current_T).isfinite().all()
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    current_T = doubles([-1.0, -1.0]).requires_grad_()
+    ours = policy_losses(
+        current_T, doubles([-4.0, -1.5]), doubles([1.0, 1.0]), algorithm=Algorithm(name="cispo")
+    )
+    assert ours.is_clipped_high_T.tolist() == [True, False]
+    assert slopes(ours.loss_T, current_T).tolist() == pytest.approx([-5.0, -math.exp(0.5)])
 
 
 def test_policy_losses_by_hand():
@@ -312,6 +420,60 @@ def test_masked_tokens_contribute_nothing_and_stay_in_the_denominator():
     assert slopes(ours.total, current_T).tolist() == pytest.approx([-0.25, 0.0, 0.0, -0.25])
     assert ours.kl is None
     assert ours.entropy is None
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@few
+@given(st.integers(0, 1000), LENGTHS)
+def test_a_weighted_divergence_is_that_of_the_plain_formula(estimator, seed, lengths):
+    algorithm = Algorithm(name="grpo", kl_coef=0.3, kl_estimator=estimator)
+    current_T, _, inputs = random_step(seed, lengths=lengths)
+    current_T.requires_grad_()
+    inputs = replace(inputs, advantages_T=torch.zeros_like(inputs.advantages_T))
+    ours = loss(current_T, inputs, algorithm=algorithm, weight_kl=True)
+    total, steep = 0.0, []
+    rows = zip(
+        current_T.tolist(),
+        inputs.anchor_T.tolist(),
+        inputs.reference_T.tolist(),
+        inputs.weights_T.tolist(),
+        inputs.corrections_T.tolist(),
+        strict=True,
+    )
+    for current, anchor, reference, weight, correction in rows:
+        value = plain.kl_estimate(current, reference, estimator)
+        weight *= correction * math.exp(current - anchor)
+        total += weight * value
+        # By the product rule for k3 it is k1; k2 gives it without the slope of the ratio.
+        steep.append(0.3 * weight * (current - reference))
+    assert ours.kl.item() == pytest.approx(total, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(slopes(ours.total, current_T), doubles(steep), rtol=1e-9, atol=1e-12)
+
+
+def test_a_weighted_divergence_has_the_gradient_of_the_divergence_whoever_sampled():
+    """Over everything that an older policy samples, with its probabilities."""
+    logits_V = doubles([0.2, 0.1, 1.3, -0.4]).requires_grad_()
+    older_V = doubles([0.9, 0.3, -0.2, 0.1]).log_softmax(-1)
+    reference_V = doubles([0.5, -0.1, 0.6, 0.0]).log_softmax(-1)
+    policy_V = logits_V.log_softmax(-1)
+    exact = torch.autograd.grad(
+        (policy_V.exp() * (policy_V - reference_V)).sum(), logits_V, retain_graph=True
+    )[0]
+    for estimator in ("k2", "k3"):
+        inputs = LossInputs(
+            advantages_T=torch.zeros(4, dtype=torch.float64),
+            anchor_T=policy_V.detach(),
+            corrections_T=(policy_V.detach() - older_V).exp(),
+            weights_T=older_V.exp(),
+            reference_T=reference_V,
+        )
+        own = Algorithm(name="grpo", kl_coef=1.0, kl_estimator=estimator)
+        total = loss(policy_V, inputs, algorithm=own, weight_kl=True).total
+        found = torch.autograd.grad(total, logits_V, retain_graph=True)[0]
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
+        plain_total = loss(policy_V, inputs, algorithm=own).total
+        unweighted = torch.autograd.grad(plain_total, logits_V, retain_graph=True)[0]
+        assert (unweighted - exact).abs().max() > 0.01
 
 
 def test_a_divergence_in_the_reward_is_not_in_the_loss_too():

@@ -1,11 +1,13 @@
 """The settings of algorithm and correction: what follows from a name, and what is refused."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from sortedrl.config.algorithm import Algorithm, AlgorithmName, Correction
+from sortedrl.config.algorithm import Algorithm, AlgorithmName, Correction, Optimisation
+from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
 
 
@@ -19,6 +21,10 @@ from sortedrl.errors import ConfigError
         ("rloo", "constant", "reward", "k1"),
         ("dapo", "token_mean", "loss", "k3"),
         ("ppo", "token_mean", "reward", "k1"),
+        ("gspo", "sequence_mean", "loss", "k3"),
+        ("cispo", "token_mean", "loss", "k3"),
+        ("sapo", "sequence_mean", "loss", "k3"),
+        ("gmpo", "sequence_mean", "loss", "k3"),
     ],
 )
 def test_a_name_brings_its_aggregation_and_its_divergence(name, aggregation, place, estimator):
@@ -65,9 +71,23 @@ def test_an_estimator_must_fit_the_place_that_the_name_brings():
         Algorithm(name="grpo", kl_estimator="k1")
 
 
-def test_the_upper_clip_is_the_lower_one_but_for_dapo():
+def test_the_upper_clip_is_the_lower_one_unless_the_algorithm_has_its_own():
     assert Algorithm(clip=0.1).effective_clip_high == 0.1
     assert Algorithm(name="dapo").effective_clip_high == 0.28
+    assert Algorithm(name="dapo", clip=0.1).effective_clip_high == 0.28
+
+
+def test_a_loss_brings_its_clip_whatever_the_algorithm():
+    for own in (
+        Algorithm(name="gspo"),
+        Algorithm(loss="gspo"),
+        Algorithm(name="dapo", loss="gspo"),
+    ):
+        assert (own.effective_clip, own.effective_clip_high) == (3e-4, 4e-4)
+    own = Algorithm(name="gspo", clip=0.01)
+    assert (own.effective_clip, own.effective_clip_high) == (0.01, 0.01)
+    own = Algorithm(name="gspo", loss="clip")
+    assert (own.effective_clip, own.effective_clip_high) == (0.2, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +102,10 @@ def test_the_upper_clip_is_the_lower_one_but_for_dapo():
         ({"clip_high": 0.0}, "clip_high must be above 0"),
         ({"dual_clip": 1.2}, "above 1 \\+ clip_high = 1.2"),
         ({"dual_clip": math.inf}, "dual_clip must be a finite number"),
+        ({"loss": "gsp"}, "did you mean 'gspo'"),
+        ({"advantage": "grou"}, "did you mean 'group'.*or a function as my_file.py:my_function"),
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip belongs to the losses clip, gspo, gspo_t"),
+        ({"loss": "sapo", "clip": 0.1}, "got them with 'sapo', which has no clip range"),
         ({"kl_coef": -0.1}, "kl_coef must be at least 0"),
         ({"entropy_coef": math.inf}, "entropy_coef must be a finite number"),
         ({"discount": 1.1}, "discount must lie in 0..1"),
@@ -93,6 +117,10 @@ def test_the_upper_clip_is_the_lower_one_but_for_dapo():
         ({"overlong_penalty": 0.5}, "overlong_penalty needs overlong_tokens, got 0.5 without"),
         ({"discount": 0.99}, "discount belongs to 'ppo', got 0.99 with 'reinforce_pp'"),
         ({"name": "grpo", "gae_lambda": 0.95}, "gae_lambda belongs to 'ppo', got 0.95 with 'grpo'"),
+        ({"critic_learning_rate": 1e-5}, "critic_learning_rate belongs to 'ppo'"),
+        ({"name": "rloo", "critic_warmup_steps": 3}, "critic_warmup_steps belongs to 'ppo'"),
+        ({"scale_rewards": "batch"}, "scale_rewards belongs to the advantage 'group'"),
+        ({"name": "rloo", "scale_rewards": "group"}, "got it with 'leave_one_out'"),
         ({"value_clip": None}, "value_clip belongs to 'ppo', got None"),
     ],
 )
@@ -110,8 +138,12 @@ def test_an_algorithm_that_cannot_work_is_refused(given, message):
         ({"max_ratio": math.inf}, "max_ratio must be a finite number"),
         ({"kind": "token_mis", "min_ratio": 2.0}, "must be below correction.max_ratio"),
         ({"kind": "token_mis", "min_ratio": -1.0}, "min_ratio must be at least 0"),
-        ({"min_ratio": 0.5}, "min_ratio needs a kind that masks"),
-        ({"kind": "token_tis", "min_ratio": 0.5}, "min_ratio needs a kind that masks"),
+        ({"min_ratio": 0.5}, "min_ratio needs a kind that weighs tokens"),
+        ({"kind": "none", "min_ratio": 0.5}, "min_ratio needs a kind that weighs tokens"),
+        ({"mask": "geometry"}, "did you mean 'geometric'"),
+        ({"mask": "token", "mask_min_ratio": 3.0}, "must be below correction.mask_max_ratio"),
+        ({"mask_max_ratio": 1.1}, "mask_max_ratio need a mask, got 0.5 and 1.1 without"),
+        ({"scale_by_ess": "tokens"}, "did you mean 'token'"),
         ({"kind": "token_tis", "ratio": "behaviour"}, "needs kind 'none'"),
     ],
 )
@@ -126,3 +158,21 @@ def test_stale_tokens_are_corrected_unless_the_clip_or_the_user_does_it():
     assert Correction(ratio="behaviour").effective_kind(is_needed=True) == "none"
     assert Correction(kind="none").effective_kind(is_needed=True) == "none"
     assert Correction(kind="token_mis").effective_kind(is_needed=False) == "token_mis"
+
+
+def test_the_critic_has_the_learning_rate_of_the_policy_unless_it_has_its_own():
+    optimiser = Optimisation(learning_rate=1e-6, warmup_steps=4, weight_decay=0.1)
+    shared = TrainSettings(algorithm=Algorithm(name="ppo"), optimiser=optimiser)
+    assert shared.update.critic_optimiser == optimiser
+    own = Algorithm(name="ppo", critic_learning_rate=1e-5, critic_warmup_steps=0)
+    found = TrainSettings(algorithm=own, optimiser=optimiser).update.critic_optimiser
+    assert found == replace(optimiser, learning_rate=1e-5, warmup_steps=0)
+
+
+def test_a_weighted_divergence_must_be_in_the_loss():
+    weighted = Correction(weight_kl=True)
+    with pytest.raises(ConfigError, match=r"weight_kl weighs the KL divergence in the loss"):
+        TrainSettings(correction=weighted)
+    with pytest.raises(ConfigError, match=r"kl_coef 0\.1 and kl_place 'reward'"):
+        TrainSettings(correction=weighted, algorithm=Algorithm(kl_coef=0.1))
+    TrainSettings(correction=weighted, algorithm=Algorithm(kl_coef=0.1, kl_place="loss"))

@@ -112,7 +112,7 @@ def trainer_of(model, settings, optimiser=None):
         values = Critic(tiny_model(std=0.3))
         critic = CriticTrainer(
             values,
-            Optimiser(values.learned(), settings.optimiser, total_steps=None),
+            Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=None),
             settings=settings.optimiser,
             micro_batch_tokens=settings.passes.micro_batch_tokens,
         )

@@ -51,7 +51,7 @@ def test_the_logic_set_up_passes_the_dry_run(capsys, engine):
     found = plan["prediction"]
     assert plan["fits"]
     assert plan["demand"]["shape"]["parameters"] == 8_030_261_248
-    assert plan["demand"]["layout"]["devices"] == 8
+    assert plan["demand"]["cluster"]["trainer_ranks"] == 8
     assert found["schedule"]["prompts"] == 4 * 4500
     assert found["slots"] == 1024
     assert found["bubble"] < 0.2 < 0.5 < found["sync_bubble"]

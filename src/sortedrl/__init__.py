@@ -14,28 +14,81 @@
       simulate          4, 5 and 7 on a virtual clock
       report            the events of a run -> page, pictures, trace, live view and advice
 
-`sortedrl.runs.start` has a whole run in one call; the names below are those of the loop. The whole
-tree, its layers and where to add what: docs/architecture.md.
+A whole run is one call, `train`; `Scheduler` is the scheduler alone, for a loop of your own. The
+whole tree, its layers and where to add what: docs/architecture.md. Importing this package loads
+neither torch nor numpy: what needs them is imported with its first use.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.controller import Controller
 from sortedrl.core.loop import Loop
+from sortedrl.core.scheduler import Scheduler
 from sortedrl.types import Prompt, Segment, Step, TrainBatch, Trajectory, Weights
+
+if TYPE_CHECKING:
+    from sortedrl.engines.native import NativeEngine, Sampling
+    from sortedrl.runs.api import Evaluated, Run, evaluate, train
+    from sortedrl.simulate.calls import compare, simulate
+    from sortedrl.simulate.measure import measure
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "train",
+    "evaluate",
+    "simulate",
+    "compare",
+    "measure",
+    "Run",
+    "Evaluated",
+    "NativeEngine",
+    "Sampling",
+    "TrainSettings",
+    "Schedule",
+    "EngineSettings",
+    "Scheduler",
     "Prompt",
     "Segment",
     "Trajectory",
     "TrainBatch",
     "Step",
     "Weights",
-    "Schedule",
-    "EngineSettings",
     "Buffer",
     "Controller",
     "Loop",
 ]
+
+_LATER = {
+    "train": "sortedrl.runs.api",
+    "evaluate": "sortedrl.runs.api",
+    "Run": "sortedrl.runs.api",
+    "Evaluated": "sortedrl.runs.api",
+    "NativeEngine": "sortedrl.engines.native",
+    "Sampling": "sortedrl.engines.native",
+    "compare": "sortedrl.simulate.calls",
+    "measure": "sortedrl.simulate.measure",
+}
+"""Where the names are that are imported with their first use."""
+
+
+def __getattr__(name: str) -> object:
+    """A name that is imported with its first use."""
+    if name == "simulate":  # a package that can be called
+        return import_module("sortedrl.simulate")
+    if name not in _LATER:
+        raise AttributeError(f"module 'sortedrl' has no attribute {name!r}")
+    value: object = vars(import_module(_LATER[name]))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted({*globals(), *__all__})

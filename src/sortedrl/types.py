@@ -7,7 +7,7 @@ A station that changes a trajectory hands on a new one, so a value seen once sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -161,6 +161,30 @@ class Trajectory:
     def logprobs(self) -> list[float]:
         """For each token, its log-probability under the policy that sampled it."""
         return [logprob for segment in self.segments for logprob in segment.logprobs]
+
+    def extended(
+        self, tokens: Sequence[int], logprobs: Sequence[float], *, version: int
+    ) -> Trajectory:
+        """The answer with these tokens after it, sampled under weights of this version."""
+        if len(tokens) != len(logprobs):
+            raise ValueError(
+                f"every token needs its log-probability, got {len(tokens)} tokens and "
+                f"{len(logprobs)} log-probabilities"
+            )
+        if not tokens:
+            return self
+        before = self.segments
+        if before and before[-1].version == version:
+            last = before[-1]
+            tokens, logprobs = [*last.tokens, *tokens], [*last.logprobs, *logprobs]
+            before = before[:-1]
+        segments = (*before, Segment(tokens, logprobs, version))
+        decoded = self.decoded_tokens + sum(len(s.tokens) for s in segments) - self.num_tokens
+        return replace(self, segments=segments, decoded_tokens=decoded)
+
+    def finished(self, reason: FinishReason = "stop") -> Trajectory:
+        """The answer, complete: the model ended it, or it reached the token limit ("length")."""
+        return replace(self, finish_reason=reason)
 
     @property
     def oldest_version(self) -> int | None:

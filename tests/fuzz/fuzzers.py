@@ -65,7 +65,7 @@ class Config:
         self._files = {
             "train": sut.settings_to_toml(sut.TrainSettings(), sut.TrainSettings()),
             "sft": sut.settings_to_toml(sut.SupervisedSettings(), sut.SupervisedSettings()),
-            "simulate": sut.to_toml(sut.PRESETS["six"]()),
+            "simulate": sut.simulation_to_toml(sut.PRESETS["six"]()),
         }
 
     def case(self, random):
@@ -140,9 +140,9 @@ class Config:
         path = Path("mine.toml")
         path.write_bytes(case["content"].encode("latin-1"))
         if case["file"] == "simulate":
-            settings = sut.settings_from(str(path))
-            path.write_text(sut.to_toml(settings))
-            if sut.settings_from(str(path)) != settings:
+            settings = sut.simulation_from(str(path))
+            path.write_text(sut.simulation_to_toml(settings))
+            if sut.simulation_from(str(path)) != settings:
                 raise Broken("written settings are read back as others")
             self._simulate(settings)
             return

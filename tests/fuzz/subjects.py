@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from sortedrl.cli import COMMANDS, main
-from sortedrl.cli.arguments import parse, settings_from, to_toml
+from sortedrl.cli.arguments import parse
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import DataSettings, TrainSettings
@@ -19,7 +19,7 @@ from sortedrl.rewards.functions import load
 from sortedrl.rewards.pool.score import NoScoreError, checked_score
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.lengths import read_lengths
-from sortedrl.simulate.settings import PRESETS, Simulation
+from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from, simulation_to_toml
 from sortedrl.tasks.catalogue import open_task, reward_from
 from sortedrl.tasks.gym import GymSettings, gym_rows_here
 from sortedrl.types import Prompt

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 
-from sortedrl import __version__
 from sortedrl.errors import SortedRLError, unknown_name
 
 COMMANDS = (
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     if words[0] in ("-V", "--version"):
-        print(f"sortedrl {__version__}")
+        print(f"sortedrl {import_module('sortedrl').__version__}")
         return 0
     name, *rest = words
     if name.startswith("-") and any(word in COMMANDS for word in rest):

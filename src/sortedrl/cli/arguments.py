@@ -13,11 +13,16 @@ read against them, and what is wrong with either is said in one sentence. The he
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
+from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -32,21 +37,18 @@ from typing import (
 import tyro
 
 from sortedrl.config.checks import check_text, check_values
+from sortedrl.config.sizes import Chosen, names_in, with_siblings
 from sortedrl.config.toml import (
     NO_VALUE,
     RENAMED_KEYS,
     TYPE_NAMES,
-    changed_values,
     field_type,
-    read_toml,
     refuse_empty_path,
     refuse_renamed,
     replaced,
-    settings_over,
-    toml_text,
 )
-from sortedrl.errors import ConfigError, DataError, unknown_name
-from sortedrl.simulate.settings import PRESETS, Simulation
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -83,11 +85,35 @@ def parse(
             description=description,
             config=_DOTTED if is_dotted else _SHORT,
         )
-    line = _Line.read(arguments, _options(command, is_dotted=is_dotted))
-    values = line.values(has_default=default is not None, prog=prog)
+    options = _options(command, is_dotted=is_dotted)
+    values = _Line.read(arguments, options).values(has_default=default is not None, prog=prog)
     given = _made(command, values) if default is None else replaced(default, values)
     check_values(given)
     return given
+
+
+def parse_over_train_settings(
+    command: type[_Command],
+    flags: Sequence[str],
+    *,
+    default: _Command,
+    chosen: Chosen,
+    prog: str,
+    aliases: Mapping[str, str],
+) -> tuple[_Command, Chosen]:
+    """The command over settings of which some were chosen already, and all that are chosen now.
+
+    `aliases` are short names of flags. An algorithm that compares siblings brings what it needs.
+    """
+    options = _options(command, is_dotted=True)
+    line = _Line.read(flags, options, aliases=aliases)
+    values = line.values(has_default=True, prog=prog)
+    settings = values.get("settings", {})
+    chosen |= frozenset(names_in(settings))
+    values["settings"] = with_siblings(settings, chosen=chosen)
+    given = replaced(default, values)
+    check_values(given)
+    return given, chosen
 
 
 def parse_over_settings(
@@ -102,7 +128,7 @@ def parse_over_settings(
     `command` makes its default from settings; without such a word these are the preset `paper`.
     """
     source, rest = source_and_flags(type(command(PRESETS["paper"]())), arguments)
-    default = command(settings_from("paper" if source is None else source))
+    default = command(simulation_from("paper" if source is None else source))
     return parse(
         type(default),
         rest,
@@ -112,8 +138,39 @@ def parse_over_settings(
     )
 
 
+def flag_help(command: type, flag: str) -> str:
+    """What a flag means: the string under its field, on one line, and the default."""
+    options = _options(command, is_dotted=True)
+    option, _ = _option_of(flag, options)
+    kind: Any = command
+    for section in option.path[:-1]:
+        hint = get_type_hints(kind, include_extras=True)[section]
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    text = " ".join(_field_text(kind, option.path[-1]).split())
+    default = next(field.default for field in fields(kind) if field.name == option.path[-1])
+    is_shown = default is not None and default is not MISSING and option.takes != 0
+    return f"{text} (default: {default})" if is_shown and default != () else text
+
+
+@cache
+def _field_text(kind: type, name: str) -> str:
+    """The string under a field of a dataclass."""
+    (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    for before, after in pairwise(tree.body):
+        if isinstance(before, ast.AnnAssign) and ast.unparse(before.target) == name:
+            assert isinstance(after, ast.Expr)
+            assert isinstance(after.value, ast.Constant)
+            return str(after.value.value)
+    raise AssertionError(f"{kind.__name__} has no field {name}")
+
+
 def source_and_flags(
-    command: type[DataclassInstance], arguments: Sequence[str], *, is_dotted: bool = False
+    command: type[DataclassInstance],
+    arguments: Sequence[str],
+    *,
+    is_dotted: bool = False,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str | None, list[str]]:
     """The one word beyond the command's own, wherever it stands, and the command line without it.
 
@@ -122,7 +179,7 @@ def source_and_flags(
     if _asks_for_help(arguments):
         return None, [word for word in arguments if word.startswith("-")]
     options = _options(command, is_dotted=is_dotted)
-    line = _Line.read(arguments, options)
+    line = _Line.read(arguments, options, aliases=aliases)
     own = sum(option.is_positional for option in options.values())
     words, more = line.words[:own], line.words[own:]
     if len(more) > 1:
@@ -132,28 +189,6 @@ def source_and_flags(
     if more and not more[0].strip():
         raise ConfigError("the name of a preset, a file or a run must not be empty")
     return more[0] if more else None, [*words, *line.flags]
-
-
-def settings_from(source: str) -> Simulation:
-    """The settings a preset's name or the path of a TOML file stands for."""
-    if source in PRESETS:
-        return PRESETS[source]()
-    path = Path(source)
-    if path.suffix != ".toml":
-        raise ConfigError(
-            unknown_name("preset", source, PRESETS) + "; or give the path of a .toml file"
-        )
-    table = read_toml(path)
-    preset = table.pop("preset", "paper")
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise DataError(path, unknown_name("preset", str(preset), PRESETS))
-    return settings_over(PRESETS[preset](), table, path=path)
-
-
-def to_toml(simulation: Simulation) -> str:
-    """The settings as a TOML file that `settings_from` reads back as the same settings."""
-    default = asdict(PRESETS["paper"]())
-    return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
 
 
 def _made(command: type[_Command], values: Mapping[str, Any]) -> _Command:
@@ -277,7 +312,13 @@ class _Line:
     """The command line without its positional words."""
 
     @classmethod
-    def read(cls, arguments: Sequence[str], options: Mapping[str, _Option]) -> _Line:
+    def read(
+        cls,
+        arguments: Sequence[str],
+        options: Mapping[str, _Option],
+        *,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> _Line:
         """Take it apart, and refuse what no option can take."""
         words: list[str] = []
         flags: list[str] = []
@@ -289,7 +330,8 @@ class _Line:
                 words.append(word)
                 continue
             name, equals, value = word.partition("=")
-            option, is_on = _option_of(name.replace("_", "-"), options)
+            flag = name.replace("_", "-")
+            option, is_on = _option_of(aliases.get(flag, flag), options)
             if option.flag in given:
                 raise ConfigError(f"{option.flag} is given twice; give it once")
             if option.takes == 0:
@@ -334,6 +376,7 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
     option = options.get(flag)
     if option is None and switch is not None and switch.takes == 0:
         return switch, False
+    option = option or _same_elsewhere(section, last, options)
     if option is None or option.is_positional:
         _refuse_renamed(flag, options)
         known = {name: option for name, option in options.items() if not option.is_positional}
@@ -341,6 +384,21 @@ def _option_of(flag: str, options: Mapping[str, _Option]) -> tuple[_Option, bool
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(f"unknown option {flag}; {hint}--help lists them all")
     return option, True
+
+
+def _same_elsewhere(section: str, name: str, options: Mapping[str, _Option]) -> _Option | None:
+    """The option that another command spells so: with its section, or without it."""
+    found = [
+        option
+        for option in options.values()
+        if option.flag.removeprefix("--").rpartition(".")[2] == name
+        and not option.is_positional
+        and (not section or section == ".".join(option.path[-2:-1]))
+    ]
+    if len(found) > 1:
+        flags = " or ".join(option.flag for option in found)
+        raise ConfigError(f"--{name} could be several; give {flags}")
+    return found[0] if found else None
 
 
 def _refuse_renamed(flag: str, options: Mapping[str, _Option]) -> None:
@@ -362,6 +420,8 @@ def _taken(rest: list[str], count: int) -> list[str]:
     """The words that belong to a flag, taken from the front."""
     taken: list[str] = []
     while rest and not rest[0].startswith("--") and len(taken) != count:
+        if count == _MANY and taken and rest[0].endswith(".toml"):
+            break  # the file with the settings, after an option that takes many values
         taken.append(rest.pop(0))
         if taken == [NO_VALUE]:
             break

@@ -73,6 +73,7 @@ def run(arguments: Sequence[str]) -> None:
     if source is not None:
         default = Arguments(verb="check", cluster=_from_file(Path(source)))
     given = parse(Arguments, words, prog="sortedrl cluster", description=HELP, default=default)
+    given.cluster.refuse_unsupported()
     report, where = _report(given)
     if given.json:
         print(json.dumps(asdict(report) | {"ray": where, "is_fine": report.is_fine}, indent=2))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from sortedrl.cli.arguments import parse_over_settings
-from sortedrl.config.schedule import ModeName, Schedule, StrategyName
+from sortedrl.cli.arguments import parse_over_settings, source_and_flags
+from sortedrl.config.schedule import ModeName, StrategyName
 from sortedrl.core.events import Event
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import bar_chart
@@ -20,22 +20,36 @@ from sortedrl.report.terminal import (
     refuse_other_picture,
     refuse_unwritable,
     table,
+    tell,
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import SimulationResult, agent_variants, row, simulate, variants
+from sortedrl.simulate.compare import (
+    SimulationResult,
+    agent_variants,
+    best_of,
+    results_of,
+    row,
+    simulate,
+)
+from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation
 
 HELP = """Compare strategies and modes on the same prompts and the same seed.
 
   sortedrl compare paper                              everything, on the paper's workload
   sortedrl compare paper --strategies sync sorted --modes partial coupled
+  sortedrl compare trl-grpo                           what it would bring a TRL user
+  sortedrl compare lengths.jsonl                      from the answers of your own runs: see
+                                                      sortedrl.measure and sortedrl fit --help
   sortedrl compare mine.toml --json                   for a script
   sortedrl compare agents                             conversations: who gets a slot while tools run
   sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
                                                       chart beside it, timelines-bars.svg
 
-The first word is a preset (sortedrl presets) or a TOML file; flags change single settings.
+The first word is a preset (sortedrl presets), a TOML file, or a log of answers (what
+sortedrl.measure writes, verl's rollout dumps, TRL's completions, verifiers' results); flags change
+single settings.
 A strategy, mode or lookahead that file or flags ask for is always in the table.
 """
 
@@ -85,6 +99,7 @@ def run(arguments: Sequence[str]) -> None:
     if given.simulation.conversations.is_used:
         _compare_agents(given)
         return
+    _tell_observed(arguments)
     results = _results(given)
     rows = [row(result, sync=results[0]) for result in results]
     if given.plot is not None and beside is not None:
@@ -96,24 +111,22 @@ def run(arguments: Sequence[str]) -> None:
     _print_table(results, rows)
 
 
+def _tell_observed(arguments: Sequence[str]) -> None:
+    """Where the settings come from a log of answers, say how idle its slots were."""
+    source, _ = source_and_flags(Arguments, arguments)
+    if source is not None and is_log(Path(source)):
+        tell(observed_line(read_observed(Path(source)), name=source))
+
+
 def _results(given: Arguments) -> list[SimulationResult]:
-    simulation = given.simulation
-    schedules = list(
-        variants(
-            simulation.schedule,
-            strategies=("sync", *(name for name in given.strategies if name != "sync")),
+    with progress(1.0) as advance:
+        return results_of(
+            given.simulation,
+            strategies=given.strategies,
             modes=given.modes,
             lookaheads=given.lookaheads,
+            advance=advance,
         )
-    )
-    if _is_chosen(simulation.schedule) and simulation.schedule not in schedules:
-        schedules.append(simulation.schedule)
-    results = []
-    with progress(len(schedules)) as advance:
-        for number, schedule in enumerate(schedules):
-            advance(schedule.name, number)
-            results.append(simulate(replace(simulation, schedule=schedule)))
-    return results
 
 
 def _compare_agents(given: Arguments) -> None:
@@ -162,19 +175,8 @@ def _compare_agents(given: Arguments) -> None:
     )
 
 
-def _is_chosen(schedule: Schedule) -> bool:
-    """Whether file or flags ask for a strategy, mode or lookahead of their own."""
-    return not schedule.never_interrupts and schedule.name != Schedule().name
-
-
-def _best(results: Sequence[SimulationResult]) -> SimulationResult:
-    """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
-    safe = [o for o in results if o.simulation.schedule.strategy == "sorted"]
-    return max(safe or results, key=lambda result: result.metrics.run.goodput)
-
-
 def _timelines(results: Sequence[SimulationResult]) -> str:
-    best = _best(results)
+    best = best_of(results)
     return _panels([(results[0].name, results[0]), (best.name, best)])
 
 
@@ -208,7 +210,7 @@ def _print_table(results: Sequence[SimulationResult], rows: Sequence[dict[str, o
             ]
         )
     table(_HEADINGS, lines)
-    best = _best(results)
+    best = best_of(results)
     gain = best.metrics.run.goodput / results[0].metrics.run.goodput
     print(
         f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"

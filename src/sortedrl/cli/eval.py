@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,12 +14,10 @@ from sortedrl.config.checks import check_device, require, require_native
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.core.files import refuse_foreign
-from sortedrl.data.stream import tokenized
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.comparison import Comparison, compare
-from sortedrl.evaluation.results import PAGE, SAMPLES, ResultsWriter, read_results
-from sortedrl.evaluation.runner import Question, Runner, gold_of
-from sortedrl.evaluation.statistics import Asked, Evaluation, Summary, summarise
+from sortedrl.evaluation.results import PAGE, SAMPLES, read_results
+from sortedrl.evaluation.statistics import Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import (
     Table,
     comparison_rows,
@@ -32,9 +27,9 @@ from sortedrl.evaluation.tables import (
 )
 from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import PAGE as PAGE_MARK
-from sortedrl.report.terminal import one_line, progress, refuse_unwritable_folder, table, write_text
-from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.runs.tasks import evaluation_engine, opened, tokenizer_of
+from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, write_text
+from sortedrl.runs.evaluate import Examination, evaluated, write_page
+from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import Task, reward_from
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
@@ -95,11 +90,11 @@ def run(arguments: Sequence[str]) -> None:
     ]
     for path in pages:
         refuse_foreign(path, mark=PAGE_MARK)
-    tasks = [] if all(is_saved) else _tasks(given)
+    exam = None if all(is_saved) else _exam(given)
     evaluations = [
         replace(read_results(Path(model)), label=label)
-        if saved
-        else _evaluated(given, model, label, tasks)
+        if saved or exam is None
+        else _evaluated(given, exam, model, label)
         for model, label, saved in zip(given.models, labels, is_saved, strict=True)
     ]
     summaries = [summarise(evaluation) for evaluation in evaluations]
@@ -134,47 +129,27 @@ def _tasks(given: Arguments) -> list[Task]:
     ]
 
 
-def _evaluated(given: Arguments, model: str, label: str, tasks: Sequence[Task]) -> Evaluation:
-    settings, folder = given.settings, given.out / label
-    with ExitStack() as stack:
-        writer = stack.enter_context(
-            ResultsWriter(
-                folder,
-                label=label,
-                settings=_told(given, model),
-                asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
-                questions={
-                    t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
-                },
-                resume=given.resume,
-            )
-        )
-        # What is wrong with rewards, rows or tokenizer shows before the weights are loaded.
-        pools = _pools(tasks, given.rewards, folder, stack)
-        tokenizer = tokenizer_of(model)
-        questions = [
-            Question(task, tokenized(task.rows, tokenizer, chat=given.data.chat).rows, pool)
-            for task, pool in zip(tasks, pools, strict=True)
-        ]
-        engine = evaluation_engine(model, tokenizer, settings, device=given.device)
-        runner = Runner(
-            questions,
-            engine=engine,
-            text=engine.text,
-            samples=settings.samples,
-            seed=settings.seed,
-            is_done=writer.is_done,
-        )
-        _write(runner, writer, label=label)
-        evaluation, _ = writer.finish()
-    write_text(folder / PAGE, evaluation_page([evaluation], None))
+def _evaluated(given: Arguments, exam: Examination, model: str, label: str) -> Evaluation:
+    folder = given.out / label
+    evaluation = evaluated(model, exam, label=label, folder=folder, is_resumed=given.resume)
+    write_page(evaluation, folder)
     return evaluation
 
 
-def _told(given: Arguments, model: str) -> dict[str, object]:
+def _exam(given: Arguments) -> Examination:
+    return Examination(
+        tasks=_tasks(given),
+        settings=given.settings,
+        rewards=given.rewards,
+        data=given.data,
+        device=given.device,
+        described=_described(given),
+    )
+
+
+def _described(given: Arguments) -> dict[str, object]:
     """What an answer and its score depend on; more rows or samples may be asked for later."""
     return {
-        "model": model,
         "temperature": given.settings.sampling_temperature,
         "top_p": given.settings.top_p,
         "max_tokens": given.settings.max_tokens,
@@ -184,38 +159,6 @@ def _told(given: Arguments, model: str) -> dict[str, object]:
         "reward": given.reward,
         "reward_options": list(given.reward_options),
     }
-
-
-def _pools(
-    tasks: Sequence[Task], settings: RewardSettings, folder: Path, stack: ExitStack
-) -> list[RewardPool]:
-    """A pool for each task; tasks with the same reward share one."""
-    pools: list[RewardPool] = []
-    for number, task in enumerate(tasks):
-        same = [p for t, p in zip(tasks[:number], pools, strict=True) if t.reward == task.reward]
-        pools.append(
-            same[0]
-            if same
-            else stack.enter_context(RewardPool(task.reward, settings, folder=folder))
-        )
-    return pools
-
-
-def _write(runner: Runner, writer: ResultsWriter, *, label: str) -> None:
-    began = time.monotonic()
-    try:
-        with progress(max(runner.total, 1)) as advance:
-            for answer in runner.run():
-                if answer is not None:
-                    writer.append(answer)
-                    continue
-                done = runner.progress
-                rate = done.tokens / (time.monotonic() - began)
-                words = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
-                advance(words, done.written)
-    except KeyboardInterrupt:
-        print(f"{writer.num_done} answers are kept; go on with --resume", file=sys.stderr)
-        raise
 
 
 def _print(

@@ -1,4 +1,4 @@
-"""`sortedrl fit`: the costs of a machine, estimated from the events of a run on it."""
+"""`sortedrl fit`: a run of your own as settings of the simulator, from its events or answers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,31 @@ from pathlib import Path
 
 import tyro
 
-from sortedrl.cli.arguments import parse, to_toml
+from sortedrl.cli.arguments import parse
+from sortedrl.config.schedule import EngineSettings
 from sortedrl.core.events import read_events
 from sortedrl.errors import DataError
 from sortedrl.simulate.costs import CostSettings
-from sortedrl.simulate.fit import fit
-from sortedrl.simulate.lengths import LengthSettings
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.fit import fit, fitted_shape
+from sortedrl.simulate.lengths import LengthSettings, is_event_log
+from sortedrl.simulate.observed import is_log, observed_line, read_observed
+from sortedrl.simulate.settings import Simulation, observed_simulation, simulation_to_toml
+from sortedrl.simulate.survival import stretches, written_lengths
 
-HELP = """Estimate what things cost on your machine from a run's events.
+HELP = """Turn a run into settings for the simulator: lengths, slots, schedule and costs.
 
   sortedrl fit runs/mine/events.jsonl > mine.toml    then: sortedrl compare mine.toml
   sortedrl fit events.jsonl --json                   for a script
+  sortedrl fit rollouts/ > mine.toml                 verl: trainer.rollout_data_dir=rollouts
+  sortedrl fit output/completions/ > mine.toml       TRL: log_completions=True
+  sortedrl fit results.jsonl > mine.toml             verifiers and prime-rl, or sortedrl.measure
 
-Prints a TOML file with the constants and with the run's own answer lengths.
-A run of strategy sync, or of mode partial, gives the most exact constants.
+Events of ours give the constants of the machine too; a run of strategy sync, or of mode partial,
+gives the most exact ones. Interrupted answers are counted as far as they were seen.
+Logs of other trainers give lengths, slots and siblings; the costs stay those of the preset paper.
 """
+
+_KEPT_LENGTHS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +41,7 @@ class Arguments:
     """What to read and how to print."""
 
     events: tyro.conf.Positional[Path]
-    """The events.jsonl of a run."""
+    """The events.jsonl of a run, or a log of answers: a file or a folder."""
     json: bool = False
     """Print one JSON object instead of TOML."""
 
@@ -41,9 +50,17 @@ def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl fit", description=HELP)
     try:
-        fitted = fit(read_events(given.events), name=str(given.events))
+        if is_log(given.events) and not is_event_log(given.events):
+            _print_observed(given)
+        else:
+            _print_fitted(given)
     except OSError as error:
         raise DataError(given.events, f"cannot be read ({error.strerror})") from error
+
+
+def _print_fitted(given: Arguments) -> None:
+    events = list(read_events(given.events))
+    fitted = fit(events, name=str(given.events))
     costs = asdict(fitted.costs)
     if given.json:
         print(json.dumps({"costs": costs, "relative_error": fitted.relative_error}, indent=2))
@@ -52,7 +69,23 @@ def run(arguments: Sequence[str]) -> None:
         f"# fitted to {fitted.intervals} intervals of {given.events}, "
         f"mean error {100 * fitted.relative_error:.1f} %"
     )
+    written = written_lengths(stretches(events))
+    values = written.sample_lengths(_KEPT_LENGTHS)
+    shape = fitted_shape(events)
     simulation = Simulation(
-        costs=CostSettings(**costs), lengths=LengthSettings(length_file=given.events)
+        groups=shape.groups,
+        schedule=shape.schedule,
+        engine=EngineSettings(slots=shape.slots, max_tokens=max(values)),
+        costs=CostSettings(**costs),
+        lengths=LengthSettings(values=values),
     )
-    print(to_toml(simulation), end="")
+    print(simulation_to_toml(simulation), end="")
+
+
+def _print_observed(given: Arguments) -> None:
+    observed = read_observed(given.events)
+    if given.json:
+        print(json.dumps(asdict(observed) | {"lengths": list(observed.lengths)}, indent=2))
+        return
+    print(f"# {observed_line(observed, name=str(given.events))}")
+    print(simulation_to_toml(observed_simulation(given.events)), end="")

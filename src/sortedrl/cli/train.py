@@ -6,12 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sortedrl.cli.arguments import parse, source_and_flags
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.cli.arguments import (
+    flag_help,
+    parse,
+    parse_over_train_settings,
+    source_and_flags,
+)
+from sortedrl.config.sizes import Chosen, names_in, size_line, sized, with_siblings
+from sortedrl.config.toml import read_toml, settings_over, under_new_keys
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
@@ -26,14 +33,34 @@ if TYPE_CHECKING:
 HELP = """Train a model with rewards, its rollouts scheduled by length.
 
   sortedrl train config.toml                        a file with the settings below, by section
-  sortedrl train config.toml --schedule.mode coupled --optimiser.learning-rate 2e-6
+  sortedrl train config.toml --mode coupled --learning-rate 2e-6
   sortedrl train --model Qwen/Qwen2.5-0.5B --task gsm8k --out runs/gsm8k
+  sortedrl train --model MODEL --task rows.jsonl --reward my_file.py:score --algorithm grpo
   sortedrl train config.toml --dry-run              what it will need and how long it will take
   sortedrl train runs/gsm8k --resume                go on with a run that was stopped or killed
 
 A run can be stopped at any time: Ctrl-C and SIGTERM finish the round and save first, and a killed
 run goes on from its last checkpoint. The trained model is left in the run's folder, in model/.
+Sizes that you leave open (group-prompts, update-batch, slots) follow the number of rows; the first
+lines of a run and of a dry run say what they are.
 """
+
+ALIASES = {
+    "--algorithm": "--algorithm.name",
+    "--samples": "--schedule.samples-per-prompt",
+    "--engine": "--rollout.engine",
+    "--eval-tasks": "--evaluation.tasks",
+}
+"""Short names of flags, those that `sortedrl.train` has too."""
+
+COMMON = (
+    *("--model", "--task", "--reward", "--out", "--epochs", "--max-updates", "--seed"),
+    *("--algorithm", "--mode", "--lookahead", "--samples", "--slots", "--max-tokens"),
+    *("--learning-rate", "--engine", "--lora.rank", "--eval-tasks"),
+    *("--resume", "--dry-run"),
+)
+"""The flags that most runs need, in the order in which --help shows them."""
+_WIDTH, _INDENT = 98, 6 * " "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +74,8 @@ class Arguments:
     card: str | None = None
     """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default the
     one that is here."""
+    memory_gib: float | None = None
+    """Dry run only, with --card: the memory of one card; by default that of its data sheet."""
     mean_length: float | None = None
     """Dry run only: the mean length of answers that you expect; by default a guess."""
     rows: int | None = None
@@ -63,34 +92,59 @@ class Arguments:
 
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
-    given = _given(arguments)
+    if not arguments or (len(arguments) == 1 and arguments[0] in ("-h", "--help")):
+        print(_short_help())
+        return
+    given, chosen = _given(arguments)
     settings = given.settings
     if given.dry_run:
-        _dry_run(given)
+        _dry_run(given, chosen)
         return
-    ending = train(settings, is_resumed=given.resume)
+    ending = train(settings, is_resumed=given.resume, chosen=chosen)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
         raise SystemExit(130)
 
 
-def _dry_run(given: Arguments) -> None:
+def _short_help() -> str:
+    """The flags that most runs need; what each means is the text beside its field."""
+    lines = [f"usage: sortedrl train [TOML|RUN] [OPTIONS]\n\n{HELP}"]
+    for flag in COMMON:
+        text = flag_help(Arguments, ALIASES.get(flag, flag))
+        lines += [
+            f"  {flag}",
+            *wrap(text, _WIDTH, initial_indent="      ", subsequent_indent="      "),
+        ]
+    lines.append("\nEvery setting, by section: sortedrl train --help-all")
+    return "\n".join(lines)
+
+
+def _dry_run(given: Arguments, chosen: Chosen) -> None:
     from sortedrl.runs.plan.advice import refuse_too_big
     from sortedrl.runs.plan.dry_run import Expected, planned_run
     from sortedrl.runs.plan.page import lines, to_json
 
     expected = Expected(
-        rows=given.rows, prompt_tokens=given.prompt_tokens, mean_length=given.mean_length
+        rows=given.rows,
+        prompt_tokens=given.prompt_tokens,
+        mean_length=given.mean_length,
+        memory_gib=given.memory_gib,
     )
+    rows = _rows(given.settings) if given.rows is None else []
+    num_rows = len(rows) if given.rows is None else given.rows
+    settings = sized(given.settings, num_rows=num_rows, chosen=chosen)
+    line = size_line(settings, num_rows=num_rows, chosen=chosen)
+    if line is not None:
+        tell(line)
     plan = planned_run(
-        given.settings,
-        _rows(given.settings) if given.rows is None else [],
+        settings,
+        rows,
         card_name=given.card,
         expected=expected,
         tell=tell,
     )
     print(json.dumps(to_json(plan), indent=2) if given.json else "\n".join(lines(plan)))
-    refuse_too_big(plan.memory, plan.device_bytes)
+    refuse_too_big(plan.memory, plan.device_bytes, settings=given.settings)
 
 
 def _rows(settings: TrainSettings) -> Sequence[Row]:
@@ -104,35 +158,44 @@ def _rows(settings: TrainSettings) -> Sequence[Row]:
     return task.rows
 
 
-def _given(arguments: Sequence[str]) -> Arguments:
-    """The flags, over the file or the run that the positional word names."""
-    source, flags = source_and_flags(Arguments, arguments, is_dotted=True)
-    default = Arguments()
+def _given(arguments: Sequence[str]) -> tuple[Arguments, Chosen]:
+    """The flags, over the file or the run that the positional word names; and what was chosen."""
+    prog = "sortedrl train [TOML|RUN]"
+    if "--help-all" in arguments or "-h" in arguments or "--help" in arguments:
+        parse(
+            Arguments,
+            ["--help"],
+            prog=prog,
+            description=HELP,
+            default=Arguments(),
+            is_dotted=True,
+        )
+    source, flags = source_and_flags(Arguments, arguments, is_dotted=True, aliases=ALIASES)
+    default, chosen = Arguments(), frozenset[str]()
     if source is not None:
-        default = Arguments(settings=_settings_from(Path(source)))
-    return parse(
-        Arguments,
-        flags,
-        prog="sortedrl train [TOML|RUN]",
-        description=HELP,
-        default=default,
-        is_dotted=True,
+        settings, chosen = _settings_from(Path(source))
+        default = Arguments(settings=settings)
+    return parse_over_train_settings(
+        Arguments, flags, default=default, chosen=chosen, prog=prog, aliases=ALIASES
     )
 
 
-def _settings_from(source: Path) -> TrainSettings:
+def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
+    """The settings of a file or a run, and which of them it names."""
     folder = RunFolder(source)
-    if folder.holds_run:
-        settings = settings_over(
-            TrainSettings(), read_toml(folder.config), path=folder.config, takes_old_keys=True
-        )
-        return replace(settings, out=source)
-    if source.suffix != ".toml":
+    path = folder.config if folder.holds_run else source
+    if path.suffix != ".toml":
         raise ConfigError(
             f"the first word must be a .toml file or the folder of a run, got {str(source)!r}; "
             "see sortedrl train --help"
         )
-    return settings_over(TrainSettings(), read_toml(source), path=source)
+    table = read_toml(path)
+    if not folder.holds_run:
+        settings = settings_over(TrainSettings(), with_siblings(table), path=path)
+        return settings, frozenset(names_in(table))
+    table = under_new_keys(table)
+    settings = settings_over(TrainSettings(), table, path=path)
+    return replace(settings, out=source), frozenset(names_in(table))
 
 
 def _print(ending: Ending, settings: TrainSettings, *, as_json: bool) -> None:

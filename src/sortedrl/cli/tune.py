@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sortedrl.cli.arguments import parse_over_settings, to_toml
+from sortedrl.cli.arguments import parse_over_settings
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.terminal import (
@@ -19,7 +19,7 @@ from sortedrl.report.terminal import (
     write_text,
 )
 from sortedrl.simulate.compare import PREDICTION_ERROR, SimulationResult, row
-from sortedrl.simulate.settings import Simulation
+from sortedrl.simulate.settings import Simulation, simulation_to_toml
 from sortedrl.simulate.tune import Search, Tuned, tune
 
 HELP = """Search update batch, group size, lookahead and mode by simulation.
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> None:
         print(json.dumps(_as_json(tuned), indent=2))
     else:
         print("\n".join(f"# {line}".rstrip() for line in _words(tuned)))
-        print(to_toml(tuned.best.simulation), end="")
+        print(simulation_to_toml(tuned.best.simulation), end="")
 
 
 def _words(tuned: Tuned) -> list[str]:
@@ -138,5 +138,5 @@ def _as_json(tuned: Tuned) -> dict[str, object]:
         "current": described(tuned.current),
         "front": [described(result) for result in tuned.front],
         "tried": [described(result) for result in tuned.tried],
-        "toml": to_toml(tuned.best.simulation),
+        "toml": simulation_to_toml(tuned.best.simulation),
     }

@@ -3,12 +3,12 @@
 connection        a local Ray, or a cluster that is already running
 placement         nodes, and the resources of each worker and each rank
 check             tries whether a cluster has what a run needs
-worker            the actor of one rollout worker, and how its engine is made
+worker            the actor of one rollout worker, and the thread that drives its engine
 remote_engine     the controller's side of one worker: an engine
-fleet             all workers behind one engine; replaces lost ones, adds new ones
+worker_pool       all workers as one engine; replaces lost ones, adds new ones
 trainer_rank      the actor of one trainer rank
 remote_trainer    the controller's side of all ranks: the trainer of a run
-weight_transport  the sources of weights, and the three ways they reach a worker
+weight_sync       pushes each new version from the trainer to all workers
+weight_transport  the three transports: broadcast, object store, disk
 broadcast         tensors as buckets of bytes, sent over a process group
-weight_sync       brings each new version to all workers
 """

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]  # documented, but not in its types
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
     TCPStore,
 )
 
-from sortedrl.cluster.weight_transport import Meeting, WayFailed, first_line
+from sortedrl.cluster.weight_transport import Rendezvous, TransportFailed, first_line
 from sortedrl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Buffer:
 
 
 def front(device: torch.device, *, header_bytes: int = 0, size: int = 0) -> Tensor:
-    """What is said before a bucket; by default, that there is none."""
+    """What is sent before a bucket; by default, that there is none."""
     return torch.tensor([header_bytes, size], dtype=torch.int64).to(device)
 
 
@@ -205,12 +205,6 @@ def _places(sizes: Iterable[int], *, start: int) -> tuple[list[int], int]:
     return places, end
 
 
-# Torch documents them here, but does not say so in its types.
-
-
-__all__ = ["Meeting", "MeetingPlace", "Received", "Receiver", "Sender", "Sent"]
-
-
 _CONNECT_TRIES = 5
 _LEAST_CONNECT_SECONDS = 2.0
 _GONE = "gone"
@@ -218,7 +212,7 @@ _NO_GPU = "cpu"
 # Below this much free memory on its GPU a worker keeps what it receives in main memory.
 _SPARE_GPU_BYTES = 2 << 30
 # Who has this set when a group of NCCL begins can wait with a limit, and has no watchdog, which
-# would end the whole process when another member dies.
+# would end the whole process when another rank dies.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -240,12 +234,12 @@ class Received:
     buckets: int
 
 
-class MeetingPlace:
-    """The store over which members find each other; kept by the controller."""
+class RendezvousStore:
+    """The store over which sender and workers find each other; kept by the controller."""
 
     def __init__(self, host: str, *, seconds: float) -> None:
         """Listen at a free port of this machine; `host` is what others call it."""
-        with _as_way("no store could be opened"):
+        with _as_transport_failure("no store could be opened"):
             self._store = TCPStore(
                 host,
                 0,
@@ -256,18 +250,18 @@ class MeetingPlace:
         self.host = host
         self.port = self._store.port
 
-    def miss(self, key: str, *, rank: int) -> None:
-        """A member will not come: the others need not wait for it."""
-        with _as_way("the store does not answer"):
+    def set_gone(self, key: str, *, rank: int) -> None:
+        """A rank will not join: the others need not wait for it."""
+        with _as_transport_failure("the store does not answer"):
             PrefixStore(key, self._store).set(_name(rank), _GONE)
 
 
-class Sender:
-    """The first rank; keeps its group until a meeting has another key."""
+class BroadcastSender:
+    """The first rank; keeps its process group until a rendezvous has another key."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """NCCL is taken if this is a GPU, and all workers have others; else gloo."""
-        self._seat = _Seat(torch.device(device))
+        self._membership = _Membership(torch.device(device))
 
     @classmethod
     def beside(cls, tensors: Mapping[str, object]) -> Self:
@@ -275,8 +269,8 @@ class Sender:
         places = (tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor))
         return cls(next(places, torch.device("cpu")))
 
-    def send(self, meeting: Meeting, buckets: Iterable[Part]) -> Sent:
-        """Broadcast all buckets to the members; raises `WayFailed` if one of them is gone.
+    def send(self, rendezvous: Rendezvous, buckets: Iterable[Part]) -> Sent:
+        """Broadcast all buckets to the workers; raises `TransportFailed` if one of them is gone.
 
         The buckets are always taken to their end, so ranks that gather them together stay in step.
         """
@@ -284,17 +278,17 @@ class Sender:
         coming = iter(buckets)
         size = count = 0
         try:
-            group = self._seat.group(meeting, rank=0)
+            group = self._membership.group(rendezvous, rank=0)
             buffers = [Buffer(group.device), Buffer(group.device)]
             for part in coming:
                 # The other buffer may be on its way still: a front and a flat.
-                group.settle(leaving=2)
+                group.wait(leaving=2)
                 for tensor in buffers[count % len(buffers)].packed(part):
                     group.start(tensor)
                 size += sum(tensor.nbytes for _, tensor in part)
                 count += 1
             group.start(front(group.device))
-            group.settle()
+            group.wait()
         except BaseException:
             self.close()
             raise
@@ -303,33 +297,33 @@ class Sender:
         return Sent(bytes=size, buckets=count, seconds=perf_counter() - start)
 
     def close(self) -> None:
-        """Leave the group; members that still wait for it see that."""
-        self._seat.leave()
+        """Leave the group; ranks that still wait for it see that."""
+        self._membership.leave()
 
 
-class Receiver:
-    """A worker; keeps its group until a meeting has another key."""
+class BroadcastReceiver:
+    """A worker; keeps its process group until a rendezvous has another key."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """The device that the weights shall be on; without NCCL they come to the CPU."""
-        self._seat = _Seat(torch.device(device))
+        self._membership = _Membership(torch.device(device))
 
-    def receive(self, meeting: Meeting, rank: int) -> Received:
-        """All tensors that are sent; raises `WayFailed` if one of the members is gone."""
+    def receive(self, rendezvous: Rendezvous, rank: int) -> Received:
+        """All tensors that are sent; raises `TransportFailed` if another rank is gone."""
         tensors: dict[str, Tensor] = {}
         count = 0
         try:
-            group = self._seat.group(meeting, rank=rank)
+            group = self._membership.group(rendezvous, rank=rank)
             while True:
-                said = front(group.device)
-                group.start(said)
-                group.settle()
-                header_bytes, size = said.tolist()
+                announced = front(group.device)
+                group.start(announced)
+                group.wait()
+                header_bytes, size = announced.tolist()
                 if not size:
                     break
                 flat = torch.empty(size, dtype=torch.uint8, device=group.device)
                 group.start(flat)
-                group.settle()
+                group.wait()
                 tensors |= unflattened(_kept(flat), header_bytes=header_bytes)
                 count += 1
         except BaseException:
@@ -340,21 +334,21 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the group."""
-        self._seat.leave()
+        self._membership.leave()
 
 
-class _Seat:
-    """The place of one member, in one group at a time."""
+class _Membership:
+    """One rank's membership, in one process group at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: _Group | None = None
 
-    def group(self, meeting: Meeting, *, rank: int) -> _Group:
-        """The group of this meeting: the present one if it is that, or a new one."""
-        if self._group is None or self._group.key != meeting.key:
+    def group(self, rendezvous: Rendezvous, *, rank: int) -> _Group:
+        """The group of this rendezvous: the present one if it is that, or a new one."""
+        if self._group is None or self._group.key != rendezvous.key:
             self.leave()
-            self._group = _Group(meeting, rank=rank, device=self._device)
+            self._group = _Group(rendezvous, rank=rank, device=self._device)
         return self._group
 
     def leave(self) -> None:
@@ -364,38 +358,38 @@ class _Seat:
 
 
 class _Group:
-    """A group of members that have met."""
+    """A process group, once all of its ranks have joined."""
 
-    def __init__(self, meeting: Meeting, *, rank: int, device: torch.device) -> None:
-        limit = timedelta(seconds=meeting.timeout)
-        self.key = meeting.key
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, device: torch.device) -> None:
+        limit = timedelta(seconds=rendezvous.timeout)
+        self.key = rendezvous.key
         self._limit = limit
-        # Connections stay open as long as somebody has such a thing, so nobody else gets one.
+        # A connection stays open while anybody holds such a handle, so nobody else gets one.
         self._under_way: deque[Work] = deque()
-        with _as_way("the members did not meet"):
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
-            names = _met(PrefixStore(meeting.key, store), meeting, rank=rank, device=device)
-            is_nccl = _NO_GPU not in names and len(set(names)) == meeting.world
+        with _as_transport_failure("the ranks did not meet"):
+            store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
+            names = _met(PrefixStore(rendezvous.key, store), rendezvous, rank=rank, device=device)
+            is_nccl = _NO_GPU not in names and len(set(names)) == rendezvous.world
             self.device = device if is_nccl else torch.device("cpu")
-            links = PrefixStore(f"{meeting.key}/links", store)
+            links = PrefixStore(f"{rendezvous.key}/links", store)
             self._backend: Any = (
-                _nccl(links, rank=rank, meeting=meeting)
+                _nccl(links, rank=rank, rendezvous=rendezvous)
                 if is_nccl
-                else _gloo(links, rank=rank, meeting=meeting)
+                else _gloo(links, rank=rank, rendezvous=rendezvous)
             )
 
     def start(self, tensor: Tensor) -> None:
-        """Begin to broadcast a tensor from the first rank to this place of all others."""
+        """Begin to broadcast a tensor from the first rank into this tensor of all others."""
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.asyncOp = True
         options.timeout = self._limit
-        with _as_way("the broadcast failed"):
+        with _as_transport_failure("the broadcast failed"):
             self._under_way.append(self._backend.broadcast([tensor], options))
 
-    def settle(self, *, leaving: int = 0) -> None:
+    def wait(self, *, leaving: int = 0) -> None:
         """Wait until all but the last so many are done; the limit holds for each of them."""
-        with _as_way("the broadcast failed"):
+        with _as_transport_failure("the broadcast failed"):
             while len(self._under_way) > leaving:
                 self._under_way.popleft().wait()
 
@@ -408,39 +402,41 @@ class _Group:
         del self._backend
 
 
-def _met(store: PrefixStore, meeting: Meeting, *, rank: int, device: torch.device) -> Sequence[str]:
-    """The names of the devices of all members, after waiting for them."""
+def _met(
+    store: PrefixStore, rendezvous: Rendezvous, *, rank: int, device: torch.device
+) -> Sequence[str]:
+    """The device names of all ranks, after waiting for them."""
     store.set(_name(rank), _device_name(device))
-    places = [_name(other) for other in range(meeting.world)]
-    store.wait(places, timedelta(seconds=meeting.timeout))
+    places = [_name(other) for other in range(rendezvous.world)]
+    store.wait(places, timedelta(seconds=rendezvous.timeout))
     names = [store.get(place).decode() for place in places]
     if _GONE in names:
-        raise WayFailed(f"member {names.index(_GONE)} of {meeting.world} is gone")
+        raise TransportFailed(f"rank {names.index(_GONE)} of {rendezvous.world} is gone")
     return names
 
 
-def _gloo(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: ANN401
+def _gloo(store: PrefixStore, *, rank: int, rendezvous: Rendezvous) -> Any:  # noqa: ANN401
     # Its types do not have the options that it takes.
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    # It waits five times as long for a member that was here and does not connect.
-    seconds = max(_LEAST_CONNECT_SECONDS, meeting.timeout / _CONNECT_TRIES)
+    # It waits five times as long for a rank that was here and does not connect.
+    seconds = max(_LEAST_CONNECT_SECONDS, rendezvous.timeout / _CONNECT_TRIES)
     options._timeout = timedelta(seconds=seconds)
     # The name of a machine often means its loopback, which the others cannot reach.
-    address = _own_address(meeting)
+    address = _own_address(rendezvous)
     options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, rank, meeting.world, options)
+    return gloo(store, rank, rendezvous.world, options)
 
 
-def _nccl(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: ANN401
+def _nccl(store: PrefixStore, *, rank: int, rendezvous: Rendezvous) -> Any:  # noqa: ANN401
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=meeting.timeout)
+    options._timeout = timedelta(seconds=rendezvous.timeout)
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:
-        return ProcessGroupNCCL(store, rank, meeting.world, options)
+        return ProcessGroupNCCL(store, rank, rendezvous.world, options)
     finally:
         if before is None:
             del os.environ[_BLOCKING_WAIT]
@@ -448,10 +444,10 @@ def _nccl(store: PrefixStore, *, rank: int, meeting: Meeting) -> Any:  # noqa: A
             os.environ[_BLOCKING_WAIT] = before
 
 
-def _own_address(meeting: Meeting) -> str:
-    """The address of this machine on the way to the meeting place; nothing is sent."""
+def _own_address(rendezvous: Rendezvous) -> str:
+    """The address of this machine on the route to the store; nothing is sent."""
     family, kind, protocol, _, place = socket.getaddrinfo(
-        meeting.host, meeting.port, type=socket.SOCK_DGRAM
+        rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind, protocol) as towards:
         towards.connect(place)
@@ -478,9 +474,9 @@ def _kept(flat: Tensor) -> Tensor:
 
 
 @contextmanager
-def _as_way(what: str) -> Iterator[None]:
-    """Turn what torch and the network raise into `WayFailed`."""
+def _as_transport_failure(what: str) -> Iterator[None]:
+    """Turn what torch and the network raise into `TransportFailed`."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise WayFailed(f"{what}: {first_line(error)}") from error
+        raise TransportFailed(f"{what}: {first_line(error)}") from error

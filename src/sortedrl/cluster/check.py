@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -20,11 +21,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from sortedrl import __version__
 from sortedrl.cluster.placement import (
+    BundlePlacement,
     Claim,
     Node,
-    Placement,
     blueprint,
     living_nodes,
     own_place,
@@ -35,8 +35,8 @@ from sortedrl.engines.installed import Device, devices, package_version
 from sortedrl.errors import EngineError
 
 Backend = Literal["gloo", "nccl"]
-_MEETING_BYTES = 4 << 20
-_MEETING_SECONDS = 60.0
+_TRIAL_BYTES = 4 << 20
+_TRIAL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where and how ranks meet."""
+class TrialGroup:
+    """The process group of the trial all-reduce."""
 
     address: str
     port: int
@@ -65,7 +65,7 @@ def machine() -> Machine:
     return Machine(
         host=socket.gethostname(),
         versions={
-            "sortedrl": __version__,
+            "sortedrl": import_module("sortedrl").__version__,
             "python": platform.python_version(),
             "ray": package_version("ray"),
             "torch": package_version("torch"),
@@ -89,29 +89,29 @@ class Probe:
         """An address of this machine that others reach, and a port that is free now."""
         return own_place()
 
-    def meet(self, rank: int, meeting: Meeting) -> float:
+    def all_reduce(self, rank: int, group: TrialGroup) -> float:
         """Sum an array over all ranks; gives the seconds of one all-reduce after the first."""
         import torch
         from torch import distributed
 
-        is_gpu = meeting.backend == "nccl"
+        is_gpu = group.backend == "nccl"
         # Ranks on one machine would take a thread for every core, each of them.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         distributed.init_process_group(
-            meeting.backend,
-            init_method=f"tcp://{meeting.address}:{meeting.port}",
+            group.backend,
+            init_method=f"tcp://{group.address}:{group.port}",
             rank=rank,
-            world_size=meeting.size,
-            timeout=timedelta(seconds=_MEETING_SECONDS),
+            world_size=group.size,
+            timeout=timedelta(seconds=_TRIAL_SECONDS),
         )
         try:
-            values = torch.full((_MEETING_BYTES // 4,), rank + 1.0)
+            values = torch.full((_TRIAL_BYTES // 4,), rank + 1.0)
             values = values.cuda() if is_gpu else values
             distributed.all_reduce(values)
-            expected = meeting.size * (meeting.size + 1) / 2
+            expected = group.size * (group.size + 1) / 2
             if not bool((values == expected).all()):
                 raise ArithmeticError(
-                    f"the sum over {meeting.size} ranks must be {expected}, got {values[0].item()}"
+                    f"the sum over {group.size} ranks must be {expected}, got {values[0].item()}"
                 )
             start = perf_counter()
             distributed.all_reduce(values)
@@ -184,7 +184,7 @@ def check(cluster: Cluster, *, seconds: float) -> Report:
     findings = [_versions(nodes), _memory(nodes)]
     bundles: tuple[BundleReport, ...] = ()
     try:
-        placement = Placement(blueprint(cluster), seconds=seconds)
+        placement = BundlePlacement(blueprint(cluster), seconds=seconds)
     except EngineError as error:
         findings.insert(0, Finding(name="placement", is_fine=False, words=str(error)))
         return Report(nodes=nodes, findings=tuple(findings))
@@ -241,7 +241,7 @@ def _memory(nodes: Sequence[NodeReport]) -> Finding:
 
 
 def _tried(
-    cluster: Cluster, placement: Placement
+    cluster: Cluster, placement: BundlePlacement
 ) -> tuple[tuple[BundleReport, ...], list[Finding]]:
     """The bundles with a probe in each, and what those found."""
     plan = placement.blueprint
@@ -271,7 +271,7 @@ def _tried(
             ray.kill(probe)
 
 
-def _probe(claim: Claim, placement: Placement) -> Any:  # noqa: ANN401  an actor's handle
+def _probe(claim: Claim, placement: BundlePlacement) -> Any:  # noqa: ANN401  an actor's handle
     remote: Any = ray.remote
     return (
         remote(Probe)
@@ -311,9 +311,9 @@ def _met(probes: Sequence[Any], found: Sequence[Sequence[Device]]) -> Finding:
     backend: Backend = "nccl" if has_gpus else "gloo"
     try:
         address, port = ray.get(probes[0].place.remote(), timeout=_ASK_SECONDS)
-        meeting = Meeting(address=address, port=port, size=len(probes), backend=backend)
+        group = TrialGroup(address=address, port=port, size=len(probes), backend=backend)
         seconds = ray.get(
-            [probe.meet.remote(rank, meeting) for rank, probe in enumerate(probes)],
+            [probe.all_reduce.remote(rank, group) for rank, probe in enumerate(probes)],
             timeout=2 * _ASK_SECONDS,
         )
     except RayError as error:

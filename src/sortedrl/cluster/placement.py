@@ -157,7 +157,7 @@ node: 1 CPU missing; lower cluster.rollout_workers or cluster.trainer_ranks, or 
             )
 
 
-class Placement:
+class BundlePlacement:
     """A placement group that is there; `remove` gives its resources back."""
 
     def __init__(self, wanted: Blueprint, *, seconds: float) -> None:

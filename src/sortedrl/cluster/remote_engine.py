@@ -1,7 +1,8 @@
 """The controller's side of one rollout worker: an engine, used as a member of a pool.
 
 Unfinished work of the worker is not kept here: if its process dies, the pool that assigned the work
-knows it. A worker that is lost stays lost.
+knows it. A worker that is lost stays lost. New weights are pushed to all workers together
+(`WeightSync`); `load_weights` pushes to this one alone only if it was left out.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from sortedrl.cluster.weight_sync import HandOvers, Loading
-from sortedrl.cluster.weight_transport import Offer
-from sortedrl.cluster.worker import Facts, LogFolder
+from sortedrl.cluster.weight_sync import WeightLoad, WeightSync
+from sortedrl.cluster.weight_transport import Delivery
+from sortedrl.cluster.worker import LogFolder, WorkerInfo
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
 Actor = Any
 """A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
+BESIDE = "beside"
+"""The concurrency group of a worker that answers while another call runs."""
 _CLOSE_SECONDS = 20.0
 
 
@@ -38,28 +41,26 @@ class RemoteEngine:
     def __init__(
         self,
         actor: Actor,
-        facts: Facts,
+        info: WorkerInfo,
         *,
         number: int,
-        hand_overs: HandOvers,
-        has_weights: bool,
-        patience_seconds: float,
+        weight_sync: WeightSync,
+        timeout_seconds: float,
         logs: LogFolder | None,
     ) -> None:
         """An engine over a worker that is open; `number` is its name among the workers."""
-        self.name = f"rollout worker {number}, {facts.engine} at {facts.host}"
-        self.slots = facts.slots
-        self.version = facts.version
-        self.facts = facts
+        self.name = f"rollout worker {number}, {info.engine} at {info.host}"
+        self.slots = info.slots
+        self.version = info.version
+        self.info = info
         self.number = number
         self.is_closed = False
         self._actor = actor
-        self._hand_overs = hand_overs
-        self._has_weights = has_weights
-        self._patience = patience_seconds
+        self._weight_sync = weight_sync
+        self._timeout = timeout_seconds
         self._logs = logs
         self._lost: EngineLost | None = None
-        hand_overs.join(number)
+        self._loaded: Weights | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -69,7 +70,7 @@ class RemoteEngine:
     @property
     def request_limits(self) -> Sequence[RequestLimits]:
         """Those of the worker's engine."""
-        return self.facts.request_limits
+        return self.info.request_limits
 
     def submit(
         self,
@@ -86,7 +87,7 @@ class RemoteEngine:
         )
 
     def step(self) -> Step:
-        """What the worker did since the last step; waits for a complete answer or a beat."""
+        """What the worker did since the last step; waits for a complete answer or its report."""
         step: Step = self._result(lambda: self._actor.step.remote())
         return step
 
@@ -100,41 +101,29 @@ class RemoteEngine:
         return given_back
 
     def load_weights(self, weights: Weights) -> None:
-        """Have the worker take these weights and write with them from now on.
+        """Have the worker decode with these weights; nothing to do where they were pushed to it."""
+        if self._loaded is not weights:
+            self._weight_sync.push(weights, [self], is_joining=True)
+            if self._lost is not None:
+                raise self._lost
 
-        Where all workers form a group, this waits for the others.
-        """
-        if self._has_weights and weights.tensors is None:
-            raise EngineError(
-                f"{self.name} shares no memory with the trainer, so new weights must come with "
-                f"their tensors; version {weights.version} came without"
-            )
-
-        def take(offer: Offer | None) -> Loading:
-            loading: Loading = self._result(
-                lambda: self._actor.load_weights.remote(weights.version, offer)
-            )
-            self.version = loading.version
-            return loading
-
-        self._hand_overs.deliver(weights, worker=self.number, take=take)
+    def take_weights(self, weights: Weights, delivery: Delivery | None) -> WeightLoad:
+        """Have the worker take the weights, and wait for it; called by the weight sync alone."""
+        load: WeightLoad = self._result(
+            lambda: self._actor.load_weights.remote(weights.version, delivery)
+        )
+        self.version, self._loaded = load.version, weights
+        return load
 
     def release(self) -> None:
-        """Have the worker let go of what only writing needs."""
+        """Have the worker release the memory that only decoding needs."""
         self._result(lambda: self._actor.release.remote())
 
-    def share(self, hand_overs: HandOvers) -> None:
-        """From now on take weights together with other workers."""
-        self._hand_overs.leave(self.number)
-        self._hand_overs = hand_overs
-        hand_overs.join(self.number)
-
     def close(self) -> None:
-        """End the worker's process; a log that is out of sight is brought here first."""
+        """End the worker's process; a log that this machine does not see is fetched first."""
         if self.is_closed:
             return
         self.is_closed = True
-        self._hand_overs.leave(self.number)
         if self._lost is None:
             # Whatever it says, its process ends.
             with suppress(RayError):
@@ -146,30 +135,29 @@ class RemoteEngine:
         if self._lost is not None:
             raise self._lost
         try:
-            return ray.get(call(), timeout=self._patience)
+            return ray.get(call(), timeout=self._timeout)
         except RayTaskError as error:
             if isinstance(error.cause, RayError):
                 raise EngineError(f"{self.name} failed: {error}") from error
             raise error.cause from error
         except RayError as error:
-            self._lost = EngineLost(f"{self.name}: {_reason(error, self._patience)}{self._see}")
-            self._hand_overs.leave(self.number)
+            self._lost = EngineLost(f"{self.name}: {_reason(error, self._timeout)}{self._see}")
             raise self._lost from error
 
     def _keep_log(self, text: str | None) -> None:
-        if self._logs is not None and self.facts.log is not None and text is not None:
-            (self._logs.folder / self.facts.log.name).write_text(text)
+        if self._logs is not None and self.info.log is not None and text is not None:
+            (self._logs.folder / self.info.log.name).write_text(text)
 
     @property
     def _see(self) -> str:
-        log: Path | None = self.facts.log
-        return "" if log is None else f"; its log is {log} on {self.facts.host}"
+        log: Path | None = self.info.log
+        return "" if log is None else f"; its log is {log} on {self.info.host}"
 
 
-def _reason(error: RayError, patience_seconds: float) -> str:
+def _reason(error: RayError, timeout_seconds: float) -> str:
     match error:
         case GetTimeoutError():
-            return f"it has not answered for {patience_seconds:g} s"
+            return f"it has not answered for {timeout_seconds:g} s"
         case ActorDiedError(preempted=True):
             return "its node was taken away"
         case ActorDiedError() if "its node has died" in str(error):

@@ -6,28 +6,34 @@ the run restarts from its last checkpoint with new ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import errno
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from torch import OutOfMemoryError
 
-from sortedrl.cluster.broadcast import unpacked
-from sortedrl.cluster.placement import Claim, Placement
-from sortedrl.cluster.trainer_rank import Outcome, RankFacts, RankRecipe, TrainerRank
+from sortedrl.cluster.placement import BundlePlacement, Claim
+from sortedrl.cluster.trainer_rank import Outcome, RankInfo, TrainerFactory, TrainerRank
 from sortedrl.cluster.worker import LogFolder
 from sortedrl.config.cluster import Cluster
-from sortedrl.errors import CheckpointError, EngineError, SortedRLError, TrainerLost
+from sortedrl.errors import (
+    CheckpointError,
+    EngineError,
+    SortedRLError,
+    TrainerLost,
+    TrainingError,
+)
 from sortedrl.types import TrainBatch, Weights
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from sortedrl.cluster.broadcast import Bucket
-    from sortedrl.cluster.weight_transport import Meeting
+    from sortedrl.cluster.weight_transport import Rendezvous
 
 Actor = Any
 """A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""
@@ -38,44 +44,27 @@ _COLLECTIVE_SECONDS = 1800.0
 _OTHERS_SECONDS = 10.0
 
 
-class RankWeights(Mapping[str, object]):
-    """The present weights, which lie with the ranks and go to the workers from there.
-
-    Whoever reads them as tensors by name has them brought to this process.
-    """
+class RankSource:
+    """The weights of a trainer over ranks: the first rank sends them straight to the workers."""
 
     def __init__(self, trainer: RemoteTrainer) -> None:
         """Nothing is moved yet."""
         self._trainer = trainer
 
-    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+    def put(self, weights: Weights) -> Sequence[ObjectRef[Bucket]]:
         """Put into the object store by the first rank."""
-        shipped: Sequence[ObjectRef[Bucket]] = self._trainer.ask(lambda rank: rank.ship.remote())[0]
-        return shipped
+        return self._trainer.ask(lambda rank: rank.put.remote())[0]  # type: ignore[no-any-return]
 
-    def send(self, meeting: Meeting) -> None:
+    def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
         """Broadcast to the workers by the first rank."""
-        self._trainer.ask(lambda rank: rank.send.remote(meeting))
+        self._trainer.ask(lambda rank: rank.send.remote(rendezvous))
 
-    def write(self, path: Path) -> None:
+    def write(self, weights: Weights, path: Path) -> None:
         """Written into a file by the first rank."""
         self._trainer.ask(lambda rank: rank.write.remote(path))
 
-    def __getitem__(self, name: str) -> object:
-        """One tensor."""
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """The names."""
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        """How many tensors there are."""
-        return len(self._tensors)
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, object]:
-        return unpacked(ray.get(list(self.ship())))
+    def close(self) -> None:
+        """The process group ends with the ranks."""
 
 
 class RemoteTrainer:
@@ -84,9 +73,9 @@ class RemoteTrainer:
     def __init__(
         self,
         cluster: Cluster,
-        recipe: RankRecipe,
+        factory: TrainerFactory,
         *,
-        placement: Placement,
+        placement: BundlePlacement,
         folder: Path,
     ) -> None:
         """Start the ranks in their bundles, and wait until each has its trainer.
@@ -104,17 +93,17 @@ class RemoteTrainer:
         ]
         self._make_room: Callable[[], None] = _nothing
         try:
-            self.facts = self._opened(recipe)
+            self.info = self._opened(factory)
             self._refuse_blind()
         except BaseException:
             self.close()
             raise
-        self.version = self.facts[0].version
+        self.version = self.info[0].version
 
     @property
     def device(self) -> str:
         """What the ranks compute on."""
-        return f"{len(self.facts)} x {self.facts[0].device}"
+        return f"{len(self.info)} x {self.info[0].device}"
 
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update on all ranks."""
@@ -128,13 +117,13 @@ class RemoteTrainer:
         self._make_room()
         return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
 
-    def take_turns(self, release: Callable[[], None]) -> None:
-        """From now on have memory let go of before the ranks need theirs."""
+    def share_memory_with(self, release: Callable[[], None]) -> None:
+        """From now on call `release` before the ranks need their memory."""
         self._make_room = release
 
     def weights(self) -> Weights:
-        """The present weights; their tensors stay with the ranks until a worker takes them."""
-        return Weights(self.version, RankWeights(self))
+        """The present version; the tensors stay with the ranks, and `RankSource` sends them."""
+        return Weights(self.version)
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
@@ -150,7 +139,7 @@ class RemoteTrainer:
         self.ask(lambda rank: rank.export.remote(folder.absolute(), tokenizer=tokenizer))
 
     def close(self) -> None:
-        """End the ranks; logs that are out of sight are brought here first."""
+        """End the ranks; logs that this machine does not see are fetched first."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -179,18 +168,18 @@ class RemoteTrainer:
         except RayError as error:
             raise self._failure(asked, error) from error
 
-    def _opened(self, recipe: RankRecipe) -> list[RankFacts]:
+    def _opened(self, factory: TrainerFactory) -> list[RankInfo]:
         seconds = self._cluster.start_seconds
         try:
             host, port = ray.get(self._ranks[0].place.remote(), timeout=seconds)
             opening = [
                 rank.open.remote(
-                    recipe,
-                    meeting=f"tcp://{host}:{port}",
+                    factory,
+                    address=f"tcp://{host}:{port}",
                     rank=number,
                     world=len(self._ranks),
-                    timeout_seconds=max(_COLLECTIVE_SECONDS, self._cluster.patience_seconds),
-                    takes_turns=self._cluster.kind == "colocated",
+                    timeout_seconds=max(_COLLECTIVE_SECONDS, self._cluster.worker_timeout_seconds),
+                    is_colocated=self._cluster.kind == "colocated",
                 )
                 for number, rank in enumerate(self._ranks)
             ]
@@ -204,7 +193,8 @@ class RemoteTrainer:
         except RayError as error:
             raise EngineError(
                 f"the ranks of the trainer did not start within {seconds:g} s: "
-                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check"
+                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check, or raise "
+                "cluster.start_seconds"
             ) from error
 
     def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
@@ -219,6 +209,11 @@ class RemoteTrainer:
         ]
         if own and not is_lost:
             return own[0]
+        causes = [error.cause for error in found if isinstance(error, RayTaskError)]
+        exhausted = None if is_lost else exhausted_resource(causes)
+        if exhausted is not None:
+            self._end()
+            return TrainingError(f"{exhausted}{self._see}")
         # Whoever still waits for the lost one will not be asked again.
         self._end()
         reason = (
@@ -244,14 +239,14 @@ class RemoteTrainer:
 
     def _refuse_blind(self) -> None:
         """Refuse ranks that cannot write where the run is kept."""
-        writers = len(self.facts) if self._cluster.checkpoint == "sharded" else 1
+        writers = len(self.info) if self._cluster.checkpoint == "sharded" else 1
         for number, sees in enumerate(
             self.ask(lambda rank: rank.sees.remote(self._logs))[:writers]
         ):
             if not sees:
                 raise CheckpointError(
                     f"{self._logs.folder.parent} must be seen by rank {number} of the trainer, "
-                    f"which is on {self.facts[number].host}, and is not; put the run's folder "
+                    f"which is on {self.info[number].host}, and is not; put the run's folder "
                     "(out) on a disk that all machines share"
                 )
 
@@ -265,11 +260,29 @@ class RemoteTrainer:
         return f"; the logs of the ranks are in {self._logs.folder}"
 
 
+def exhausted_resource(causes: Sequence[BaseException]) -> str | None:
+    """What a rank ran out of, in its own words; `None` if that is not why it failed.
+
+    The same update would fail again, so the run is not restarted by itself.
+    """
+    for cause in causes:
+        text = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        if isinstance(cause, MemoryError | OutOfMemoryError):
+            return (
+                f"a trainer rank ran out of memory: {text}; resume with smaller passes "
+                "(passes.micro_batch_tokens, passes.gradient_checkpointing), fewer engine.slots "
+                "or more cluster.trainer_ranks"
+            )
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"a trainer rank ran out of disk space: {text}; free some, and resume"
+    return None
+
+
 def _nothing() -> None:
     """Nothing is to be let go of."""
 
 
-def _started(claim: Claim, placement: Placement, *, name: str, logs: LogFolder) -> Actor:
+def _started(claim: Claim, placement: BundlePlacement, *, name: str, logs: LogFolder) -> Actor:
     # Ray's types know the bare decorator only.
     remote: Any = ray.remote
     return (
@@ -280,5 +293,5 @@ def _started(claim: Claim, placement: Placement, *, name: str, logs: LogFolder) 
             max_restarts=0,
             scheduling_strategy=placement.strategy(claim),
         )
-        .remote(name, logs=logs)
+        .remote(name, has_gpu=claim.gpus > 0, logs=logs)
     )

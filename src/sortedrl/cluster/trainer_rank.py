@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sortedrl.cluster.broadcast import Sender
+from sortedrl.cluster.broadcast import BroadcastSender
 from sortedrl.cluster.placement import own_place
-from sortedrl.cluster.weight_transport import SENT_BYTES, Meeting, shipped, write_weights
-from sortedrl.cluster.worker import LogFolder, WorkerLog
+from sortedrl.cluster.weight_transport import (
+    BROADCAST_BYTES,
+    OBJECT_BYTES,
+    Rendezvous,
+    put_objects,
+    write_weights,
+)
+from sortedrl.cluster.worker import LogFolder, WorkerLog, hide_gpus
 from sortedrl.config.cluster import CheckpointKind
 from sortedrl.training.fsdp.checkpoint import (
     refuse_broken_model,
@@ -34,10 +40,8 @@ if TYPE_CHECKING:
 
     from sortedrl.cluster.broadcast import Bucket
 
-_SHIPPED_BYTES = 256 << 20
 
-
-class RankRecipe(Protocol):
+class TrainerFactory(Protocol):
     """Makes the trainer of a rank in the process where it is called."""
 
     def trainer(self, ranks: Ranks) -> ShardedTrainer:
@@ -45,7 +49,7 @@ class RankRecipe(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFacts:
+class RankInfo:
     """What the controller knows of a rank."""
 
     device: str
@@ -68,8 +72,10 @@ class Outcome:
 class TrainerRank:
     """One rank, in a process of its own."""
 
-    def __init__(self, name: str, *, logs: LogFolder | None) -> None:
-        """A rank that has met nobody yet, so that what goes wrong in meeting can be told."""
+    def __init__(self, name: str, *, has_gpu: bool, logs: LogFolder | None) -> None:
+        """A rank without a process group yet, so that an error in forming it can be reported."""
+        if not has_gpu:
+            hide_gpus()
         self._log = WorkerLog(name, logs)
 
     def place(self) -> tuple[str, int]:
@@ -78,33 +84,33 @@ class TrainerRank:
 
     def open(
         self,
-        recipe: RankRecipe,
+        factory: TrainerFactory,
         *,
-        meeting: str,
+        address: str,
         rank: int,
         world: int,
         timeout_seconds: float,
-        takes_turns: bool,
-    ) -> RankFacts:
-        """Meet the other ranks, and make the trainer.
+        is_colocated: bool,
+    ) -> RankInfo:
+        """Form the process group at this address, and make the trainer.
 
-        One that takes turns lets go of its optimisers' memory between two updates.
+        A colocated rank releases the memory of its optimisers between two updates.
         """
         import torch
 
         has_gpu = torch.cuda.is_available()
         ranks = open_ranks(
-            meeting,
+            address,
             rank=rank,
             world=world,
             # Ray shows a rank its own GPU only.
             device="cuda:0" if has_gpu else "cpu",
             timeout_seconds=timeout_seconds,
         )
-        self._trainer = recipe.trainer(ranks)
-        self._takes_turns = takes_turns
-        self._sender = Sender(str(ranks.device))
-        return RankFacts(
+        self._trainer = factory.trainer(ranks)
+        self._is_colocated = is_colocated
+        self._sender = BroadcastSender(str(ranks.device))
+        return RankInfo(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
             process=os.getpid(),
@@ -142,20 +148,20 @@ class TrainerRank:
         """Whether this machine sees the folder of the run."""
         return logs.is_here
 
-    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+    def put(self) -> Sequence[ObjectRef[Bucket]]:
         """Put the weights into the object store; the first rank does, the others give nothing."""
-        parts = self._parts(_SHIPPED_BYTES)
+        parts = self._parts(OBJECT_BYTES)
         if self._trainer.ranks.is_first:
-            return shipped(parts)
+            return put_objects(parts)
         deque(parts, maxlen=0)
         return []
 
-    def send(self, meeting: Meeting) -> None:
+    def send(self, rendezvous: Rendezvous) -> None:
         """Broadcast the weights to the workers; the first rank does."""
-        parts = self._parts(SENT_BYTES)
+        parts = self._parts(BROADCAST_BYTES)
         try:
             if self._trainer.ranks.is_first:
-                self._sender.send(meeting, parts)
+                self._sender.send(rendezvous, parts)
         finally:
             # What one rank gathers all do, to the end, even if nobody is there to take it.
             deque(parts, maxlen=0)
@@ -175,7 +181,7 @@ class TrainerRank:
         """The optimisers have their memory meanwhile."""
         self._trainer.onload()
         yield
-        if self._takes_turns:
+        if self._is_colocated:
             self._trainer.offload()
 
     def _parts(self, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -1,13 +1,13 @@
-"""Weight sync from the trainer to all workers: by broadcast, through the object store, or on disk.
+"""Weight sync: pushes each new version of the weights from the trainer to all rollout workers.
 
-    group     sender and workers join a process group, and the source broadcasts
-    objects   the source puts the weights into the object store once, each worker fetches them
-    disk      the source writes a file once, each worker reads it
+    push -> broadcast: source sends, workers receive  -> reached by all? done
+         -> objects:   source puts, the rest fetch    -> ...
+         -> disk:      source writes, the rest read   -> ...
 
-Where one transport fails for a worker, that worker uses the next. Objects and file stay until every
-living worker has the weights, and no longer. A broadcast runs in a thread of its own, while the
-workers receive. The same workers keep their process group from sync to sync; as soon as a worker
-changes or anything fails in a group, the next one has a new key.
+Workers that a transport did not reach get the weights by the next one. A transport that fails in
+three syncs in a row is not tried again. Objects and file are gone when the push returns. The same
+workers keep their process group from sync to sync; as soon as a worker changes, or anything fails
+in a group, the next broadcast has a new one. A worker that is lost during a push is left out.
 """
 
 from __future__ import annotations
@@ -15,473 +15,396 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from sortedrl.cluster.weight_transport import (
-    InGroup,
-    InObjects,
-    LocalSource,
-    Meeting,
-    Offer,
-    OnDisk,
-    WayFailed,
+    BroadcastDelivery,
+    Delivery,
+    DiskDelivery,
+    ObjectDelivery,
+    Rendezvous,
+    TransportFailed,
     WeightSource,
 )
 from sortedrl.config.checks import require
-from sortedrl.config.cluster import HandOverWay
-from sortedrl.errors import EngineError
+from sortedrl.config.cluster import WeightTransport
+from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
-    from sortedrl.cluster.broadcast import MeetingPlace, Sender
+    from sortedrl.cluster.broadcast import RendezvousStore
+
+_TRANSPORTS: Sequence[WeightTransport] = get_args(WeightTransport)
+# One transport may fail, and the next must still end before the worker counts as lost.
+_SHARE_OF_TIMEOUT = 1 / 5
+_MOST_SECONDS = 60.0
+# A transport that never works must not cost its timeout at every update.
+_TRIES = 3
 
 
-class Meetings:
-    """All meetings of one sender with its workers. Used by one thread at a time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLoad:
+    """How one worker got its weights."""
 
-    def __init__(self, *, seconds: float) -> None:
-        """Members have so long to come, and so long for each bucket."""
-        self._seconds = seconds
-        self._place: MeetingPlace | None = None
-        self._members: tuple[int, ...] | None = None
-        self._key = ""
+    version: int
+    bytes: int
+    buckets: int
+    fetch_seconds: float
+    load_seconds: float
+    transport: WeightTransport | None = None
+    """`None` where only the number of the version was sent."""
 
-    def called(self, members: tuple[int, ...]) -> Meeting:
-        """The meeting of these workers, who are ranks 1, 2, ... in order; rank 0 sends."""
-        if self._place is None:
-            import ray
 
-            from sortedrl.cluster.broadcast import MeetingPlace
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What one weight sync moved, and how long it took; of the workers, the slowest counts."""
 
-            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            self._place = MeetingPlace(host, seconds=self._seconds)
-        if members != self._members:
-            self._members = members
-            self._key = uuid.uuid4().hex
-        return Meeting(
-            host=self._place.host,
-            port=self._place.port,
-            world=len(members) + 1,
-            key=self._key,
-            timeout=self._seconds,
+    version: int
+    workers: int
+    transport: WeightTransport | None
+    """The last one that a worker needed; `None` where there were no tensors."""
+    buckets: int
+    bytes: int
+    """Of one copy of the weights."""
+    put_seconds: float
+    """Of the source: gathering them, and sending, putting or writing. In a broadcast the workers
+    receive meanwhile."""
+    fetch_seconds: float
+    load_seconds: float
+    seconds: float
+    """Of the whole push, transports that failed included."""
+
+
+class SyncTarget(Protocol):
+    """A rollout worker, as weights are pushed to it."""
+
+    @property
+    def number(self) -> int:
+        """Which worker it is."""
+
+    def take_weights(self, weights: Weights, delivery: Delivery | None) -> WeightLoad:
+        """Have the worker take the weights, and wait for it; without a delivery only the version.
+
+        Raises `TransportFailed` if they did not come, and `EngineLost` if the worker is gone.
+        """
+
+
+def transports_from(first: WeightTransport) -> Sequence[WeightTransport]:
+    """A transport, and those that are used if it fails.
+
+    >>> transports_from("objects")
+    ('objects', 'disk')
+    """
+    return _TRANSPORTS[_TRANSPORTS.index(first) :]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """One push so far."""
+
+    weights: Weights
+    left: list[SyncTarget]
+    """Workers that do not have the weights yet."""
+    start: float = field(default_factory=perf_counter)
+    loads: list[WeightLoad] = field(default_factory=list)
+    put_seconds: dict[WeightTransport, float] = field(default_factory=dict)
+    reasons: dict[WeightTransport, str] = field(default_factory=dict)
+    """Why a transport did not reach some worker."""
+
+    def report(self) -> SyncReport:
+        """What the push was, now that it is over."""
+        used = [load.transport for load in self.loads if load.transport is not None]
+        transport = max(used, key=_TRANSPORTS.index, default=None)
+        return SyncReport(
+            version=self.weights.version,
+            workers=len(self.loads),
+            transport=transport,
+            buckets=max(load.buckets for load in self.loads),
+            bytes=max(load.bytes for load in self.loads),
+            put_seconds=0.0 if transport is None else self.put_seconds[transport],
+            fetch_seconds=max(load.fetch_seconds for load in self.loads),
+            load_seconds=max(load.load_seconds for load in self.loads),
+            seconds=perf_counter() - self.start,
         )
 
-    def give_up(self, meeting: Meeting, *, rank: int) -> None:
-        """A member failed: nobody waits for it, and the next meeting is of a new group."""
-        if meeting.key == self._key:
-            self._members = None
-        if self._place is not None:
-            try:
-                self._place.miss(meeting.key, rank=rank)
-            except WayFailed:
-                # Another store, at another port, may be reached.
-                self._place = None
 
-    def close(self) -> None:
-        """Let go of the place."""
-        self._place = None
-
-
-class Sending:
-    """A source that sends to these workers from now on."""
+class WeightSync:
+    """Pushes weights to workers. One push at a time; others wait for it."""
 
     def __init__(
         self,
-        source: WeightSource,
-        meeting: Meeting,
+        source: WeightSource | None,
+        report: Callable[[SyncReport], None],
         *,
-        members: Sequence[int],
-        failed: Callable[[Sending], None],
+        warn: Callable[[str], None],
+        transports: Sequence[WeightTransport],
+        folder: Path | None,
+        timeout_seconds: float,
     ) -> None:
-        """`failed` is called in the thread of the sending, if that does not end well."""
-        self.meeting = meeting
-        self.members = members
-        self.seconds = 0.0
+        """Without a `source` the engines have no weights, and only versions are pushed.
+
+        `report` gets each push to all workers once it is complete, `warn` each transport that
+        failed. Files go to `folder`; without one, disk is left out.
+        """
+        self._transports = [name for name in transports if name != "disk" or folder is not None]
+        require(
+            bool(self._transports),
+            "cluster.weight_sync disk needs a folder that all machines see, got none; give one, or "
+            "set it to objects",
+        )
         self._source = source
+        self._report = report
+        self._warn = warn
+        self._folder = folder
+        self._seconds = min(_MOST_SECONDS, timeout_seconds * _SHARE_OF_TIMEOUT)
+        self._groups = BroadcastGroups(seconds=self._seconds)
+        self._failures: Counter[WeightTransport] = Counter()
+        self._pushing = threading.Lock()
+
+    def push(
+        self, weights: Weights, workers: Sequence[SyncTarget], *, is_joining: bool = False
+    ) -> None:
+        """Bring the weights to these workers; returns when each has them, or is lost.
+
+        Workers that join others get them without a broadcast: a process group of their own is not
+        worth it. Raises `EngineError` if no transport reached a worker that lives.
+        """
+        transports = [name for name in self._transports if not is_joining or name != "broadcast"]
+        with self._pushing:
+            progress = _Progress(weights=weights, left=list(workers))
+            if self._source is None:
+                self._deliver(progress, {worker.number: None for worker in workers}, transport=None)
+            else:
+                self._push_by(transports, progress, self._source)
+            if progress.left:
+                numbers = ", ".join(str(worker.number) for worker in progress.left)
+                reasons = "; ".join(f"{name}: {why}" for name, why in progress.reasons.items())
+                raise EngineError(
+                    f"rollout worker {numbers} must have the weights of version {weights.version}, "
+                    f"but no transport brought them: {reasons}"
+                )
+            if progress.loads and not is_joining:
+                self._report(progress.report())
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._source is not None:
+            self._source.close()
+        self._groups.close()
+
+    def _push_by(
+        self, transports: Sequence[WeightTransport], progress: _Progress, source: WeightSource
+    ) -> None:
+        for transport in transports:
+            if not progress.left:
+                break
+            start = perf_counter()
+            try:
+                if transport == "broadcast":
+                    self._broadcast(progress, source)
+                else:
+                    with self._made(transport, source, progress.weights) as delivery:
+                        progress.put_seconds[transport] = perf_counter() - start
+                        deliveries = {worker.number: delivery for worker in progress.left}
+                        self._deliver(progress, deliveries, transport=transport)
+            except TransportFailed as error:
+                progress.reasons[transport] = str(error)
+            self._count(transport, progress)
+
+    def _broadcast(self, progress: _Progress, source: WeightSource) -> None:
+        members = tuple(worker.number for worker in progress.left)
+        rendezvous = self._groups.rendezvous(members)
+        ranks = {number: rank for rank, number in enumerate(members, start=1)}
+        sending = _Sending(
+            lambda: source.send(progress.weights, rendezvous),
+            failed=lambda: self._groups.give_up(rendezvous, rank=0),
+        )
+        deliveries: dict[int, Delivery | None] = {
+            number: BroadcastDelivery(rendezvous=rendezvous, rank=rank)
+            for number, rank in ranks.items()
+        }
+        try:
+            self._deliver(
+                progress,
+                deliveries,
+                transport="broadcast",
+                failed=lambda number: self._groups.give_up(rendezvous, rank=ranks[number]),
+            )
+        finally:
+            # The trainer may change the weights as soon as the push is over.
+            sending.wait(seconds=self._seconds)
+        progress.put_seconds["broadcast"] = sending.seconds
+        sending.raise_failure(progress.reasons)
+
+    @contextmanager
+    def _made(
+        self, transport: WeightTransport, source: WeightSource, weights: Weights
+    ) -> Iterator[Delivery]:
+        """What the source makes for all workers, and removes afterwards."""
+        if transport == "objects":
+            yield ObjectDelivery(buckets=list(source.put(weights)), seconds=self._seconds)
+            return
+        assert self._folder is not None, "without a folder disk is left out"
+        name = f"weights-{weights.version}-{uuid.uuid4().hex[:8]}.safetensors"
+        path = self._folder.absolute() / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TransportFailed(f"{path.parent} could not be made: {error}") from error
+        try:
+            source.write(weights, path)
+            yield DiskDelivery(path=path)
+        finally:
+            with suppress(OSError):  # a file that is left behind does no harm
+                path.unlink(missing_ok=True)
+
+    def _deliver(
+        self,
+        progress: _Progress,
+        deliveries: Mapping[int, Delivery | None],
+        *,
+        transport: WeightTransport | None,
+        failed: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Have all workers that are left take their delivery, side by side.
+
+        `failed` is called with the number of a worker as soon as that did not get it.
+        """
+        errors: list[Exception] = []
+        left: list[SyncTarget] = []
+        with ThreadPoolExecutor(max_workers=max(1, len(progress.left))) as threads:
+            taking = {
+                threads.submit(
+                    worker.take_weights, progress.weights, deliveries[worker.number]
+                ): worker
+                for worker in progress.left
+            }
+            for future in as_completed(taking):
+                worker, error = taking[future], future.exception()
+                if error is None:
+                    progress.loads.append(replace(future.result(), transport=transport))
+                    continue
+                failed(worker.number)
+                if isinstance(error, TransportFailed) and transport is not None:
+                    left.append(worker)
+                    progress.reasons.setdefault(
+                        transport, f"rollout worker {worker.number}: {error}"
+                    )
+                elif isinstance(error, EngineLost):
+                    # Its own message is given by the pool, which is asked next.
+                    continue
+                elif isinstance(error, Exception):
+                    errors.append(error)
+                else:
+                    raise error
+        progress.left = sorted(left, key=lambda worker: worker.number)
+        if errors:
+            raise errors[0]
+
+    def _count(self, transport: WeightTransport, progress: _Progress) -> None:
+        """Warn of a transport that failed; if it always does, try it no more."""
+        if transport not in progress.reasons:
+            self._failures[transport] = 0
+            return
+        self._failures[transport] += 1
+        later = self._transports[self._transports.index(transport) + 1 :]
+        is_over = bool(later) and self._failures[transport] >= _TRIES
+        if is_over:
+            self._transports.remove(transport)
+        following = f"{later[0]} is used instead" if later else "no other transport is left"
+        never = f"; it failed {_TRIES} times in a row and is not tried again" if is_over else ""
+        self._warn(
+            f"weight sync of version {progress.weights.version} by {transport} failed "
+            f"({progress.reasons[transport]}); {following}{never}"
+        )
+
+
+class BroadcastGroups:
+    """The process groups of a sender and its workers, one at a time."""
+
+    def __init__(self, *, seconds: float) -> None:
+        """Ranks have so long to join, and so long for each bucket."""
+        self._seconds = seconds
+        self._store: RendezvousStore | None = None
+        self._members: tuple[int, ...] | None = None
+        self._key = ""
+        self._changing = threading.Lock()
+
+    def rendezvous(self, members: tuple[int, ...]) -> Rendezvous:
+        """Of these workers, who are ranks 1, 2, ... in order; rank 0 sends."""
+        with self._changing:
+            if self._store is None:
+                import ray
+
+                from sortedrl.cluster.broadcast import RendezvousStore
+
+                host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+                self._store = RendezvousStore(host, seconds=self._seconds)
+            if members != self._members:
+                self._members = members
+                self._key = uuid.uuid4().hex
+            return Rendezvous(
+                host=self._store.host,
+                port=self._store.port,
+                world=len(members) + 1,
+                key=self._key,
+                timeout=self._seconds,
+            )
+
+    def give_up(self, rendezvous: Rendezvous, *, rank: int) -> None:
+        """A rank failed: nobody waits for it, and the next broadcast is in a new group."""
+        with self._changing:
+            if rendezvous.key == self._key:
+                self._members = None
+            if self._store is not None:
+                try:
+                    self._store.set_gone(rendezvous.key, rank=rank)
+                except TransportFailed:
+                    # Another store, at another port, may be reached.
+                    self._store = None
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store = None
+
+
+class _Sending:
+    """The source's side of a broadcast, in a thread while the workers receive."""
+
+    def __init__(self, send: Callable[[], None], *, failed: Callable[[], None]) -> None:
+        """`failed` is called in that thread if the source raised."""
+        self.seconds = 0.0
+        self._send = send
         self._failed = failed
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send, name="hand-over", daemon=True)
+        # A sender that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="weight-sync", daemon=True)
         self._thread.start()
-
-    def rank(self, worker: int) -> int:
-        """The rank of a worker in the group."""
-        return 1 + self.members.index(worker)
 
     def wait(self, *, seconds: float) -> None:
         """Wait until the source is done with its weights, but no longer than that."""
         self._thread.join(timeout=seconds)
 
-    def raise_other(self) -> None:
-        """Raise what the source raised, unless it only says that this way failed."""
-        if self._error is not None and not isinstance(self._error, WayFailed):
+    def raise_failure(self, reasons: dict[WeightTransport, str]) -> None:
+        """Raise what the source raised; that the transport failed is only added to the reason."""
+        if self._error is None:
+            return
+        if not isinstance(self._error, TransportFailed):
             raise self._error
+        if "broadcast" in reasons:
+            reasons["broadcast"] += f"; the sender: {self._error}"
 
-    def raise_reason(self, failure: WayFailed) -> None:
-        """Raise what the source raised, now that a worker failed: it may be why."""
-        self.raise_other()
-        if self._error is not None:
-            raise WayFailed(f"{failure}; the sender: {self._error}") from failure
-
-    def _send(self) -> None:
+    def _run(self) -> None:
         start = perf_counter()
         try:
-            self._source.send(self.meeting)
-        except BaseException as error:  # noqa: BLE001  raised in the threads of the workers
+            self._send()
+        except BaseException as error:  # noqa: BLE001  raised by the push
             self._error = error
-            self._failed(self)
+            self._failed()
         self.seconds = perf_counter() - start
-
-
-_WAYS: Sequence[HandOverWay] = get_args(HandOverWay)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """What taking over the weights was for one worker."""
-
-    version: int
-    bytes: int
-    buckets: int
-    fetch_seconds: float
-    load_seconds: float
-    way: HandOverWay | None = None
-    """`None` where only the number of the version was handed over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver:
-    """What one hand-over moved, and how long it took; of the workers, the slowest counts."""
-
-    version: int
-    workers: int
-    way: HandOverWay | None
-    """The last one that a worker had to take; `None` where there were no tensors."""
-    buckets: int
-    bytes: int
-    """Of one copy of the weights."""
-    put_seconds: float
-    """Of the source: gathering them, and sending, putting or writing. In a group the workers
-    receive meanwhile."""
-    fetch_seconds: float
-    load_seconds: float
-    seconds: float
-    """From the first worker that asked to the last that had them, ways that failed included."""
-
-
-def ways_from(first: HandOverWay) -> Sequence[HandOverWay]:
-    """A way, and those that are taken if it fails.
-
-    >>> ways_from("objects")
-    ('objects', 'disk')
-    """
-    return _WAYS[_WAYS.index(first) :]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Shipment:
-    """Weights on their way."""
-
-    weights: Weights
-    source: WeightSource | None
-    ways: Sequence[HandOverWay]
-    start: float
-    """When the first worker asked for them."""
-    making: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the worker that has the source make something for all."""
-    made: dict[HandOverWay, Offer | WayFailed] = field(default_factory=dict)
-    put_seconds: dict[HandOverWay, float] = field(default_factory=dict)
-    failed: set[HandOverWay] = field(default_factory=set)
-    """Ways that did not bring them to some worker."""
-    arrived: set[int] = field(default_factory=set)
-    """Workers that came to the meeting of the group."""
-    sending: Sending | WayFailed | None = None
-    taken: dict[int, Loading] = field(default_factory=dict)
-
-    def told(self) -> HandOver:
-        """What this hand-over was, now that it is over."""
-        taken = list(self.taken.values())
-        ways = [loading.way for loading in taken if loading.way is not None]
-        way = max(ways, key=_WAYS.index, default=None)
-        return HandOver(
-            version=self.weights.version,
-            workers=len(taken),
-            way=way,
-            buckets=max(loading.buckets for loading in taken),
-            bytes=max(loading.bytes for loading in taken),
-            put_seconds=0.0 if way is None else self.put_seconds[way],
-            fetch_seconds=max(loading.fetch_seconds for loading in taken),
-            load_seconds=max(loading.load_seconds for loading in taken),
-            seconds=perf_counter() - self.start,
-        )
-
-    def remove_file(self) -> None:
-        """Nobody reads the file any more."""
-        made = self.made.get("disk")
-        if isinstance(made, OnDisk):
-            # What is left behind is only in the way.
-            with suppress(OSError):
-                made.path.unlink(missing_ok=True)
-
-
-__all__ = ["HandOver", "HandOvers", "Loading", "ways_from"]
-
-# One way may fail, and the next must still end before the worker counts as lost.
-_SHARE_OF_PATIENCE = 1 / 5
-_MOST_SECONDS = 60.0
-# A way that never works must not cost its timeout at every update.
-_TRIES = 3
-
-
-class HandOvers:
-    """All hand-overs of a run to its workers, which call it from threads of their own."""
-
-    def __init__(
-        self,
-        report: Callable[[HandOver], None],
-        *,
-        warn: Callable[[str], None],
-        ways: Sequence[HandOverWay],
-        folder: Path | None,
-        patience_seconds: float,
-    ) -> None:
-        """`report` hears of each hand-over once it is complete, `warn` of a way that failed.
-
-        Files go to `folder`; without one the last way is left out.
-        """
-        self._ways = [way for way in ways if way != "disk" or folder is not None]
-        require(
-            bool(self._ways),
-            "cluster.hand_over disk needs a folder that all machines see, got none; give one, or "
-            "take objects",
-        )
-        self._report = report
-        self._warn = warn
-        self._folder = folder
-        self._seconds = min(_MOST_SECONDS, patience_seconds * _SHARE_OF_PATIENCE)
-        self._meetings = Meetings(seconds=self._seconds)
-        self._sender: Sender | None = None
-        self._changed = threading.Condition()
-        self._warning = threading.Lock()
-        self._workers: set[int] = set()
-        self._shipment: Shipment | None = None
-        self._failures: Counter[HandOverWay] = Counter()
-
-    def join(self, worker: int) -> None:
-        """From now on hand-overs wait for this worker too."""
-        with self._changed:
-            self._workers.add(worker)
-
-    def leave(self, worker: int) -> None:
-        """A worker is gone: nothing waits for it."""
-        with self._changed:
-            self._workers.discard(worker)
-            shipment = self._shipment
-            if shipment is not None and isinstance(shipment.sending, Sending):
-                self._give_up(shipment.sending, worker)
-            complete = self._completed()
-            self._changed.notify_all()
-        self._tell(complete)
-
-    def deliver(
-        self, weights: Weights, *, worker: int, take: Callable[[Offer | None], Loading]
-    ) -> Loading:
-        """Bring the weights to a worker, which is asked to `take` one offer after the other.
-
-        The offer is `None` where there are no tensors. `take` raises `WayFailed` for the next.
-        """
-        shipment = self._shipped(weights)
-        if shipment.source is None:
-            loading = take(None)
-        else:
-            loading = self._brought(shipment, worker=worker, take=take)
-        with self._changed:
-            shipment.taken[worker] = loading
-            complete = self._completed()
-        self._tell(complete)
-        return loading
-
-    def close(self) -> None:
-        """Let go of everything; no hand-over is under way."""
-        with self._changed:
-            shipment, self._shipment = self._shipment, None
-        if shipment is not None:
-            shipment.remove_file()
-        if self._sender is not None:
-            self._sender.close()
-        self._meetings.close()
-
-    def _shipped(self, weights: Weights) -> Shipment:
-        """The shipment of these weights; the same object travels once."""
-        with self._changed:
-            old = self._shipment
-            if old is not None and old.weights is weights:
-                return old
-            self._shipment = Shipment(
-                weights=weights,
-                source=self._source(weights),
-                ways=tuple(self._ways),
-                start=perf_counter(),
-            )
-            if old is not None:
-                old.remove_file()
-            return self._shipment
-
-    def _source(self, weights: Weights) -> WeightSource | None:
-        tensors = weights.tensors
-        if tensors is None or isinstance(tensors, WeightSource):
-            return tensors
-        from sortedrl.cluster.broadcast import Sender
-
-        if self._sender is None:
-            self._sender = Sender.beside(tensors)
-        return LocalSource(tensors, sender=self._sender)
-
-    def _brought(
-        self, shipment: Shipment, *, worker: int, take: Callable[[Offer | None], Loading]
-    ) -> Loading:
-        reasons = []
-        for way in shipment.ways:
-            try:
-                if way == "group":
-                    loading = self._in_group(shipment, worker=worker, take=take)
-                else:
-                    loading = take(self._made(shipment, way))
-            except WayFailed as error:
-                reasons.append(f"{way}: {error}")
-                self._fail(shipment, way, words=f"rollout worker {worker}: {error}")
-            else:
-                return replace(loading, way=way)
-        raise EngineError(
-            f"rollout worker {worker} must have the weights of version "
-            f"{shipment.weights.version}, but no way brought them: {'; '.join(reasons)}"
-        )
-
-    def _in_group(
-        self, shipment: Shipment, *, worker: int, take: Callable[[Offer | None], Loading]
-    ) -> Loading:
-        sending = self._met(shipment, worker)
-        try:
-            loading = take(InGroup(meeting=sending.meeting, rank=sending.rank(worker)))
-        except BaseException as error:
-            with self._changed:
-                self._give_up(sending, worker)
-            sending.wait(seconds=self._seconds)
-            if isinstance(error, WayFailed):
-                sending.raise_reason(error)
-            raise
-        # The trainer may change the weights as soon as all workers have come back.
-        sending.wait(seconds=self._seconds)
-        sending.raise_other()
-        with self._changed:
-            shipment.put_seconds["group"] = sending.seconds
-        return loading
-
-    def _met(self, shipment: Shipment, worker: int) -> Sending:
-        """The sending that this worker is part of, once all workers are here."""
-        with self._changed:
-            shipment.arrived.add(worker)
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: shipment.sending is not None or self._workers <= shipment.arrived,
-                timeout=self._seconds,
-            )
-            if shipment.sending is None:
-                shipment.sending = self._called(shipment)
-                self._changed.notify_all()
-            sending = shipment.sending
-        if isinstance(sending, WayFailed):
-            raise sending
-        if worker not in sending.members:
-            raise WayFailed("it came when the others had met")
-        return sending
-
-    def _called(self, shipment: Shipment) -> Sending | WayFailed:
-        late = self._workers - shipment.arrived
-        if late:
-            names = ", ".join(map(str, sorted(late)))
-            return WayFailed(
-                f"rollout worker {names} did not come to the meeting in {self._seconds:g} s"
-            )
-        members = tuple(sorted(shipment.arrived & self._workers))
-        assert shipment.source is not None, "only tensors are sent"
-        try:
-            meeting = self._meetings.called(members)
-        except WayFailed as error:
-            return error
-        return Sending(shipment.source, meeting, members=members, failed=self._sender_failed)
-
-    def _sender_failed(self, sending: Sending) -> None:
-        with self._changed:
-            self._meetings.give_up(sending.meeting, rank=0)
-
-    def _give_up(self, sending: Sending, worker: int) -> None:
-        if worker in sending.members:
-            self._meetings.give_up(sending.meeting, rank=sending.rank(worker))
-
-    def _made(self, shipment: Shipment, way: HandOverWay) -> Offer:
-        """What the source made for all workers, the first of whom waits for it."""
-        with shipment.making:
-            if way not in shipment.made:
-                start = perf_counter()
-                try:
-                    shipment.made[way] = self._make(shipment, way)
-                except WayFailed as error:
-                    shipment.made[way] = error
-                shipment.put_seconds[way] = perf_counter() - start
-            made = shipment.made[way]
-        if isinstance(made, WayFailed):
-            raise made
-        return made
-
-    def _make(self, shipment: Shipment, way: HandOverWay) -> Offer:
-        assert shipment.source is not None, "only tensors are put anywhere"
-        if way == "objects":
-            return InObjects(buckets=list(shipment.source.ship()), seconds=self._seconds)
-        assert self._folder is not None, "without a folder this way is left out"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WayFailed(f"{self._folder} could not be made: {error}") from error
-        name = f"weights-{shipment.weights.version}-{uuid.uuid4().hex[:8]}.safetensors"
-        path = self._folder.absolute() / name
-        shipment.source.write(path)
-        return OnDisk(path=path)
-
-    def _fail(self, shipment: Shipment, way: HandOverWay, *, words: str) -> None:
-        """Say that a way failed, once in a hand-over; if it always does, try it no more."""
-        with self._changed:
-            is_news = way not in shipment.failed
-            shipment.failed.add(way)
-            self._failures[way] += is_news
-            later = shipment.ways[shipment.ways.index(way) + 1 :]
-            is_over = bool(later) and self._failures[way] >= _TRIES and way in self._ways
-            if is_over:
-                self._ways.remove(way)
-        if is_news:
-            next_way = f"{later[0]} is taken instead" if later else "no other way is left"
-            never = f"; it failed {_TRIES} times in a row and is not tried again" if is_over else ""
-            with self._warning:
-                self._warn(
-                    f"the weights of version {shipment.weights.version} could not be handed over "
-                    f"by {way} ({words}); {next_way}{never}"
-                )
-
-    def _completed(self) -> Shipment | None:
-        """The shipment, let go of, if nobody has to take it any more."""
-        shipment = self._shipment
-        if shipment is None or not shipment.taken or not self._workers <= shipment.taken.keys():
-            return None
-        self._shipment = None
-        for way in set(self._failures) - shipment.failed:
-            self._failures[way] = 0
-        return shipment
-
-    def _tell(self, shipment: Shipment | None) -> None:
-        if shipment is not None:
-            shipment.remove_file()
-            self._report(shipment.told())

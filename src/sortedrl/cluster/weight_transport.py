@@ -1,8 +1,12 @@
-"""The sources of weights, a trainer here or one of many ranks, and how a worker receives them.
+"""The three weight transports: what a source does to send, and a worker to receive.
 
-A source can broadcast the weights, put them into the object store, or write them to a file, and a
-worker is told which of the three to expect. A source that cannot use a transport raises
-`WayFailed`, and the next one is used; anything else that it raises ends the sync.
+    broadcast   over a process group       BroadcastDelivery
+    objects     through the object store   ObjectDelivery
+    disk        through a file             DiskDelivery
+
+A source is a trainer in this process or one of many ranks. A source or a worker that cannot use a
+transport raises `TransportFailed`, and the next one is used; anything else that it raises ends the
+weight sync.
 """
 
 from __future__ import annotations
@@ -11,30 +15,32 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from sortedrl.errors import EngineError
+from sortedrl.types import Weights
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from torch import Tensor
 
-    from sortedrl.cluster.broadcast import Bucket, Receiver, Sender
+    from sortedrl.cluster.broadcast import BroadcastReceiver, BroadcastSender, Bucket
 
 
-SENT_BYTES = 16 << 20
-"""Of a bucket on its way over a group: below what a process gives back to the system at once, so
-memory is used again."""
-_SHIPPED_BYTES = 256 << 20
+BROADCAST_BYTES = 16 << 20
+"""Of a bucket of a broadcast: below what a process gives back to the system at once, so that memory
+is used again."""
+OBJECT_BYTES = 256 << 20
+"""Of a bucket in the object store."""
 
 
-class WayFailed(EngineError):
-    """One way of handing weights over that did not work; another may."""
+class TransportFailed(EngineError):
+    """A weight transport that did not work; another may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where the sender and the workers meet to form a group; the sender is rank 0."""
+class Rendezvous:
+    """Where the sender and the workers form a process group; the sender is rank 0."""
 
     host: str
     port: int
@@ -42,60 +48,73 @@ class Meeting:
     world: int
     """The sender and all workers."""
     key: str
-    """The name of this group of members. Who has a group of this name goes on with it."""
+    """The name of the process group. Who has a group of this name keeps using it."""
     timeout: float
-    """Seconds that all members have to come, and then for each bucket."""
+    """Seconds that all ranks have to join, and then for each bucket."""
 
 
-@runtime_checkable
 class WeightSource(Protocol):
-    """Weights that can be asked to travel."""
+    """Sends the weights of a trainer by each of the transports; kept for the whole run."""
 
-    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+    def put(self, weights: Weights) -> Sequence[ObjectRef[Bucket]]:
         """Put them into the object store, in buckets."""
 
-    def send(self, meeting: Meeting) -> None:
-        """Broadcast them to the workers that come to the meeting; returns when all have them."""
+    def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
+        """Broadcast them to the workers that join; returns when all have them."""
 
-    def write(self, path: Path) -> None:
+    def write(self, weights: Weights, path: Path) -> None:
         """Write them as one safetensors file, which is complete as soon as it is there."""
+
+    def close(self) -> None:
+        """Leave the process group."""
 
 
 class LocalSource:
-    """The weights of a trainer in the process of the controller."""
+    """The weights of a trainer in the process of the controller: those that come with tensors."""
 
-    def __init__(self, tensors: Mapping[str, object], *, sender: Sender | None = None) -> None:
-        """With a `sender` its group is kept from one hand-over to the next."""
-        self._tensors = tensors
-        self._sender = sender
+    def __init__(self) -> None:
+        """There is no process group yet."""
+        self._sender: BroadcastSender | None = None
 
-    def ship(self) -> Sequence[ObjectRef[Bucket]]:
+    def put(self, weights: Weights) -> Sequence[ObjectRef[Bucket]]:
         """Put them into the object store, in buckets."""
         from sortedrl.cluster.broadcast import parts
 
-        return shipped(parts(self._tensors.items(), bucket_bytes=_SHIPPED_BYTES))
+        return put_objects(parts(_tensors(weights).items(), bucket_bytes=OBJECT_BYTES))
 
-    def send(self, meeting: Meeting) -> None:
-        """Broadcast them to the workers that come to the meeting."""
-        from sortedrl.cluster.broadcast import Sender, parts
+    def send(self, weights: Weights, rendezvous: Rendezvous) -> None:
+        """Broadcast them to the workers that join."""
+        from sortedrl.cluster.broadcast import BroadcastSender, parts
 
-        sender = Sender() if self._sender is None else self._sender
-        try:
-            sender.send(meeting, parts(self._tensors.items(), bucket_bytes=SENT_BYTES))
-        finally:
-            if self._sender is None:
-                sender.close()
+        tensors = _tensors(weights)
+        if self._sender is None:
+            self._sender = BroadcastSender.beside(tensors)
+        self._sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
 
-    def write(self, path: Path) -> None:
+    def write(self, weights: Weights, path: Path) -> None:
         """Write them as one safetensors file."""
         from sortedrl.cluster.broadcast import as_tensor
 
-        named = self._tensors.items()
+        named = _tensors(weights).items()
         write_weights({name: as_tensor(name, given) for name, given in named}, path)
 
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._sender is not None:
+            self._sender.close()
 
-def shipped(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef[Bucket]]:
-    """Put all parts into the object store; raises `WayFailed` if it does not take them.
+
+def _tensors(weights: Weights) -> Mapping[str, object]:
+    if weights.tensors is None:
+        raise EngineError(
+            "rollout workers share no memory with the trainer, so new weights must come with "
+            f"their tensors; version {weights.version} came without"
+        )
+    return weights.tensors
+
+
+def put_objects(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef[Bucket]]:
+    """Put all parts into the object store; raises `TransportFailed` if it does not take them.
 
     The parts are always taken to their end, so ranks that gather them together stay in step.
     """
@@ -108,7 +127,7 @@ def shipped(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef[Buc
     try:
         return [ray.put(bucket(part)) for part in coming]
     except RayError as error:
-        raise WayFailed(f"the object store did not take them: {first_line(error)}") from error
+        raise TransportFailed(f"the object store did not take them: {first_line(error)}") from error
     finally:
         deque(coming, maxlen=0)
 
@@ -116,7 +135,7 @@ def shipped(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef[Buc
 def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """One safetensors file, written beside its place and renamed; tied tensors are written twice.
 
-    Raises `WayFailed` if it cannot be written.
+    Raises `TransportFailed` if it cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -126,20 +145,20 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(_apart(tensors), partial)
         partial.replace(path)
     except (OSError, SafetensorError) as error:
-        raise WayFailed(f"{path} could not be written: {first_line(error)}") from error
+        raise TransportFailed(f"{path} could not be written: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of such a file, on the CPU; raises `WayFailed` if it cannot be read."""
+    """All tensors of such a file, on the CPU; raises `TransportFailed` if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise WayFailed(f"{path} could not be read: {first_line(error)}") from error
+        raise TransportFailed(f"{path} could not be read: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -160,16 +179,16 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InGroup:
-    """Weights that are broadcast to all members of a group."""
+class BroadcastDelivery:
+    """Weights that are broadcast to all workers of a process group."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InObjects:
-    """Weights that lie in the object store."""
+class ObjectDelivery:
+    """Weights in the object store."""
 
     buckets: Sequence[ObjectRef[Bucket]]
     seconds: float
@@ -177,77 +196,84 @@ class InObjects:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnDisk:
+class DiskDelivery:
     """Weights in a safetensors file."""
 
     path: Path
 
 
-Offer = InGroup | InObjects | OnDisk
+Delivery = BroadcastDelivery | ObjectDelivery | DiskDelivery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """Weights that a worker has in its memory."""
+class ReceivedWeights:
+    """Weights in the memory of a worker."""
 
     tensors: Mapping[str, Tensor]
     bytes: int
     buckets: int
 
 
-class Fetcher:
-    """Takes what a worker is offered; raises `WayFailed` if it cannot."""
+class WeightReceiver:
+    """The receiving end of all transports, in a worker."""
 
     def __init__(self) -> None:
-        """It has taken nothing yet."""
-        self._receiver: Receiver | None = None
+        """Nothing was received yet."""
+        self._receiver: BroadcastReceiver | None = None
 
-    def fetched(self, offer: Offer) -> Fetched:
-        """The weights of an offer; they must be read only, and let go of soon."""
-        match offer:
-            case InGroup():
-                return self._received(offer)
-            case InObjects():
-                return _from_objects(offer)
-            case OnDisk():
-                return _from_disk(offer)
+    def receive(self, delivery: Delivery) -> ReceivedWeights:
+        """The weights; they must be read only, and let go of soon.
+
+        Raises `TransportFailed` if they did not come.
+        """
+        match delivery:
+            case BroadcastDelivery():
+                return self._received(delivery)
+            case ObjectDelivery():
+                return _from_objects(delivery)
+            case DiskDelivery():
+                return _from_disk(delivery)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         if self._receiver is not None:
             self._receiver.close()
 
-    def _received(self, offer: InGroup) -> Fetched:
-        from sortedrl.cluster.broadcast import Receiver
+    def _received(self, delivery: BroadcastDelivery) -> ReceivedWeights:
+        from sortedrl.cluster.broadcast import BroadcastReceiver
 
         if self._receiver is None:
-            self._receiver = Receiver(_device())
-        received = self._receiver.receive(offer.meeting, offer.rank)
-        return Fetched(tensors=received.tensors, bytes=received.bytes, buckets=received.buckets)
+            self._receiver = BroadcastReceiver(_device())
+        received = self._receiver.receive(delivery.rendezvous, delivery.rank)
+        return ReceivedWeights(
+            tensors=received.tensors, bytes=received.bytes, buckets=received.buckets
+        )
 
 
 def _device() -> str:
-    """Where this worker wants its weights."""
+    """The device that the weights of this worker are for."""
     import ray
     import torch
 
     return "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
 
 
-def _from_objects(offer: InObjects) -> Fetched:
+def _from_objects(delivery: ObjectDelivery) -> ReceivedWeights:
     import ray
     from ray.exceptions import RayError
 
     from sortedrl.cluster.broadcast import num_bytes, unpacked
 
     try:
-        parts = [ray.get(bucket, timeout=offer.seconds) for bucket in offer.buckets]
+        parts = [ray.get(bucket, timeout=delivery.seconds) for bucket in delivery.buckets]
     except RayError as error:
-        raise WayFailed(f"an object could not be fetched: {first_line(error)}") from error
-    return Fetched(tensors=unpacked(parts), bytes=sum(map(num_bytes, parts)), buckets=len(parts))
+        raise TransportFailed(f"an object could not be fetched: {first_line(error)}") from error
+    return ReceivedWeights(
+        tensors=unpacked(parts), bytes=sum(map(num_bytes, parts)), buckets=len(parts)
+    )
 
 
-def _from_disk(offer: OnDisk) -> Fetched:
-    tensors = read_weights(offer.path)
+def _from_disk(delivery: DiskDelivery) -> ReceivedWeights:
+    tensors = read_weights(delivery.path)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return Fetched(tensors=tensors, bytes=size, buckets=1)
+    return ReceivedWeights(tensors=tensors, bytes=size, buckets=1)

@@ -1,11 +1,11 @@
 """The actor of a rollout worker: one engine, driven by a thread of its own.
 
-The engine is made inside the worker from a small frozen value. Two workers with equal values have
-the same engine with the same weights, so one can continue what the other began.
+The engine is made inside the worker by a small frozen factory. Two workers with equal factories
+have the same engine with the same weights, so one can continue what the other began.
 
 The engine decodes while the controller is busy elsewhere; a call to `step` returns what was done
 since the last one. So the controller is never waited for between two tokens, and the slower it is,
-the more one call returns. The thread is that of a pool with one member.
+the more one call returns.
 
 A worker logs to a file in the run folder. Where its machine does not see that folder it logs to a
 local file, and the controller fetches the text when it closes the worker.
@@ -17,121 +17,31 @@ import os
 import socket
 import sys
 import tempfile
-import time
+import threading
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, perf_counter
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from time import monotonic, perf_counter, process_time
+from typing import Protocol, TypeVar
 
-from sortedrl.cluster.weight_sync import Loading
-from sortedrl.cluster.weight_transport import Fetcher, Offer
-from sortedrl.core.clock import VirtualClock
+from sortedrl.cluster.weight_sync import WeightLoad
+from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
 from sortedrl.engines.generation import Releasable, RolloutEngine
-from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
-from sortedrl.simulate.costs import Costs, ticks
-from sortedrl.simulate.engine import SimulatedEngine
-from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.types import Step, Trajectory, Weights
 
+_Result = TypeVar("_Result")
 
-class Recipe(Protocol):
+
+class EngineFactory(Protocol):
     """Makes an engine in the process where it is called."""
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether its engine must be given tensors; a simulated one has none."""
 
     def engine(self) -> RolloutEngine:
         """A new engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRecipe:
-    """The simulated engine, for trying out a cluster; it takes no time unless it is told to."""
-
-    slots: int
-    max_tokens: int
-    lengths: LengthSettings = field(default_factory=LengthSettings)
-    samples_per_prompt: int = 1
-    costs: Costs = field(default_factory=ticks)
-    seed: int = 0
-    pause_seconds: float = 0.0
-    """Real seconds of every step."""
-
-    @property
-    def has_weights(self) -> bool:
-        """It writes with a number."""
-        return False
-
-    def engine(self) -> RolloutEngine:
-        """A new engine with a clock of its own."""
-        lengths = Lengths(
-            self.lengths,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            samples_per_prompt=self.samples_per_prompt,
-        )
-        engine = SimulatedEngine(
-            slots=self.slots, lengths=lengths, costs=self.costs, clock=VirtualClock()
-        )
-        return PacedEngine(engine, pause_seconds=self.pause_seconds)
-
-
-class PacedEngine:
-    """A simulated engine whose steps take time, for a worker to hold."""
-
-    name = "simulated engine"
-
-    def __init__(self, engine: SimulatedEngine, *, pause_seconds: float) -> None:
-        """Each step takes so long."""
-        self._engine = engine
-        self._pause = pause_seconds
-
-    @property
-    def slots(self) -> int:
-        """Answers written at the same time."""
-        return self._engine.slots
-
-    @property
-    def version(self) -> int:
-        """Version of the weights it would write with."""
-        return self._engine.version
-
-    @property
-    def request_limits(self) -> Sequence[RequestLimits]:
-        """None: it accepts everything."""
-        return ()
-
-    def submit(
-        self,
-        trajectories: Sequence[Trajectory],
-        *,
-        tolerance: float | None,
-        sampling: Sampling | None = None,
-    ) -> None:
-        """Queue work; lengths are drawn regardless of the sampling."""
-        self._engine.submit(trajectories, tolerance=tolerance)
-
-    def step(self) -> Step:
-        """Work until the next answer is complete."""
-        if self._pause:
-            time.sleep(self._pause)
-        return self._engine.step()
-
-    def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back everything that is not complete."""
-        return self._engine.interrupt()
-
-    def load_weights(self, weights: Weights) -> None:
-        """Take over the version."""
-        self._engine.load_weights(weights)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +66,22 @@ class LogFolder:
         return (self.folder / self.mark).exists()
 
 
+def hide_gpus() -> None:
+    """Have this process see no GPU: Ray leaves all of them visible to an actor that asked for none.
+
+    It must be called before CUDA is used.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 class WorkerLog:
-    """All that a process says from now on, in a file."""
+    """Standard output and standard error of a process from now on, in a file."""
 
     def __init__(self, name: str, folder: LogFolder | None) -> None:
-        """Begin; without a folder the words stay with Ray."""
+        """Begin; without a folder the output stays with Ray."""
         self.path: Path | None = None
         self.is_away = False
-        """Whether the file is not in the folder of the run."""
+        """Whether the file is outside the run folder."""
         if folder is None:
             return
         self.is_away = not folder.is_here
@@ -185,14 +103,8 @@ class WorkerLog:
         return self.path.read_text(errors="replace")
 
 
-# The engine has a queue of its own, and the controller's pool decides who gets how much.
-_ALL_THAT_COMES = 1 << 40
-# Whether a worker is silent for too long is for the controller to say.
-_FOR_EVER_SECONDS = 1e8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class WorkerInfo:
     """What the controller knows of a worker without asking again."""
 
     engine: str
@@ -204,37 +116,38 @@ class Facts:
     log: Path | None
 
 
-class RolloutWorker:
-    """One engine in a process of its own."""
+class EngineDriver:
+    """The thread that makes all calls to an engine: it runs what it is given, and steps in between.
 
-    def __init__(self, name: str, *, beat_seconds: float, logs: LogFolder | None) -> None:
-        """A worker without an engine yet, so that what goes wrong in making one can be told."""
-        self._log = WorkerLog(name, logs)
-        self._beat = beat_seconds
-        self._lost: str | None = None
-        self._fetcher = Fetcher()
+    An error of a step stops the stepping until `take_step` has raised it. An engine that is lost is
+    not stepped again.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Begin to drive."""
+        self.engine = engine
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._changed = threading.Condition()
         self._finished: list[Trajectory] = []
         self._decoded = self._prefilled = 0
+        self._running = 0
+        self._error: Exception | None = None
+        self._lost: EngineLost | None = None
+        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
+        self._thread.start()
 
-    def open(self, recipe: Recipe) -> Facts:
-        """Make the engine."""
-        member = recipe.engine()
-        self._member = member
-        self._engine = EnginePool(
-            [member],
-            warn=self._warn,
-            queue_depth=_ALL_THAT_COMES,
-            timeout_seconds=_FOR_EVER_SECONDS,
-        )
-        return Facts(
-            engine=member.name,
-            slots=member.slots,
-            version=member.version,
-            request_limits=member.request_limits,
-            host=socket.gethostname(),
-            process=os.getpid(),
-            log=self._log.path,
-        )
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Run this between two steps; gives what it returns, or raises what it raises."""
+        future: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  raised where it was called
+                future.set_exception(error)
+
+        self._calls.put(run)
+        return future.result()
 
     def submit(
         self,
@@ -244,72 +157,182 @@ class RolloutWorker:
         sampling: Sampling | None,
     ) -> None:
         """Queue work: all of it, or none if one is refused."""
-        self._require_engine()
-        self._engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
+        self.require_engine()
 
-    def step(self) -> Step:
-        """What was done since the last step.
+        def submit() -> None:
+            self.engine.submit(trajectories, tolerance=tolerance, sampling=sampling)
+            self._running += len(trajectories)
 
-        It waits for a complete answer, but no longer than a beat if tokens were written.
-        """
-        until = monotonic() + self._beat
-        is_idle = False
-        # What was taken in before an exception is told by the next step.
-        while not (self._finished or is_idle or (self._decoded and monotonic() >= until)):
-            self._require_engine()
-            step = self._engine.step()
-            self._finished += step.finished
-            self._decoded += step.decoded_tokens
-            self._prefilled += step.prefilled_tokens
-            is_idle = not (step.finished or step.decoded_tokens)
-        step = Step(
-            finished=tuple(self._finished),
-            decoded_tokens=self._decoded,
-            prefilled_tokens=self._prefilled,
-        )
-        self._finished.clear()
-        self._decoded = self._prefilled = 0
+        self.call(submit)
+
+    def take_step(self, *, poll_seconds: float) -> Step:
+        """What was done since the last one; waits for an answer, or `poll_seconds` for tokens."""
+        until = monotonic() + poll_seconds
+        with self._changed:
+            while not (self._finished or (self._decoded and monotonic() >= until)):
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    self._wake()
+                    raise error
+                self.require_engine()
+                if not self._running:
+                    break
+                self._changed.wait(max(0.0, until - monotonic()) if self._decoded else None)
+            step = Step(
+                finished=tuple(self._finished),
+                decoded_tokens=self._decoded,
+                prefilled_tokens=self._prefilled,
+            )
+            self._finished.clear()
+            self._decoded = self._prefilled = 0
         return step
 
     def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory, even if the engine is lost."""
-        complete = [replace(answer, finish_reason=None) for answer in self._finished]
-        self._finished.clear()
-        return [*complete, *self._engine.interrupt()]
+        """Stop, and give back every unfinished trajectory, even if the engine is lost.
 
-    def load_weights(self, version: int, offer: Offer | None) -> Loading:
-        """Take the weights and write with them from now on; without an offer only the version.
-
-        Raises `WayFailed` if they did not come; the engine has its old weights then.
+        Answers that were completed since the last step come back as unfinished too.
         """
-        self._require_engine()
+
+        def interrupt() -> Sequence[Trajectory]:
+            stopped = self.engine.interrupt()
+            with self._changed:
+                complete = [replace(answer, finish_reason=None) for answer in self._finished]
+                self._finished.clear()
+                self._running = 0
+            return [*complete, *stopped]
+
+        return self.call(interrupt)
+
+    def close(self) -> None:
+        """Close the engine and end the thread."""
+        try:
+            self.call(self.engine.close)
+        finally:
+            self._calls.put(None)
+            self._thread.join()
+
+    def require_engine(self) -> None:
+        """Raise `EngineLost` if the engine is lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def _wake(self) -> None:
+        """Have the thread look again whether it can step."""
+        self._calls.put(lambda: None)
+
+    def _drive(self) -> None:
+        while True:
+            can_step = self._running and self._error is None and self._lost is None
+            try:
+                call = self._calls.get(block=not can_step)
+            except Empty:
+                self._step()
+                continue
+            if call is None:
+                return
+            call()
+
+    def _step(self) -> None:
+        try:
+            step = self.engine.step()
+        except EngineLost as error:
+            os.write(2, f"{error}\n".encode())
+            with self._changed:
+                self._lost = error
+                self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001  raised by the next step of the controller
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        else:
+            with self._changed:
+                self._finished += step.finished
+                self._decoded += step.decoded_tokens
+                self._prefilled += step.prefilled_tokens
+                self._running -= len(step.finished)
+                self._changed.notify_all()
+
+
+class RolloutWorker:
+    """One engine in a process of its own.
+
+    Only `cpu_seconds` may be called beside another call.
+    """
+
+    def __init__(
+        self, name: str, *, has_gpu: bool, poll_seconds: float, logs: LogFolder | None
+    ) -> None:
+        """A worker without an engine yet, so that an error in making one can be reported."""
+        if not has_gpu:
+            hide_gpus()
+        self._log = WorkerLog(name, logs)
+        self._poll_seconds = poll_seconds
+        self._receiver = WeightReceiver()
+
+    def open(self, factory: EngineFactory) -> WorkerInfo:
+        """Make the engine."""
+        engine = factory.engine()
+        self._driver = EngineDriver(engine)
+        return WorkerInfo(
+            engine=engine.name,
+            slots=engine.slots,
+            version=engine.version,
+            request_limits=engine.request_limits,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            log=self._log.path,
+        )
+
+    def cpu_seconds(self) -> float:
+        """Seconds of CPU that the process has used, to see whether it makes progress."""
+        return process_time()
+
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None,
+    ) -> None:
+        """Queue work: all of it, or none if one is refused."""
+        self._driver.submit(trajectories, tolerance=tolerance, sampling=sampling)
+
+    def step(self) -> Step:
+        """What was done since the last step; waits for a complete answer or the next report."""
+        return self._driver.take_step(poll_seconds=self._poll_seconds)
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory, even if the engine is lost."""
+        return self._driver.interrupt()
+
+    def load_weights(self, version: int, delivery: Delivery | None) -> WeightLoad:
+        """Receive the weights and decode with them from now on; or only take over the version.
+
+        Raises `TransportFailed` if they did not come; the engine has its old weights then.
+        """
+        self._driver.require_engine()
         start = perf_counter()
-        fetched = None if offer is None else self._fetcher.fetched(offer)
+        received = None if delivery is None else self._receiver.receive(delivery)
         here = perf_counter()
-        self._engine.load_weights(Weights(version, None if fetched is None else fetched.tensors))
-        return Loading(
-            version=self._engine.version,
-            bytes=0 if fetched is None else fetched.bytes,
-            buckets=0 if fetched is None else fetched.buckets,
+        weights = Weights(version, None if received is None else received.tensors)
+        engine = self._driver.engine
+        self._driver.call(lambda: engine.load_weights(weights))
+        return WeightLoad(
+            version=engine.version,
+            bytes=0 if received is None else received.bytes,
+            buckets=0 if received is None else received.buckets,
             fetch_seconds=here - start,
             load_seconds=perf_counter() - here,
         )
 
     def release(self) -> None:
-        """Let go of what only writing needs, if the engine can; nothing is being written."""
-        if isinstance(self._member, Releasable):
-            self._member.release()
+        """Release the memory that only decoding needs, if the engine can; nothing is running."""
+        engine = self._driver.engine
+        if isinstance(engine, Releasable):
+            self._driver.call(engine.release)
 
     def close(self) -> str | None:
         """Close the engine; gives the text of a log that the controller cannot see."""
-        self._fetcher.close()
-        self._engine.close()
+        self._receiver.close()
+        self._driver.close()
         return self._log.text_away()
-
-    def _require_engine(self) -> None:
-        if self._lost is not None and not self._engine.slots:
-            raise EngineLost(self._lost)
-
-    def _warn(self, words: str) -> None:
-        self._lost = words
-        os.write(2, f"{words}\n".encode())

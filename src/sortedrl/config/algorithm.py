@@ -11,9 +11,10 @@ and under the weights being trained (current). Formulas: docs/algorithms.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from sortedrl.config.checks import (
     Fraction,
@@ -26,38 +27,102 @@ from sortedrl.config.checks import (
     require,
     within,
 )
+from sortedrl.errors import unknown_name
 
 AlgorithmName = Literal[
-    "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo", "rloo", "dapo", "ppo"
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "dapo",
+    "ppo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
 ]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 Whitening = Literal["batch", "group"]
+TruncatedAnswers = Literal["train", "mask", "bootstrap"]
+AdvantageName = Literal["returns", "group", "group_whitened", "leave_one_out", "gae"]
+RewardScale = Literal["group", "batch", "none"]
+LossName = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Defaults:
-    """The defaults of an algorithm, and what it needs."""
+    """The defaults of an algorithm: a new algorithm is a row of them, and its formulas."""
 
+    advantage: AdvantageName
     aggregation: Aggregation
-    kl_place: KlPlace
-    kl_in_loss: KlEstimator
+    loss: LossName = "clip"
+    clip_high: float | None = None
+    """`None`: that of the loss."""
+    kl_place: KlPlace = "loss"
+    kl_in_loss: KlEstimator = "k3"
     """The estimator where the KL divergence is in the loss; in the reward it is always k1."""
-    needs_siblings: bool
+    scale_rewards: RewardScale = "none"
+    filter_zero_variance: bool = False
 
 
 _DEFAULTS = MappingProxyType(
     {
-        "reinforce_pp": _Defaults("token_mean", "reward", "k3", False),
-        "reinforce_pp_baseline": _Defaults("token_mean", "loss", "k2", True),
-        "grpo": _Defaults("sequence_mean", "loss", "k3", True),
-        "dr_grpo": _Defaults("constant", "loss", "k3", True),
-        "rloo": _Defaults("constant", "reward", "k3", True),
-        "dapo": _Defaults("token_mean", "loss", "k3", True),
-        "ppo": _Defaults("token_mean", "reward", "k3", False),
+        "reinforce_pp": _Defaults(advantage="returns", aggregation="token_mean", kl_place="reward"),
+        "reinforce_pp_baseline": _Defaults(
+            advantage="group_whitened", aggregation="token_mean", kl_in_loss="k2"
+        ),
+        "grpo": _Defaults(advantage="group", aggregation="sequence_mean", scale_rewards="group"),
+        "dr_grpo": _Defaults(advantage="group", aggregation="constant"),
+        "rloo": _Defaults(advantage="leave_one_out", aggregation="constant", kl_place="reward"),
+        "dapo": _Defaults(
+            advantage="group",
+            aggregation="token_mean",
+            clip_high=0.28,
+            scale_rewards="group",
+            filter_zero_variance=True,
+        ),
+        "ppo": _Defaults(advantage="gae", aggregation="token_mean", kl_place="reward"),
+        "gspo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="gspo"
+        ),
+        "cispo": _Defaults(
+            advantage="group", aggregation="token_mean", scale_rewards="group", loss="cispo"
+        ),
+        "sapo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="sapo"
+        ),
+        "gmpo": _Defaults(
+            advantage="group", aggregation="sequence_mean", scale_rewards="group", loss="gmpo"
+        ),
     }
 )
+_CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "clip": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "gspo_token": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0),
+        "gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1),
+    }
+)
+"""Lower and upper clip range of a loss, as published; 1 has no lower bound. sapo has none."""
+_NO_CLIP = (1.0, math.inf)
+_TAKE_DUAL_CLIP: frozenset[str] = frozenset({"clip", "gspo", "gspo_token"})
+ANSWER_RATIOS: frozenset[str] = frozenset({"gspo", "gspo_token", "gmpo"})
+"""Losses whose ratio is that of a whole answer."""
+_COMPARE_SIBLINGS: frozenset[str] = frozenset({"group", "group_whitened", "leave_one_out"})
+
+
+def is_function(text: str) -> bool:
+    """Whether the text is the address of a function, and not the name of a formula of ours.
+
+    >>> is_function("my_file.py:my_loss"), is_function("my_module:my_loss"), is_function("gspo")
+    (True, True, False)
+    """
+    return ":" in text or text.endswith(".py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +136,28 @@ class Algorithm:
     dr_grpo: minus the mean only; token losses are summed and divided by a constant.
     rloo: minus the mean reward of the prompt's other answers; losses as in dr_grpo.
     dapo: grpo with a higher upper clip, zero-variance prompts filtered, token mean.
-    ppo: a critic and generalised advantage estimation."""
-    clip: Annotated[float, within(0, 1, ends="()")] = 0.2
-    """Clip range: how far a token's importance ratio may fall or rise before its gradient stops."""
+    ppo: a critic and generalised advantage estimation.
+    gspo: grpo with the ratio and the clip of a whole answer.
+    cispo: grpo whose clipped ratio weighs the log-probability, so that no gradient stops.
+    sapo: grpo with a soft gate in place of the clip.
+    gmpo: grpo with the geometric mean of an answer's clipped ratios."""
+    advantage: str | None = None
+    """Advantage estimator. returns: sums of rewards to the end, whitened. group: minus the mean of
+    the prompt. group_whitened: the same, whitened. leave_one_out: minus the mean of the prompt's
+    other answers. gae: by a critic. Or a function of yours: my_file.py:my_function. By default that
+    of the algorithm."""
+    loss: str | None = None
+    """Policy loss. clip: the ratio of each token, clipped (PPO). gspo: the ratio of the answer, the
+    geometric mean of its tokens' ratios, clipped. gspo_token: the same for advantages that differ
+    by token. cispo: the log-probability, weighted by the clipped ratio. sapo: a sigmoid of the
+    ratio. gmpo: the geometric mean of the clipped ratios. Or a function of yours:
+    my_file.py:my_function. By default that of the algorithm."""
+    clip: Annotated[float, within(0, 1, ends="()")] | None = None
+    """Clip range: how far an importance ratio may fall or rise before its gradient stops. By
+    default 0.2, 3e-4 for gspo, 0.33 for gmpo; cispo has no lower bound."""
     clip_high: PositiveFloat | None = None
-    """Upper clip range, where it differs from the lower one; 0.28 for dapo."""
+    """Upper clip range, where it differs from the lower one; by default 0.28 for dapo, 4e-4 for
+    gspo, 4 for cispo, 0.49 for gmpo."""
     dual_clip: float | None = None
     """Dual clip: the ratio at which the loss of a negative advantage stops growing, such as 3."""
     aggregation: Aggregation | None = None
@@ -90,6 +172,13 @@ class Algorithm:
     kl_place: KlPlace | None = None
     """Whether the KL divergence is in the reward of every token or in the loss. By default that
     of the algorithm."""
+    reference_refresh: PositiveInt | None = None
+    """Every this many updates the reference becomes a copy of the trained model; by default it
+    stays the initial model."""
+    scale_rewards: RewardScale | None = None
+    """What advantages of the estimator group are divided by. group: the standard deviation of the
+    prompt's rewards. batch: that of all rewards of the update. none: nothing. By default that of
+    the algorithm: none for dr_grpo, else group."""
     whiten: Whitening = "batch"
     """reinforce_pp: what rewards are normalised over. batch: the answers of the update. group: the
     last updates, as many as a group has; update batches are sorted by length, so one batch alone
@@ -102,9 +191,17 @@ class Algorithm:
     """ppo: lambda of GAE; 1 uses rewards only, 0 the critic only."""
     value_clip: Annotated[float, above(0, "leave it out for none")] | None = 0.2
     """ppo: clip range of the critic: how far a value may move before its gradient stops."""
+    critic_learning_rate: NonNegativeFloat | None = None
+    """ppo: learning rate of the critic; by default optimiser.learning_rate."""
+    critic_warmup_steps: NonNegativeInt | None = None
+    """ppo: warm-up steps of the critic's learning rate; by default optimiser.warmup_steps."""
     filter_zero_variance: bool | None = None
     """Filter out prompts whose answers all have the same reward, and hold the others back until
     an update batch is full (dynamic sampling); on for dapo."""
+    truncated: TruncatedAnswers = "train"
+    """Answers cut off at engine.max_tokens. train: like any other. mask: they have no loss, but
+    their rewards still count in the advantages of others. bootstrap (ppo): the critic's value of
+    the state at the cut stands for what would have followed."""
     overlong_tokens: PositiveInt | None = None
     """Overlong shaping (DAPO): answers this close to engine.max_tokens lose reward, linearly, up
     to overlong_penalty at the limit."""
@@ -114,10 +211,32 @@ class Algorithm:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         check_values(self, "algorithm.")
+        self._check_functions()
         self._check_loss()
         self._check_rewards()
 
+    def _check_functions(self) -> None:
+        for field, given, known in (
+            ("advantage", self.advantage, get_args(AdvantageName)),
+            ("loss", self.loss, get_args(LossName)),
+        ):
+            require(
+                given is None or given in known or is_function(given),
+                unknown_name(f"algorithm.{field}", str(given), known)
+                + ", or a function as my_file.py:my_function",
+            )
+
     def _check_loss(self) -> None:
+        require(
+            self.dual_clip is None or self.effective_loss in _TAKE_DUAL_CLIP,
+            f"algorithm.dual_clip belongs to the losses {', '.join(sorted(_TAKE_DUAL_CLIP))}, got "
+            f"it with {self.effective_loss!r}; leave it out",
+        )
+        require(
+            (self.clip is None and self.clip_high is None) or self.effective_loss in _CLIPS,
+            f"algorithm.clip and clip_high belong to the losses {', '.join(_CLIPS)}, got them with "
+            f"{self.effective_loss!r}, which has no clip range; leave them out",
+        )
         require(
             self.dual_clip is None or self.dual_clip > 1 + self.effective_clip_high,
             f"algorithm.dual_clip must be above 1 + clip_high = {1 + self.effective_clip_high}, "
@@ -135,25 +254,43 @@ class Algorithm:
             "got 'k1', whose gradient is 0 on average; leave it out, or set kl_place to 'reward'",
         )
 
+        require(
+            self.reference_refresh is None or self.kl_coef > 0,
+            f"algorithm.reference_refresh needs a reference, got {self.reference_refresh} with "
+            "kl_coef 0; set kl_coef or leave it out",
+        )
+
     def _check_rewards(self) -> None:
         for field, given, default in (
             ("discount", self.discount, 1.0),
             ("gae_lambda", self.gae_lambda, 1.0),
             ("value_clip", self.value_clip, 0.2),
+            ("critic_learning_rate", self.critic_learning_rate, None),
+            ("critic_warmup_steps", self.critic_warmup_steps, None),
         ):
             require(
                 given == default or self.has_critic,
                 f"algorithm.{field} belongs to 'ppo', got {given} with {self.name!r}; leave it out",
             )
         require(
-            self.whiten == "batch" or self.name == "reinforce_pp",
+            self.whiten == "batch" or self.effective_advantage == "returns",
             f"algorithm.whiten {self.whiten!r} belongs to 'reinforce_pp', got it with "
             f"{self.name!r}; leave it out",
+        )
+        require(
+            self.scale_rewards is None or self.effective_advantage == "group",
+            f"algorithm.scale_rewards belongs to the advantage 'group', got it with "
+            f"{self.effective_advantage!r}; leave it out, or take grpo or dr_grpo",
         )
         require(
             not self.filter_zero_variance or self.needs_siblings,
             f"algorithm.filter_zero_variance compares the answers to a prompt, got it with "
             f"{self.name!r}; take grpo, dr_grpo, rloo, dapo or reinforce_pp_baseline",
+        )
+        require(
+            self.truncated != "bootstrap" or self.has_critic,
+            f"algorithm.truncated 'bootstrap' takes a value of the critic, got it with "
+            f"{self.name!r}, which has none; set it to 'mask', or name to 'ppo'",
         )
         require(
             self.overlong_penalty == 1.0 or self.overlong_tokens is not None,
@@ -164,19 +301,49 @@ class Algorithm:
     @property
     def needs_siblings(self) -> bool:
         """Whether advantages compare an answer with the other answers to its prompt."""
-        return _DEFAULTS[self.name].needs_siblings
+        own = self.effective_advantage
+        # A function may compare answers where the algorithm it stands in for does.
+        own = _DEFAULTS[self.name].advantage if is_function(own) else own
+        return own in _COMPARE_SIBLINGS
 
     @property
     def has_critic(self) -> bool:
         """Whether there is a critic: a second model that estimates values."""
-        return self.name == "ppo"
+        return self.effective_advantage == "gae"
+
+    @property
+    def effective_advantage(self) -> str:
+        """How rewards become advantages: the name of an estimator, or a function of the user."""
+        return self.advantage or _DEFAULTS[self.name].advantage
+
+    @property
+    def effective_scale_rewards(self) -> RewardScale:
+        """What the advantages of the estimator 'group' are divided by."""
+        return self.scale_rewards or _DEFAULTS[self.name].scale_rewards
+
+    @property
+    def effective_loss(self) -> str:
+        """The policy loss: its name, or a function of the user."""
+        return self.loss or _DEFAULTS[self.name].loss
+
+    @property
+    def effective_clip(self) -> float:
+        """Lower clip range."""
+        return self._clips[0] if self.clip is None else self.clip
 
     @property
     def effective_clip_high(self) -> float:
         """Upper clip range."""
         if self.clip_high is not None:
             return self.clip_high
-        return 0.28 if self.name == "dapo" else self.clip
+        row = _DEFAULTS[self.name]
+        if row.clip_high is not None and self.effective_loss == row.loss:
+            return row.clip_high
+        return self._clips[1] if self.clip is None else self.clip
+
+    @property
+    def _clips(self) -> tuple[float, float]:
+        return _CLIPS.get(self.effective_loss, _NO_CLIP)
 
     @property
     def effective_aggregation(self) -> Aggregation:
@@ -198,12 +365,14 @@ class Algorithm:
     @property
     def filters_zero_variance(self) -> bool:
         """Whether zero-variance prompts are filtered out."""
-        return (
-            self.name == "dapo" if self.filter_zero_variance is None else self.filter_zero_variance
-        )
+        if self.filter_zero_variance is not None:
+            return self.filter_zero_variance
+        return _DEFAULTS[self.name].filter_zero_variance
 
 
 CorrectionName = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
+CorrectionMask = Literal["none", "token", "sequence", "geometric"]
+StepScale = Literal["none", "token", "sequence"]
 Ratio = Literal["proximal", "behaviour"]
 
 
@@ -223,7 +392,23 @@ class Correction:
     max_ratio: PositiveFloat = 2.0
     """Truncation: the largest weight. Masking: the largest ratio that is kept."""
     min_ratio: NonNegativeFloat = 0.0
-    """Masking only: the smallest ratio that is kept."""
+    """Truncation: the smallest weight. Masking: the smallest ratio that is kept."""
+    mask: CorrectionMask = "none"
+    """A mask of its own beside the weight: tokens whose ratio lies outside of
+    mask_min_ratio..mask_max_ratio have no loss. token: the ratio of the token. sequence: that of
+    the whole answer. geometric: the geometric mean over the answer, which does not grow with its
+    length."""
+    mask_min_ratio: NonNegativeFloat = 0.5
+    """mask: the smallest ratio that is kept."""
+    mask_max_ratio: PositiveFloat = 2.0
+    """mask: the largest ratio that is kept."""
+    weight_kl: bool = False
+    """Weight the KL divergence in the loss by importance too, so that stale tokens do not bias
+    it."""
+    scale_by_ess: StepScale = "none"
+    """Scale the learning rate of a step by the square root of the effective sample size of its
+    weights, as a share: few usable stale tokens make a small step. token: of the tokens' weights.
+    sequence: of the weights of whole answers, which is stricter."""
     ratio: Ratio = "proximal"
     """The denominator of the clipped ratio in the loss. proximal: the weights at the start of the
     update (decoupled PPO). behaviour: the weights that sampled the token, which makes the clip
@@ -238,9 +423,19 @@ class Correction:
             f"{self.min_ratio} and {self.max_ratio}",
         )
         require(
-            self.min_ratio == 0 or self.kind in ("token_mis", "sequence_mis"),
-            f"correction.min_ratio needs a kind that masks, got {self.min_ratio} with kind "
-            f"{self.kind!r}; leave it out or set kind to 'token_mis' or 'sequence_mis'",
+            self.min_ratio == 0 or self.kind not in (None, "none"),
+            f"correction.min_ratio needs a kind that weighs tokens, got {self.min_ratio} with kind "
+            f"{self.kind!r}; leave it out or set kind, such as to 'token_tis' or 'token_mis'",
+        )
+        require(
+            self.mask_min_ratio < self.mask_max_ratio,
+            "correction.mask_min_ratio must be below correction.mask_max_ratio, got "
+            f"{self.mask_min_ratio} and {self.mask_max_ratio}",
+        )
+        require(
+            self.mask != "none" or (self.mask_min_ratio, self.mask_max_ratio) == (0.5, 2.0),
+            "correction.mask_min_ratio and mask_max_ratio need a mask, got "
+            f"{self.mask_min_ratio} and {self.mask_max_ratio} without; set mask or leave them out",
         )
         require(
             self.ratio == "proximal" or self.kind in (None, "none"),

@@ -120,7 +120,7 @@ MOST: Mapping[str, int] = MappingProxyType(
         "batch": 65_536,
         "queue": 65_536,
         "rollout_workers": 4_096,
-        "most_rollout_workers": 4_096,
+        "max_rollout_workers": 4_096,
         "trainer_ranks": 4_096,
         "restarts": 1_000,
         "rank": 65_536,

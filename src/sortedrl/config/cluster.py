@@ -1,13 +1,11 @@
-"""The settings of several GPUs and of a Ray cluster.
+"""The settings of a run over several processes and GPUs, which Ray places.
 
-In a layout, engines and trainer take turns on all GPUs. The trainer's weights, master weights,
-moments and gradients are sharded evenly over all of them; every `tensor_parallel` GPUs hold one
-engine with a copy of the weights, and `engine.slots` are the slots of all engines together.
+    separated   every rollout worker and every trainer rank has GPUs of its own
+    colocated   workers and ranks share GPUs, one rank on each, and take turns
 
-On a cluster, Ray places the processes:
-
-    separated   every rollout worker and every trainer rank has resources of its own
-    colocated   worker and rank share a bundle, one pair in each, and take turns
+The trainer is sharded evenly over its ranks. Every worker has a copy of the weights on its GPUs,
+and `engine.slots` are the slots of all workers together. `--dry-run` plans what `train` runs; what
+`train` cannot run yet is listed by `Cluster.unsupported`.
 """
 
 from __future__ import annotations
@@ -18,53 +16,11 @@ from typing import Literal, get_args
 from sortedrl.config.checks import require
 from sortedrl.errors import unknown_name
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The GPUs of a run to be planned (--dry-run); a cluster runs on more than one."""
-
-    devices: int = 1
-    """GPUs, shared by engines and trainer in turns; the trainer is spread over all of them."""
-    tensor_parallel: int = 1
-    """GPUs that hold one engine between them; there are devices / tensor_parallel engines."""
-    offload: bool = False
-    """Keep what the trainer holds in the memory of the host, and bring a layer at a time to the
-    GPUs: room for models that do not fit, for slower updates."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        for name, value in (("devices", self.devices), ("tensor_parallel", self.tensor_parallel)):
-            require(value >= 1, f"layout.{name} must be at least 1, got {value}")
-        require(
-            self.devices % self.tensor_parallel == 0,
-            f"layout.tensor_parallel must divide layout.devices ({self.devices}), so that every "
-            f"engine has its own GPUs, got {self.tensor_parallel}",
-        )
-        require(
-            not self.offload or self.devices > 1,
-            "layout.offload needs layout.devices of at least 2, got 1; one GPU has no trainer that "
-            "is spread out",
-        )
-
-    @property
-    def engines(self) -> int:
-        """Engines, each with a copy of the weights."""
-        return self.devices // self.tensor_parallel
-
-    def refuse_several(self) -> None:
-        """Raise `ConfigError` for a layout that one process cannot run."""
-        require(
-            self.devices == 1,
-            f"one process trains on one GPU, got layout.devices {self.devices}; plan the "
-            "run with --dry-run, or place it with [cluster] in place of [layout]",
-        )
-
-
 Kind = Literal["colocated", "separated"]
-HandOverWay = Literal["group", "objects", "disk"]
+WeightTransport = Literal["broadcast", "objects", "disk"]
 CheckpointKind = Literal["full", "sharded"]
 _CALLS_PER_SECOND = 1000
-_SHORTEST_BEAT_SECONDS = 0.02
+_SHORTEST_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +38,25 @@ class Cluster:
     rollout_workers: int | None = None
     """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
     By default, and with 0, there is no cluster, and everything is done in this process."""
-    most_rollout_workers: int | None = None
+    max_rollout_workers: int | None = None
     """Workers to grow to when the cluster gets room for them during the run; by default none."""
     cpus_per_worker: int = 1
     """CPUs of a rollout worker."""
     gpus_per_worker: int = 0
     """GPUs of a rollout worker; 0 writes on the CPU."""
+    tensor_parallel: int = 1
+    """GPUs over which the engine of a worker is sharded (vLLM and SGLang); with more than 1,
+    gpus_per_worker must be as many. --dry-run plans it; train does not run it yet."""
     trainer_ranks: int = 1
     """Processes over which the trainer is spread, with a CPU and, where workers have GPUs, a GPU
     each. 0: it stays in the process of the controller."""
-    hand_over: HandOverWay = "group"
-    """How new weights come to the rollout workers; if one way fails, the next is taken.
-    group: broadcast over a process group (NCCL, or gloo on the CPU), a bucket at a time.
+    offload: bool = False
+    """Keep weights and optimiser state of the trainer in host memory, and copy one layer at a time
+    to the GPU: fits larger models, with slower updates. --dry-run plans it; train does not run it
+    yet."""
+    weight_sync: WeightTransport = "broadcast"
+    """How new weights reach the rollout workers; if one transport fails, the next is used.
+    broadcast: over a process group (NCCL, or gloo on the CPU), a bucket at a time.
     objects: through Ray's object store, which every machine reads once.
     disk: a file in the folder of the run, which every machine must see."""
     overlap: bool = False
@@ -105,10 +68,10 @@ class Cluster:
     restarts: int = 3
     """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
     lost."""
-    patience_seconds: float = 300.0
-    """A worker that does not answer for so long counts as lost, and others take its answers."""
+    worker_timeout_seconds: float = 300.0
+    """A worker that does not answer for so long counts as lost, and others continue its answers."""
     start_seconds: float = 600.0
-    """How long placing and starting the workers may take, loading the model included."""
+    """How long placing the workers may take, and how long one that starts may make no progress."""
     dashboard: bool = True
     """Whether a Ray of our own offers its dashboard, where that is installed: ray[default]."""
     object_store_gib: float | None = None
@@ -119,7 +82,7 @@ class Cluster:
         """Refuse what cannot work."""
         for what, chosen, names in (
             ("cluster kind", self.kind, get_args(Kind)),
-            ("cluster hand_over", self.hand_over, get_args(HandOverWay)),
+            ("cluster weight_sync", self.weight_sync, get_args(WeightTransport)),
             ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
         ):
             require(chosen in names, unknown_name(what, chosen, names))
@@ -127,12 +90,13 @@ class Cluster:
             ("rollout_workers", self.num_workers, 0),
             ("cpus_per_worker", self.cpus_per_worker, 0),
             ("gpus_per_worker", self.gpus_per_worker, 0),
+            ("tensor_parallel", self.tensor_parallel, 1),
             ("trainer_ranks", self.trainer_ranks, 0),
             ("restarts", self.restarts, 0),
         ):
             require(value >= least, f"cluster.{name} must be at least {least}, got {value}")
         for name, seconds in (
-            ("patience_seconds", self.patience_seconds),
+            ("worker_timeout_seconds", self.worker_timeout_seconds),
             ("start_seconds", self.start_seconds),
         ):
             require(seconds > 0, f"cluster.{name} must be above 0, got {seconds}")
@@ -150,14 +114,15 @@ class Cluster:
             f"cluster.object_store_gib is for a Ray of our own, got it with address "
             f"{self.address!r}; leave it out",
         )
-        most = self.most_rollout_workers
+        limit = self.max_rollout_workers
         require(
-            most is None or most >= self.num_workers,
-            f"cluster.most_rollout_workers must be at least cluster.rollout_workers "
-            f"({self.num_workers}), got {most}",
+            limit is None or limit >= self.num_workers,
+            f"cluster.max_rollout_workers must be at least cluster.rollout_workers "
+            f"({self.num_workers}), got {limit}",
         )
         self._check_used()
-        self._check_pairs()
+        self._check_gpus()
+        self._check_colocated()
         require(
             not self.overlap or self.kind == "separated",
             "cluster.overlap needs cluster.kind separated, got colocated: what shares a GPU takes "
@@ -178,25 +143,42 @@ class Cluster:
             "or more (0 for a run without one), or leave them out",
         )
 
-    def _check_pairs(self) -> None:
+    def _check_gpus(self) -> None:
+        require(
+            self.tensor_parallel in (1, self.gpus_per_worker),
+            "cluster.tensor_parallel shards the engine of a worker over all of its GPUs, got "
+            f"tensor_parallel {self.tensor_parallel} and gpus_per_worker {self.gpus_per_worker}; "
+            "make them equal",
+        )
+        require(
+            not self.offload or (self.trainer_ranks > 0 and self.gpus_per_rank > 0),
+            "cluster.offload needs trainer ranks on GPUs, got "
+            f"trainer_ranks {self.trainer_ranks} and gpus_per_worker {self.gpus_per_worker}; "
+            "raise them, or leave offload out",
+        )
+
+    def _check_colocated(self) -> None:
         if self.kind == "separated" or not self.is_used:
             return
         require(
-            self.trainer_ranks == self.num_workers,
-            "cluster.kind colocated puts one rank of the trainer beside each rollout worker, got "
-            f"{self.trainer_ranks} trainer_ranks and {self.rollout_workers} rollout_workers; make "
-            "them equal, or take separated",
+            self.gpus_per_worker in (0, self.tensor_parallel),
+            "cluster.kind colocated shares every GPU of a worker with a trainer rank, so "
+            f"gpus_per_worker must be tensor_parallel ({self.tensor_parallel}), or 0 for CPUs, got "
+            f"{self.gpus_per_worker}; make them equal, or set kind to separated",
         )
+        ranks = self.num_workers * max(1, self.gpus_per_worker)
         require(
-            self.gpus_per_worker <= 1,
-            "cluster.kind colocated shares one GPU between a worker and a rank, got "
-            f"gpus_per_worker {self.gpus_per_worker}; set it to 1 or 0, or take separated",
+            self.trainer_ranks == ranks,
+            "cluster.kind colocated puts one trainer rank on each GPU of the rollout workers, or "
+            f"beside each worker on CPUs, so trainer_ranks must be {ranks}, got "
+            f"{self.trainer_ranks} with {self.num_workers} rollout_workers; make them equal, or "
+            "set kind to separated",
         )
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         """Rollout workers that there may be at the same time."""
-        return max(self.num_workers, self.most_rollout_workers or 0)
+        return max(self.num_workers, self.max_rollout_workers or 0)
 
     @property
     def num_workers(self) -> int:
@@ -204,9 +186,62 @@ class Cluster:
         return self.rollout_workers or 0
 
     @property
+    def num_engines(self) -> int:
+        """Engines; a run without a cluster has one."""
+        return max(1, self.num_workers)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold a share of the trainer; at least the controller's."""
+        return max(1, self.trainer_ranks) if self.is_used else 1
+
+    @property
+    def engine_devices(self) -> int:
+        """GPUs that decode; 1 for a single process, and for all CPUs of a machine."""
+        return self.num_workers * self.tensor_parallel if self.gpus_per_worker else 1
+
+    @property
+    def trainer_devices(self) -> int:
+        """GPUs that train; 1 for a single process, and for all CPUs of a machine."""
+        return self.num_ranks if self.gpus_per_worker else 1
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs that the run uses; 1 for a single process, and for all CPUs of a machine."""
+        if not self.gpus_per_worker:
+            return 1
+        if self.kind == "colocated":
+            return self.trainer_devices
+        return self.engine_devices + self.trainer_devices
+
+    @property
     def is_used(self) -> bool:
         """Whether there is a cluster at all."""
         return self.num_workers > 0
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What `train` cannot run yet, one sentence each; `--dry-run` plans it all the same."""
+        found = []
+        if self.tensor_parallel > 1:
+            found.append(
+                "train cannot shard the engine of a rollout worker over several GPUs yet, got "
+                f"cluster.tensor_parallel {self.tensor_parallel}; set cluster.tensor_parallel and "
+                "cluster.gpus_per_worker to 1"
+            )
+        if self.offload:
+            found.append(
+                "train cannot keep the trainer in host memory yet, got cluster.offload true; "
+                "leave it out"
+            )
+        return tuple(found)
+
+    def refuse_unsupported(self) -> None:
+        """Raise `ConfigError` for what `train` cannot run yet."""
+        require(
+            not self.unsupported,
+            f"{'; '.join(self.unsupported)}; --dry-run plans the run as it is",
+        )
 
     @property
     def gpus_per_rank(self) -> int:
@@ -214,9 +249,9 @@ class Cluster:
         return 1 if self.gpus_per_worker else 0
 
     @property
-    def beat_seconds(self) -> float:
-        """How long a worker writes before it says so, if no answer is complete before.
+    def poll_seconds(self) -> float:
+        """How long a worker decodes before it reports, if no answer is complete before.
 
         All workers together call the controller a thousand times a second at most.
         """
-        return max(_SHORTEST_BEAT_SECONDS, self.num_workers / _CALLS_PER_SECOND)
+        return max(_SHORTEST_POLL_SECONDS, self.num_workers / _CALLS_PER_SECOND)

@@ -27,12 +27,20 @@ _Settings = TypeVar("_Settings", bound="DataclassInstance")
 NO_VALUE = "None"
 RENAMED_KEYS: Mapping[str, str] = MappingProxyType(
     {
+        "layout": "[cluster] with rollout_workers, trainer_ranks, gpus_per_worker and kind",
+        "layout.devices": "cluster.trainer_ranks, on as many GPUs, with cluster.kind colocated",
+        "layout.tensor_parallel": "cluster.tensor_parallel",
+        "layout.offload": "cluster.offload",
+        "cluster.hand_over": "cluster.weight_sync",
+        "cluster.patience_seconds": "cluster.worker_timeout_seconds",
+        "cluster.most_rollout_workers": "cluster.max_rollout_workers",
+        "rollout.hand_over": "rollout.weight_sync_folder",
+        "costs.hand_over_seconds": "costs.weight_sync_seconds",
         "algorithm.drop_equal": "algorithm.filter_zero_variance",
         "algorithm.entropy": "algorithm.entropy_coef",
         "algorithm.kl": "algorithm.kl_coef",
         "correction.least": "correction.min_ratio",
         "correction.most": "correction.max_ratio",
-        "costs.hand_over_seconds": "costs.weight_sync_seconds",
         "optimiser.final_share": "optimiser.min_lr_ratio",
         "optimiser.max_norm": "optimiser.max_grad_norm",
         "optimiser.steps": "optimiser.mini_batches",
@@ -45,6 +53,10 @@ A file or a flag with an old name is refused, and the error says the new one. Wh
 single new key, the text says what to set instead. The settings of a run that was saved under old
 names are read.
 """
+RENAMED_VALUES: Mapping[str, Mapping[object, object]] = MappingProxyType(
+    {"cluster.weight_sync": {"group": "broadcast"}}
+)
+"""Values of older versions by their new keys, as saved runs may have them."""
 TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -116,10 +128,15 @@ def settings_over(
     """
     try:
         table = under_new_keys(table) if takes_old_keys else table
-        settings = replaced(default, _values(type(default), table, section=section))
-        check_values(settings)
+        return settings_with(default, table, section=section)
     except ConfigError as error:
         raise DataError(path, str(error)) from error
+
+
+def settings_with(default: _Settings, table: Mapping[str, Any], *, section: str = "") -> _Settings:
+    """The settings with the values of these tables, which are checked like those of a file."""
+    settings = replaced(default, _values(type(default), table, section=section))
+    check_values(settings)
     return settings
 
 
@@ -145,13 +162,18 @@ def under_new_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     for old, new in RENAMED_KEYS.items():
         section, _, key = old.partition(".")
         place = tables.get(section)
+        if not key:
+            # A section without a successor: no run was ever trained with other than its defaults.
+            tables.pop(section, None)
+            continue
         if not isinstance(place, dict) or key not in place:
             continue
         new_section, _, new_key = new.partition(".")
         target = tables.setdefault(new_section, {})
         if not isinstance(target, dict) or new_key in target:
             raise ConfigError(f"{old} is now {new}, got both; remove {old}")
-        target[new_key] = place.pop(key)
+        value = place.pop(key)
+        target[new_key] = RENAMED_VALUES.get(new, {}).get(value, value)
     return tables
 
 

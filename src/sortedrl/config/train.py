@@ -28,7 +28,7 @@ from sortedrl.config.checks import (
     require_temperature,
     within,
 )
-from sortedrl.config.cluster import Cluster, Layout
+from sortedrl.config.cluster import Cluster
 from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
@@ -73,9 +73,9 @@ class Rollout:
     queue: NonNegativeInt = 0
     """Requests beyond the slots that may wait inside the engine, so that it fills a free slot
     at once; they are submitted earlier than they would be."""
-    hand_over: Path | None = None
+    weight_sync_folder: Path | None = None
     """Engine servers only: the folder through which they get new weights, which they must be able
-    to read; by default hand_over in the folder of the run."""
+    to read; by default weight_sync in the folder of the run."""
     temperature: Temperature = 1.0
     """Sampling temperature; the update computes log-probabilities at the same one."""
     cache_gib: PositiveFloat | None = None
@@ -104,9 +104,9 @@ class Rollout:
                 f"rollout.urls must be addresses such as http://localhost:8000, got {url!r}",
             )
         require(
-            self.hand_over is None or has_servers,
-            f"rollout.hand_over is for engine 'servers', got it with engine {self.engine!r}; "
-            "leave it out",
+            self.weight_sync_folder is None or has_servers,
+            "rollout.weight_sync_folder is for engine 'servers', got it with engine "
+            f"{self.engine!r}; leave it out",
         )
         require(
             not self.options or self.engine in ("vllm", "sglang"),
@@ -345,6 +345,16 @@ class UpdateSettings:
     updates_per_group: int
     seed: int
 
+    @property
+    def critic_optimiser(self) -> Optimisation:
+        """The optimiser of the critic: that of the policy with the critic's own learning rate."""
+        rate, steps = self.algorithm.critic_learning_rate, self.algorithm.critic_warmup_steps
+        return replace(
+            self.optimiser,
+            learning_rate=self.optimiser.learning_rate if rate is None else rate,
+            warmup_steps=self.optimiser.warmup_steps if steps is None else steps,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
@@ -374,7 +384,8 @@ class TrainSettings:
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     threads: PositiveInt | None = None
-    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    """CPU threads; by default one for each core that no reward worker needs. Tiny models are
+    fastest with 1."""
     precision: PrecisionChoice = "auto"
     """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU. The optimiser
     updates fp32 master weights; in float16 the loss is scaled, so that small gradients are not
@@ -387,7 +398,6 @@ class TrainSettings:
     optimiser: Optimisation = field(default_factory=Optimisation)
     passes: PassSettings = field(default_factory=PassSettings)
     lora: Lora = field(default_factory=Lora)
-    layout: Layout = field(default_factory=Layout)
     cluster: Cluster = field(default_factory=Cluster)
     rewards: RewardSettings = field(default_factory=RewardSettings)
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
@@ -401,8 +411,8 @@ class TrainSettings:
         check_values(self)
         check_device(self.device)
         self._check_siblings()
+        self._check_divergence()
         self._check_engine()
-        self._check_layout()
         self._check_cluster()
         self._check_environment()
         overlong = self.algorithm.overlong_tokens
@@ -410,6 +420,24 @@ class TrainSettings:
             overlong is None or overlong <= self.engine.max_tokens,
             f"algorithm.overlong_tokens must be at most engine.max_tokens "
             f"({self.engine.max_tokens}), got {overlong}",
+        )
+
+    def _check_divergence(self) -> None:
+        algorithm = self.algorithm
+        in_loss = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "loss"
+        require(
+            not self.correction.weight_kl or in_loss,
+            "correction.weight_kl weighs the KL divergence in the loss, got it with "
+            f"algorithm.kl_coef {algorithm.kl_coef:g} and kl_place "
+            f"{algorithm.effective_kl_place!r}; leave it out, or set kl_coef and kl_place 'loss'",
+        )
+
+        ranks = self.cluster.trainer_ranks if self.cluster.is_used else 0
+        require(
+            algorithm.reference_refresh is None or (self.lora.rank is None and ranks == 0),
+            "algorithm.reference_refresh copies the whole trained model, so it needs a trainer in "
+            f"one process without adapters, got lora.rank {self.lora.rank} and {ranks} ranks of "
+            "cluster.trainer_ranks; leave it out",
         )
 
     def _check_siblings(self) -> None:
@@ -456,20 +484,6 @@ class TrainSettings:
             "evaluation.tasks out",
         )
 
-    def _check_layout(self) -> None:
-        engine, layout, slots = self.rollout.engine, self.layout, self.engine.slots
-        require(
-            layout.tensor_parallel == 1 or engine in ("vllm", "sglang"),
-            f"layout.tensor_parallel {layout.tensor_parallel} needs rollout.engine 'vllm' or "
-            f"'sglang', got {engine!r}; set tensor_parallel to 1 (native engines hold a whole "
-            "model each, servers are spread out where they are started)",
-        )
-        require(
-            slots >= layout.engines,
-            f"engine.slots are those of all {layout.engines} engines together (layout.devices / "
-            f"layout.tensor_parallel), so there must be at least as many, got {slots}",
-        )
-
     def _check_cluster(self) -> None:
         cluster, slots = self.cluster, self.engine.slots
         if not cluster.is_used:
@@ -490,9 +504,9 @@ class TrainSettings:
             f"{cluster.trainer_ranks}; set it to 0, or train without adapters",
         )
         require(
-            self.layout.devices == 1,
-            f"layout.devices plans a run, and cluster runs one, got layout.devices "
-            f"{self.layout.devices} beside a cluster; leave layout out",
+            cluster.tensor_parallel == 1 or self.rollout.engine in ("vllm", "sglang"),
+            f"cluster.tensor_parallel {cluster.tensor_parallel} needs rollout.engine 'vllm' or "
+            f"'sglang', got {self.rollout.engine!r}; set tensor_parallel to 1",
         )
         require(
             not cluster.overlap or self.schedule.keeps_stale_tokens,

@@ -20,19 +20,22 @@ from typing import Protocol
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.controller import Controller
 from sortedrl.core.protocols import Engine, Environments, PromptSource, Scorer, Trainer
-from sortedrl.core.recorder import Journal, Landing
+from sortedrl.core.recorder import FinishedUpdate, Journal
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.types import TrainBatch, Trajectory
 
 
 class Overlap(Protocol):
-    """Updates beside the rollout. The trainer's `update` only takes a batch on, one at a time."""
+    """Runs updates beside the rollout, one at a time: submit, begin, result."""
+
+    def submit(self, batch: TrainBatch) -> None:
+        """Accept the batch of the next update; the weights are still those before it."""
 
     def begin(self) -> None:
-        """Train on the batch that was taken on, beside what follows; without one, do nothing."""
+        """Begin the update that was submitted, beside what follows; without one, do nothing."""
 
-    def settle(self) -> Landing | None:
-        """Wait for the update, begun or only taken on; `None` if there is none."""
+    def result(self) -> FinishedUpdate | None:
+        """Wait for the update that was submitted or begun; `None` if there is none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +55,7 @@ class Loop:
     environments: Environments | None = None
     """What answers the policy's turns; without it an answer is complete when its turn is."""
     overlap: Overlap | None = None
-    """The trainer's side of updates beside the rollout; without it an update is done when
-    `update` returns."""
+    """Runs the updates beside the rollout; without it the trainer runs each at once."""
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class Loop:
             self.journal.mark()
             if self.engine.version != self.trainer.version:
                 self.engine.load_weights(self.trainer.weights())
-            self.journal.handed_over(self.engine.version)
+            self.journal.synced(self.engine.version)
         for stale in self.scheduler.begin_round(version=self.engine.version):
             self.scorer.cancel(stale)
 
@@ -150,20 +152,23 @@ class Loop:
 
     def _train_ready(self) -> Iterator[TrainBatch]:
         while ready := self.scheduler.batch():
-            yield from self._land()
+            yield from self._finish_update()
             self.journal.mark()
             scored = self.scorer.collect(ready.trajectories)
             self.journal.scored(scored)
             batch = TrainBatch(self.trainer.version, tuple(scored))
-            self.trainer.update(batch)
+            if self.overlap is None:
+                self.trainer.update(batch)
+            else:
+                self.overlap.submit(batch)
             self.scheduler.trained(batch)
             if self.overlap is None:
                 yield batch
         if not self.scheduler.has_work:
-            yield from self._land()
+            yield from self._finish_update()
 
-    def _land(self) -> Iterator[TrainBatch]:
-        landing = None if self.overlap is None else self.overlap.settle()
-        if landing is not None:
-            self.journal.landed(landing)
-            yield landing.batch
+    def _finish_update(self) -> Iterator[TrainBatch]:
+        update = None if self.overlap is None else self.overlap.result()
+        if update is not None:
+            self.journal.overlapped(update)
+            yield update.batch

@@ -62,7 +62,7 @@ class JournalState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class FinishedUpdate:
     """A finished update that overlapped the rollout."""
 
     batch: TrainBatch
@@ -140,7 +140,7 @@ class Journal:
         """The run resumes from a checkpoint."""
         self._record(Resume(seconds=self._seconds(), round=self.round, version=version))
 
-    def handed_over(self, version: int) -> None:
+    def synced(self, version: int) -> None:
         """The engine has new weights."""
         now = self._seconds()
         took = now - self._since
@@ -269,15 +269,15 @@ class Journal:
             )
         )
 
-    def landed(self, landing: Landing) -> None:
+    def overlapped(self, update: FinishedUpdate) -> None:
         """The update that overlapped the rollout is done."""
         self._record(
             Landed(
                 seconds=self._seconds(),
                 round=self.round,
-                version=landing.version,
-                took_seconds=landing.took_seconds,
-                beside_seconds=landing.beside_seconds,
+                version=update.version,
+                took_seconds=update.took_seconds,
+                beside_seconds=update.beside_seconds,
             )
         )
 

@@ -21,19 +21,28 @@ so. Between two batches nothing runs, and buffer and journal can be saved.
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
 
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer, open_group
+from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
-from sortedrl.core.events import Event
+from sortedrl.core.events import Event, Record
+from sortedrl.core.files import write_whole
 from sortedrl.core.protocols import PromptSource
-from sortedrl.core.recorder import Journal
+from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.strategies import Plan
-from sortedrl.errors import BufferStateError
-from sortedrl.types import Key, TrainBatch, Trajectory
+from sortedrl.errors import BufferStateError, ConfigError, DataError
+from sortedrl.types import Key, Prompt, TrainBatch, Trajectory
+
+_BUFFER, _STATE = "buffer.bin", "scheduler.json"
+_NOTHING = object()
 
 
 class Scheduler:
@@ -41,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        prompts: PromptSource,
+        prompts: PromptSource | Iterable[object],
         *,
         slots: int,
         schedule: Schedule | None = None,
@@ -53,11 +62,15 @@ class Scheduler:
     ) -> None:
         """Schedule `prompts` over `slots`; a resumed run gives buffer, journal and version.
 
+        Prompts are texts, lists of token ids, dicts or `Prompt`s, from any iterable: see
+        `PromptQueue`.
         At most `max_begun` conversations are begun at a time, as many as there are environments.
         """
         self.schedule = Schedule() if schedule is None else schedule
         self.controller = Controller(self.schedule)
-        self.prompts = prompts
+        self.prompts: PromptSource = (
+            PromptQueue(prompts) if isinstance(prompts, Iterable) else prompts
+        )
         self.slots = slots
         """Trajectories that may run at once; the caller may change it at any time."""
         self.buffer = Buffer(unit_size=self.schedule.unit_size) if buffer is None else buffer
@@ -121,7 +134,7 @@ class Scheduler:
             self.begin(version=self.version)
         if self.journal.version != self.version:
             self.journal.mark()
-            self.journal.handed_over(self.version)
+            self.journal.synced(self.version)
         self._progress = self._progress_now()
         stale = self._renew()
         self._plan = self.controller.plan(self.buffer, is_exhausted=self.prompts.is_exhausted)
@@ -220,6 +233,65 @@ class Scheduler:
         self.trained(self._batch)
         self.version += 1
 
+    def state(self) -> dict[str, object]:
+        """Where the run stands, as JSON, but for the trajectories; only between two batches."""
+        if self._is_rollout or self._batch is not None:
+            raise BufferStateError(
+                "a scheduler is saved between two batches: after weights_changed(), and before "
+                "the next to_start()"
+            )
+        position = self.prompts.position if isinstance(self.prompts, PromptQueue) else None
+        return {
+            "version": self.version,
+            "seed": self._seed,
+            "position": position,
+            "schedule": asdict(self.schedule),
+            "journal": self.journal.state().to_json(),
+        }
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state and all trajectories into a folder; see `load`."""
+        state, path = self.state(), Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        save_buffer(self.buffer.state(), path / _BUFFER)
+        write_whole(path / _STATE, json.dumps(state).encode())
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        prompts: Iterable[object],
+        *,
+        slots: int,
+        record: Record | None = None,
+    ) -> Scheduler:
+        """The scheduler that was saved, over the same prompts, which are read on from its place.
+
+        What was trained stays trained; what was only begun goes on.
+        """
+        path = Path(folder)
+        try:
+            state = json.loads((path / _STATE).read_bytes())
+        except (OSError, ValueError) as error:
+            raise DataError(path, f"holds no saved scheduler ({error}); check the path") from error
+        journal_state = JournalState.from_json(state["journal"])
+        scheduler = cls(
+            PromptQueue(prompts, position=state["position"] or 0),
+            slots=slots,
+            schedule=Schedule(**state["schedule"]),
+            seed=state["seed"],
+            buffer=Buffer.from_state(load_buffer(path / _BUFFER)),
+            journal=Journal(
+                record or _ignore,
+                clock=WallClock(start=journal_state.seconds),
+                state=journal_state,
+            ),
+            version=state["version"],
+        )
+        if scheduler.schedule.splits_rollouts:
+            scheduler.cut_batches()
+        return scheduler
+
     def end_round(self) -> None:
         """Close the round; a round that moved nothing would repeat for ever, and is refused."""
         if self._progress == self._progress_now():
@@ -275,6 +347,55 @@ class Scheduler:
             running += 1
             self.journal.started(before, after, running=running)
         return started
+
+
+class PromptQueue:
+    """A `PromptSource` over any iterable, read one ahead; `position` is how many were taken.
+
+    text        fields {"prompt": text}
+    token ids   tokens
+    dict        fields, with "tokens" as the tokens where it has them
+    Prompt      as it is, with the number of its place as its id
+    """
+
+    def __init__(self, prompts: Iterable[object], *, position: int = 0) -> None:
+        """Go on at `position`; what comes before it is read and left out."""
+        if isinstance(prompts, str | Mapping):
+            raise ConfigError(f"prompts must be a list of prompts, got one: {prompts!r:.80}")
+        self._rest = iter(prompts)
+        self.position = position
+        for _ in islice(self._rest, position):
+            pass
+        self._next = next(self._rest, _NOTHING)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no prompt is left."""
+        return self._next is _NOTHING
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next prompts, with ids that count up; fewer than `count` only at the end."""
+        taken: list[Prompt] = []
+        while len(taken) < count and not self.is_exhausted:
+            taken.append(_prompt(self._next, self.position))
+            self.position += 1
+            self._next = next(self._rest, _NOTHING)
+        return taken
+
+
+def _prompt(given: object, number: int) -> Prompt:
+    if isinstance(given, Prompt):
+        return replace(given, id=number)
+    if isinstance(given, str):
+        return Prompt(id=number, fields={"prompt": given})
+    if isinstance(given, Mapping):
+        fields = dict(given)
+        return Prompt(id=number, tokens=fields.pop("tokens", ()), fields=fields)
+    if isinstance(given, Sequence) and all(isinstance(token, int) for token in given):
+        return Prompt(id=number, tokens=given)
+    raise ConfigError(
+        f"prompt {number} must be text, a list of token ids, a dict or a Prompt, got {given!r:.80}"
+    )
 
 
 def _ignore(event: Event) -> None:

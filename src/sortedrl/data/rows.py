@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from sortedrl.config.checks import is_utf8
 from sortedrl.config.train import DataSettings
+from sortedrl.core.files import write_whole
 from sortedrl.errors import ConfigError, DataError, unknown_name
 
 Message = Mapping[str, str]
@@ -88,6 +89,37 @@ def read_records(path: Path) -> Iterator[Record]:
         yield from reader(path)
     except OSError as error:
         raise DataError(path, f"cannot be read ({error.strerror or error})") from error
+
+
+def records_from(rows: Iterable[object]) -> Iterator[Record]:
+    """The records of Python objects: mappings such as `{"prompt": ..., "answer": ...}`.
+
+    A list may hold bare prompts, as text. The rows of a `datasets.Dataset` are mappings too.
+    """
+    if isinstance(rows, Mapping):
+        raise DataError(
+            "rows",
+            f"must be a list of rows, got one {type(rows).__name__} with {sorted(map(str, rows))}; "
+            "give one split of a DatasetDict (rows['train']), or a list with a dict for each row",
+        )
+    for number, row in enumerate(rows, start=1):
+        place = f"row {number}"
+        if isinstance(row, str) and isinstance(rows, list | tuple):
+            row = {"prompt": row}
+        if not isinstance(row, Mapping):
+            raise DataError(
+                place,
+                f"must be a dict such as {{'prompt': ..., 'answer': ...}}, got {row!r:.80}; a "
+                "pandas table becomes one with table.to_dict('records')",
+            )
+        yield record_of(row, place)
+
+
+def write_records(records: Iterable[Record], path: Path) -> int:
+    """Write records as JSON lines, which `read_records` reads back; gives their number."""
+    lines = [json.dumps(dict(record.values), ensure_ascii=False) for record in records]
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+    return len(lines)
 
 
 def record_of(values: Mapping[str, object], place: str) -> Record:
@@ -315,7 +347,11 @@ def _row(record: Record, settings: DataSettings) -> Row:
 
 def _taken(fields: dict[str, object], name: str, record: Record) -> object:
     if name not in fields:
-        raise DataError(record.place, unknown_name("column", name, record.values))
+        hint = "; the column with the question is named by data.prompt_field"
+        raise DataError(
+            record.place,
+            unknown_name("column", name, record.values) + (hint if name == "prompt" else ""),
+        )
     return fields.pop(name)
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 from sortedrl.environments.adapters import made
 from sortedrl.environments.protocol import Environment, Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
-from sortedrl.rewards.functions import RewardSource, imported
+from sortedrl.rewards.functions import RewardSource, load_module
 from sortedrl.rewards.pool.limits import limit_memory
 from sortedrl.rewards.pool.process import leave, served
 from sortedrl.types import LARGEST_REWARD, Key
@@ -194,7 +194,7 @@ def main(descriptor: int) -> None:
 def load(source: RewardSource) -> Callable[..., object]:
     """The class or function that makes environments, with its options bound."""
     what = f"environment {source.function!r}"
-    module = imported(source.place, what)
+    module = load_module(source.place, called=what, suffix="environment")
     known = {name: value for name, value in vars(module).items() if callable(value)}
     if source.name not in known:
         raise ConfigError(

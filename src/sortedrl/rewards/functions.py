@@ -1,4 +1,7 @@
-"""Loading of reward functions: `module:function`, or `path/to/file.py:function`.
+"""Where a reward function is found: `module:function`, `path/to/file.py:function`, or an object.
+
+A function of this very process, such as a lambda or a closure typed in a notebook, is handed to
+our own worker processes with cloudpickle; it is never written to a file, and never read from one.
 
 A function `lowest_NAME` next to the function `NAME` may return the lowest reward that it gives,
 from its options: an answer that could not be scored gets no more than that.
@@ -10,8 +13,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,12 +47,13 @@ class LoadedReward:
 class RewardSource:
     """The address of a reward function, and its keyword arguments.
 
-    An address and plain values, never the function itself: worker processes import it.
-    Without a name after the colon the function is called `reward`.
+    Worker processes import it from there. Without a name after the colon the function is called
+    `reward`. A function that only this process has comes `packed`, and `function` only names it.
     """
 
     function: str
     options: Mapping[str, object] = field(default_factory=dict)
+    packed: bytes | None = field(default=None, repr=False)
 
     @property
     def place(self) -> str:
@@ -86,12 +91,136 @@ def source_of(function: Callable[..., object], **options: object) -> RewardSourc
     return RewardSource(f"{place}:{name}", options)
 
 
+OBJECT = "python:"
+"""What the name of a reward begins with that is an object of one process."""
+
+
+def source_of_object(
+    reward: Callable[..., object] | Sequence[Callable[..., object]],
+) -> RewardSource:
+    """The source of any callable, or of several whose rewards are added up.
+
+    One that worker processes can import is named by its address, so that another process can
+    resume the run.
+    """
+    if isinstance(reward, Sequence):
+        parts = _named(reward)
+        return RewardSource(f"{OBJECT}{'+'.join(parts)}", packed=_packed(_together(parts)))
+    _refuse_no_reward(reward)
+    try:
+        source = source_of(reward)
+    except (ConfigError, AttributeError, TypeError):
+        source = None
+    # A script is not imported a second time: it would start another run.
+    is_script = source is not None and source.place.endswith(".py")
+    if source is not None and not is_script and _is_importable(reward, source):
+        return source
+    return RewardSource(f"{OBJECT}{name_of(reward)}", packed=_packed(reward))
+
+
+def name_of(reward: Callable[..., object]) -> str:
+    """What a callable is called in logs."""
+    if isinstance(reward, partial):
+        return name_of(reward.func)
+    if inspect.isroutine(reward) or isinstance(reward, type):
+        return reward.__name__.strip("<>")
+    return type(reward).__name__
+
+
+def _refuse_no_reward(reward: object) -> None:
+    if not callable(reward):
+        raise ConfigError(
+            "a reward must be a function of (prompt, response), a list of such functions, or "
+            f"text such as 'my_file.py:my_function', got {reward!r:.80}"
+        )
+
+
+def _is_importable(reward: Callable[..., object], source: RewardSource) -> bool:
+    module = sys.modules.get(source.place)
+    return module is not None and vars(module).get(source.name) is reward
+
+
+def _packed(reward: object) -> bytes:
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "a reward that is a Python object needs cloudpickle, not installed; "
+            "pip install 'sortedrl[native]', or put the function in a file: my_file.py:my_function"
+        ) from error
+    try:
+        packed: bytes = cloudpickle.dumps(reward)
+    except Exception as error:
+        raise ConfigError(
+            f"the reward cannot be sent to worker processes ({error}): it must not hold open "
+            "files, locks, connections or models; make these inside the function"
+        ) from error
+    return packed
+
+
+def _together(parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Several rewards as one: each is a part under its own name, and the reward is their sum."""
+    styles = {name: _style(function) for name, function in parts.items()}
+
+    def rewards(prompt: object, response: str) -> dict[str, float]:
+        return {
+            name: _one_reward(_called(function, styles[name], prompt, response))
+            for name, function in parts.items()
+        }
+
+    async def awaited(prompt: object, response: str) -> dict[str, float]:
+        found = {}
+        for name, function in parts.items():
+            given = _called(function, styles[name], prompt, response)
+            found[name] = _one_reward(await given if styles[name].is_async else given)
+        return found
+
+    return awaited if any(style.is_async for style in styles.values()) else rewards
+
+
+def _called(function: Callable[..., Any], style: CallStyle, prompt: object, response: str) -> Any:  # noqa: ANN401  what the user's function gives
+    return function([prompt], [response]) if style.is_batched else function(prompt, response)
+
+
+def _one_reward(given: Any) -> float:  # noqa: ANN401
+    """What a function gave for one answer: a number, named parts, or a list of one of these."""
+    if isinstance(given, list | tuple) and len(given) == 1:
+        return _one_reward(given[0])
+    if isinstance(given, Mapping):
+        return _one_reward(given["reward"]) if "reward" in given else float(sum(given.values()))
+    return float(given)
+
+
+def _named(rewards: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The rewards under their own names, numbered where two have the same."""
+    parts: dict[str, Callable[..., Any]] = {}
+    for number, reward in enumerate(rewards, start=1):
+        _refuse_no_reward(reward)
+        name = name_of(reward)
+        parts[f"{name}_{number}" if name in parts else name] = reward
+    if not parts:
+        raise ConfigError("a list of rewards must hold at least one function, got none")
+    return parts
+
+
+def _unpacked(source: RewardSource) -> LoadedReward:
+    assert source.packed is not None
+    # Our own process packed it a moment ago; nothing from outside ever comes here.
+    import cloudpickle
+
+    function = cloudpickle.loads(source.packed)
+    _bound_options(function, source)
+    return LoadedReward(function=function, style=_style(function), lowest=None)
+
+
 def load(source: RewardSource) -> LoadedReward:
     """The function and how it is called; raises `ConfigError` if it cannot be used.
 
     An exception raised by the module itself is passed on unchanged.
     """
-    module = imported(source.place, f"reward {source.function!r}")
+    if source.packed is not None:
+        return _unpacked(source)
+    module = load_module(source.place, called=f"reward {source.function!r}", suffix="reward")
     functions = {
         name: value
         for name, value in vars(module).items()
@@ -113,8 +242,12 @@ def load(source: RewardSource) -> LoadedReward:
     )
 
 
-def imported(place: str, what: str) -> ModuleType:
-    """The module of that name, or in that file; `what` names it in errors."""
+def load_module(place: str, *, called: str, suffix: str) -> ModuleType:
+    """The module of that name, or in that file; `called` is what an error is about.
+
+    A file with the name of a loaded module is loaded as NAME_SUFFIX, so that it does not replace
+    that module.
+    """
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
@@ -122,13 +255,13 @@ def imported(place: str, what: str) -> ModuleType:
             if error.name is None or not (place + ".").startswith(error.name + "."):
                 raise
             raise ConfigError(
-                f"{what}: there is no module {place!r}; give module:name, or path/to/file.py:name"
+                f"{called}: there is no module {place!r}; give module:function, or "
+                "path/to/file.py:function"
             ) from error
     path = Path(place)
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {place}")
-    # A file with the name of a loaded module must not replace it.
-    name = path.stem if path.stem not in sys.modules else f"{path.stem}_reward"
+        raise ConfigError(f"{called}: there is no file {place}")
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{suffix}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -142,7 +275,13 @@ def imported(place: str, what: str) -> ModuleType:
 
 def _bound_options(function: Callable[..., object], source: RewardSource) -> dict[str, object]:
     """The given options, and the defaults of the others."""
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(
+            f"reward {source.function!r} does not tell its parameters ({error}); write a function "
+            "of (prompt, response) around it"
+        ) from error
     try:
         bound = signature.bind(None, None, **source.options)
     except TypeError as error:

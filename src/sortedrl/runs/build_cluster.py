@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.fleet import ElasticEngine, Fleet
-from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.remote_trainer import RemoteTrainer
-from sortedrl.cluster.weight_sync import HandOver
+from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
+from sortedrl.cluster.weight_sync import SyncReport
+from sortedrl.cluster.weight_transport import LocalSource
+from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.train import Lora, TrainSettings
 from sortedrl.engines.generation import RolloutEngine
@@ -31,11 +32,11 @@ from sortedrl.training.fsdp.trainer import ShardedTrainer, sharded_trainer
 
 Tell = Callable[[str], None]
 _LOGS = "logs"
-_HAND_OVERS = "hand_over"
+_WEIGHT_SYNC = "weight_sync"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRecipe:
+class RolloutEngineFactory:
     """The engine of one rollout worker, as the settings of the run want it."""
 
     settings: TrainSettings
@@ -43,11 +44,6 @@ class WorkerRecipe:
     longest_prompt: int
     prompts: tuple[tuple[int, ...], ...]
     """Some prompts on which an engine from outside is tried out."""
-
-    @property
-    def has_weights(self) -> bool:
-        """It has."""
-        return True
 
     def engine(self) -> RolloutEngine:
         """A new engine; its model is read here."""
@@ -61,12 +57,12 @@ class WorkerRecipe:
             longest_prompt=self.longest_prompt,
             version=0,
         )
-        # Nothing to hand over before the first update: all begin with the same model.
+        # No weight sync before the first update: all begin with the same model.
         return rollout_engine(settings, world, weights=_no_weights, tell=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerRecipe:
+class ShardedTrainerFactory:
     """The trainer of one rank."""
 
     settings: TrainSettings
@@ -108,13 +104,13 @@ class TrainerRecipe:
 
 
 @dataclass(slots=True, kw_only=True)
-class HandOverLog:
-    """The hand-overs of a run as numbers; the newest is asked for with every update."""
+class SyncMetrics:
+    """The newest weight sync as numbers, for the row of every update."""
 
     last: Mapping[str, float] = field(default_factory=dict)
 
-    def __call__(self, done: HandOver) -> None:
-        """Remember one."""
+    def __call__(self, done: SyncReport) -> None:
+        """Keep the newest."""
         self.last = {
             "hand_over/seconds": done.seconds,
             "hand_over/bytes": float(done.bytes),
@@ -129,9 +125,9 @@ class HandOverLog:
 class RunningCluster:
     """A Ray with the bundles of a run, in which its engine and its trainer are started."""
 
-    def __init__(self, settings: TrainSettings, placement: Placement, *, tell: Tell) -> None:
+    def __init__(self, settings: TrainSettings, placement: BundlePlacement, *, tell: Tell) -> None:
         """Nothing is started yet."""
-        self.hand_overs = HandOverLog()
+        self._sync_metrics = SyncMetrics()
         self._settings = _from_anywhere(settings)
         self._placement = placement
         self._tell = tell
@@ -142,8 +138,8 @@ class RunningCluster:
         return self._settings.cluster
 
     def numbers(self) -> Mapping[str, float]:
-        """Those of the last hand-over."""
-        return self.hand_overs.last
+        """Those of the last weight sync."""
+        return self._sync_metrics.last
 
     def trainer(
         self, *, num_rows: int, saved: tuple[Path, Mapping[str, Any]] | None
@@ -152,7 +148,7 @@ class RunningCluster:
         self._tell(f"starting the trainer, ranks: {self._cluster.trainer_ranks}")
         self._trainer = RemoteTrainer(
             self._cluster,
-            TrainerRecipe(
+            ShardedTrainerFactory(
                 settings=self._settings,
                 num_rows=num_rows,
                 saved=None if saved is None else (saved[0].absolute(), saved[1]),
@@ -162,29 +158,29 @@ class RunningCluster:
         )
         return self._trainer
 
-    def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> ElasticEngine:
+    def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> WorkerPool:
         """The engine over the rollout workers."""
         settings, cluster = self._settings, self._cluster
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
-        recipe = WorkerRecipe(
+        factory = RolloutEngineFactory(
             settings=replace(settings, engine=share, lora=Lora(), cluster=Cluster()),
             longest_prompt=longest_prompt,
             prompts=tuple(tuple(prompt) for prompt in prompts),
         )
-        fleet = Fleet(
+        engine = WorkerPool(
             cluster,
-            recipe,
+            factory,
             placement=self._placement,
-            warn=self._tell,
-            report=self.hand_overs,
-            folder=settings.out / _LOGS,
-            hand_over_folder=settings.out / _HAND_OVERS,
+            source=LocalSource() if self._trainer is None else RankSource(self._trainer),
+            tell=self._tell,
+            report=self._sync_metrics,
+            log_folder=settings.out / _LOGS,
+            weight_sync_folder=settings.out / _WEIGHT_SYNC,
             spare=settings.rollout.queue,
         )
-        engine = ElasticEngine(fleet, cluster, tell=self._tell)
         if cluster.kind == "colocated" and self._trainer is not None:
-            self._trainer.take_turns(engine.release)
+            self._trainer.share_memory_with(engine.release)
         return engine
 
 
@@ -194,7 +190,7 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
     cluster = settings.cluster
     with ExitStack() as stack:
         stack.enter_context(connected(cluster, tell=tell))
-        placement = Placement(blueprint(cluster), seconds=cluster.start_seconds)
+        placement = BundlePlacement(blueprint(cluster), seconds=cluster.start_seconds)
         stack.callback(placement.remove)
         yield RunningCluster(settings, placement, tell=tell)
 

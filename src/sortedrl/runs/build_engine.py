@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -187,14 +188,15 @@ async def _server(settings: TrainSettings, world: RolloutWorld, number: int) -> 
     """A running server; it has the slots that it was started with."""
     from sortedrl.engines.servers import connect_server
 
-    hand_over = settings.rollout.hand_over or settings.out / "hand_over"
+    folder = settings.rollout.weight_sync_folder or settings.out / "weight_sync"
+    # Another run may have been given the same folder, and must not read or remove these weights.
+    own = folder / f"{settings.out.name}-{uuid.uuid4().hex[:8]}-server-{number}"
     required = ServerRequirements(
         vocabulary=world.model.config.get_text_config().vocab_size,
         context=world.context(settings),
         temperature=settings.rollout.temperature,
     )
-    folder = hand_over / f"server-{number}"
-    return await connect_server(settings.rollout.urls[number], required, weights_folder=folder)
+    return await connect_server(settings.rollout.urls[number], required, weights_folder=own)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class TrainingParts:
     """An answer as a person reads it."""
     clock: WallClock
     numbers: Callable[[], Mapping[str, float]]
-    """What else is worth a line with every update: the hand-overs of a cluster."""
+    """What else is worth a line with every update: the weight syncs of a cluster."""
 
     def close(self) -> None:
         """Let go of engine and trainer."""
@@ -163,7 +163,7 @@ def training_parts(
             engine.load_weights(trainer.weights())
     else:
         assert isinstance(trainer, PolicyTrainer)
-        # As it stood: weights newer than the engine's version are handed over, and that is logged.
+        # As it stood: weights newer than the engine's version are synced, and that is logged.
         version = 0 if saved is None else saved.state["engine_version"]
         world = RolloutWorld(
             model=trainer.model,
@@ -287,7 +287,7 @@ def _policy_trainer(
         values = Critic(first_model(settings))
         critic = CriticTrainer(
             values,
-            Optimiser(values.learned(), optimisation, total_steps=steps),
+            Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=steps),
             settings=optimisation,
             micro_batch_tokens=settings.passes.micro_batch_tokens,
         )

@@ -42,7 +42,7 @@ _MAY_CHANGE = (
     "folder",
     "rollout.urls",
     "rollout.options",
-    "rollout.hand_over",
+    "rollout.weight_sync_folder",
     "rollout.cache_gib",
     "optimiser.learning_rate",
     "optimiser.schedule",
@@ -129,7 +129,7 @@ class RunFolder:
         """Refuse a folder that holds a run already, or files that a run would write over."""
         if self.holds_run:
             raise ConfigError(
-                f"{self.root} already holds a run; go on with it (--resume), "
+                f"{self.root} already holds a run; resume it (--resume), "
                 "or choose another folder (--out)"
             )
         logs = (self.events, self.metrics, self.answers)

@@ -14,12 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sortedrl.config.toml import settings_to_toml
 from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
-from sortedrl.core.logs import AnswerFile, MetricsFile, read_metrics
+from sortedrl.core.logs import AnswerFile, MetricsFile, Value, read_metrics
 from sortedrl.core.meter import Meter
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
@@ -37,7 +35,7 @@ from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
 from sortedrl.runs.machine import run_facts
-from sortedrl.runs.tasks import tokenizer_of
+from sortedrl.runs.tasks import threads, tokenizer_of
 from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
 from sortedrl.tasks.catalogue import Task
@@ -57,13 +55,15 @@ def opened_run(
     held_out: Sequence[Task],
     is_resumed: bool,
     view: View,
+    on_row: Callable[[Mapping[str, Value]], None] = lambda row: None,
 ) -> Iterator[TrainingRun]:
-    """A run that can go; everything it holds is let go of afterwards."""
+    """A run that can go; everything it holds is let go of afterwards.
+
+    `on_row` is given the numbers of every update and evaluation from here on.
+    """
     tell = view.tell
     settings.tracking.check_installed()
     check_engine(settings.rollout)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     folder = RunFolder(settings.out)
     checkpoints = Checkpoints(
         folder.checkpoints,
@@ -72,6 +72,7 @@ def opened_run(
         warn=tell,
     )
     with ExitStack() as stack:
+        stack.enter_context(threads(settings.threads, workers=settings.rewards.num_workers))
         stack.enter_context(folder.left_as_found())
         saved = None
         is_begun = is_resumed and folder.holds_run
@@ -81,7 +82,7 @@ def opened_run(
         else:
             folder.refuse_second_run()
         if is_resumed and not is_begun:
-            tell(f"{folder.root} holds no run to resume; a new one begins")
+            tell(f"{folder.root} holds no run to resume; starting a new one")
         tokenizer = tokenizer_of(settings.model)
         environments, task = _conversations(settings, task, tokenizer, stack)
         pool = None
@@ -129,6 +130,7 @@ def opened_run(
             evaluator=_evaluator(settings, questions, parts) if questions else None,
             view=view,
             data=data,
+            on_row=on_row,
             counters=Counters() if saved is None else Counters.from_json(saved.state["run"]),
         )
         watch.run = run
@@ -164,7 +166,7 @@ def _saved(
                 "used, for the reasons above; put one of them right, or begin a new run "
                 "(another --out)"
             )
-        tell(f"{folder.root} has no complete checkpoint yet; the run begins anew")
+        tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
         return None
     saved = Saved.read(newest)
     if "settings" not in saved.state:
@@ -175,7 +177,7 @@ def _saved(
         )
     for words in refuse_other_settings(saved.state["settings"], settings):
         tell(f"resumed with another setting: {words}")
-    tell(f"going on from {newest}")
+    tell(f"resuming from {newest}")
     return saved
 
 
@@ -343,7 +345,7 @@ def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> Answer
             raise
         if folder.answers.exists():
             folder.answers.rename(_free_name(folder.answers))
-        tell(f"{error}. The run goes on; its report shows the answers from here on")
+        tell(f"{error}. The run continues; its report shows the answers from here on")
         return AnswerFile(folder.answers)
 
 

@@ -81,10 +81,10 @@ def duration(seconds: float) -> str:
 
 
 _REASONS = {
-    "data": "the data is used up",
-    "updates": "max_updates is reached",
-    "target": "the target score is reached",
-    "asked": "a stop was asked for",
+    "data": "Finished: reached the end of the data",
+    "updates": "Finished: reached max_updates",
+    "target": "Finished: reached the target score",
+    "asked": "Stopped on request",
 }
 
 
@@ -97,24 +97,26 @@ def rows(ending: Ending) -> list[tuple[str, str]]:
         ("tokens decoded / trained", f"{ledger.decoded:,} / {ledger.trained:,}"),
         ("bubble", percent(figures.bubble)),
         ("goodput", f"{thousands(figures.goodput)} tokens/s"),
-        ("staleness, mean / most", f"{figures.mean_staleness:.2f} / {figures.staleness_max}"),
+        ("staleness, mean / max", f"{figures.mean_staleness:.2f} / {figures.staleness_max}"),
         ("time", duration(figures.seconds)),
     ]
     if ending.first_scores is not None and ending.last_scores is not None:
         for task, score in ending.last_scores.by_task.items():
             before = ending.first_scores.by_task.get(task)
             began = "" if before is None else f"{percent(before)} -> "
-            table.append((f"right answers, {task}", began + percent(score)))
+            table.append((f"accuracy, {task}", began + percent(score)))
     return table
 
 
 def words(ending: Ending, folder: Path) -> list[str]:
     """Why it ended, and what to do next."""
-    lines = [f"Ended because {_REASONS[ending.reason]}."]
+    lines = [f"{_REASONS[ending.reason]}."]
     if ending.reason == "asked":
-        lines.append(f"Saved; go on with: sortedrl train {folder} --resume")
+        lines.append(f"Saved; resume with: sortedrl train {folder} --resume")
     else:
-        lines.append(f"The model is in {folder / 'model'}; the run can be gone on with (--resume).")
+        lines.append(
+            f"The model is in {folder / 'model'}; resume with: sortedrl train {folder} --resume"
+        )
     return lines
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.sft import SupervisedSettings
@@ -26,7 +25,7 @@ from sortedrl.runs.build_training import trained_model
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import Stopping
-from sortedrl.runs.tasks import tokenizer_of
+from sortedrl.runs.tasks import threads, tokenizer_of
 from sortedrl.tasks.catalogue import Task
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.checkpoint import write_model
@@ -61,8 +60,18 @@ def supervised_run(
     tell: Callable[[str], None],
 ) -> SupervisedEnding:
     """Train on the responses of a task's rows, and leave the model in the run's folder."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    with threads(settings.threads, workers=1):
+        return _supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)
+
+
+def _supervised_run(
+    settings: SupervisedSettings,
+    task: Task,
+    *,
+    stopping: Stopping,
+    advance: Advance,
+    tell: Callable[[str], None],
+) -> SupervisedEnding:
     folder = RunFolder(settings.out)
     folder.refuse_second_run()
     tokenizer = tokenizer_of(settings.model)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require_native
 from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.sizes import Chosen, size_line, sized
 from sortedrl.config.train import TrainSettings
+from sortedrl.core.logs import Value
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live.view import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
+from sortedrl.runs.notebook import is_notebook, notebook_view
 from sortedrl.runs.tasks import opened, training_tasks
 from sortedrl.tasks.catalogue import Task
 
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
     from sortedrl.runs.sft import SupervisedEnding
     from sortedrl.runs.training import Ending
 
+
+Callback = Callable[[Mapping[str, Value]], object]
+"""Is given the numbers of each update and each evaluation; one that returns `STOP` ends the run."""
+STOP = "stop"
 
 # Who leaves the block writes something; the end of a process only ends its pipe.
 _WATCH = "import sys; sys.stdin.read() or sys.stderr.write(sys.argv[1] + chr(10))"
@@ -58,21 +65,44 @@ _NO_REWARD = RewardSource("sortedrl.rewards.maths:math_reward")
 """Rows of the user's own need some reward to be opened; none is called in supervised training."""
 
 
-def train(settings: TrainSettings, *, is_resumed: bool = False) -> Ending:
+def train(
+    settings: TrainSettings,
+    *,
+    is_resumed: bool = False,
+    chosen: Chosen | None = None,
+    reward: RewardSource | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Ending:
     """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint.
 
-    On a cluster that lost its trainer, or all of its workers, the run goes on by itself.
+    Sizes that are not among the `chosen` settings follow the data; without `chosen` all settings
+    are taken as they stand. A `reward` that is a Python object takes the place of the one that the
+    settings name. On a cluster that lost its trainer, or all of its workers, the run goes on by
+    itself.
     """
+    settings.cluster.refuse_unsupported()
     _refuse_early(settings)
-    settings.layout.refuse_several()
-    task, held_out = training_tasks(settings)
+    task, held_out = training_tasks(settings, reward=reward)
+    # Before anything heavy is loaded, which may take a while.
+    tell(f"{settings.out}: {settings.model} on {len(task.rows):,} rows of {settings.task}")
+    if chosen is not None:
+        settings = sized(settings, num_rows=len(task.rows), chosen=chosen)
+        line = size_line(settings, num_rows=len(task.rows), chosen=chosen)
+        if line is not None:
+            tell(line)
     for left in reversed(range(settings.cluster.restarts + 1)):
         try:
-            return _train(settings, task=task, held_out=held_out, is_resumed=is_resumed)
+            return _train(
+                settings,
+                task=task,
+                held_out=held_out,
+                is_resumed=is_resumed,
+                callbacks=callbacks,
+            )
         except (TrainerLost, EngineLost) as error:
             if not settings.cluster.is_used or not left:
                 raise
-            tell(f"{error}\nThe run goes on from its last checkpoint ({left} restarts left).")
+            tell(f"{error}\nResuming from the last checkpoint ({left} restarts left).")
             is_resumed = True
     raise AssertionError("the last try returns or raises")
 
@@ -86,18 +116,35 @@ def _refuse_early(settings: TrainSettings | SupervisedSettings) -> None:
 
 
 def _train(
-    settings: TrainSettings, *, task: Task, held_out: Sequence[Task], is_resumed: bool
+    settings: TrainSettings,
+    *,
+    task: Task,
+    held_out: Sequence[Task],
+    is_resumed: bool,
+    callbacks: Sequence[Callback],
 ) -> Ending:
     from sortedrl.runs.opening import opened_run
+
+    def hear(row: Mapping[str, Value]) -> None:
+        for callback in callbacks:
+            if callback(row) == STOP:
+                stopping.is_asked = True
 
     with ExitStack() as stack:
         if settings.cluster.is_used:
             stack.enter_context(last_words(_cut_off(settings.out)))
-        view = stack.enter_context(opened_view())
+        view = stack.enter_context(notebook_view() if is_notebook() else opened_view())
         stopping = stack.enter_context(Stopping(view.tell))
         view.advance("loading", 0.0)
         run = stack.enter_context(
-            opened_run(settings, task=task, held_out=held_out, is_resumed=is_resumed, view=view)
+            opened_run(
+                settings,
+                task=task,
+                held_out=held_out,
+                is_resumed=is_resumed,
+                view=view,
+                on_row=hear,
+            )
         )
         return run.go(stopping)
 
@@ -107,7 +154,7 @@ def _cut_off(out: Path) -> str:
     return (
         f"sortedrl: the run in {out} was cut off: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends whoever has lost them. All that "
-        f"was saved is whole; go on with: sortedrl train {out} --resume"
+        f"was saved is whole; resume with: sortedrl train {out} --resume"
     )
 
 

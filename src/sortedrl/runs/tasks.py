@@ -1,17 +1,19 @@
 """The tasks of a run: opened with progress, training rows kept apart from held-out ones.
 
-Tokenizer and engine of an evaluation are opened here too.
+Tokenizer and engine of an evaluation are opened here too, and the threads of a run are set.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
+from sortedrl.config.sizes import cpu_limit, threads_for
 from sortedrl.config.spec import options_from, parsed
 from sortedrl.config.train import (
     DataSettings,
@@ -58,14 +60,27 @@ def opened(
         )
 
 
-def training_tasks(settings: TrainSettings) -> tuple[Task, list[Task]]:
+def training_tasks(
+    settings: TrainSettings, *, reward: RewardSource | None = None
+) -> tuple[Task, list[Task]]:
     """The task that a run is trained on, and those it is evaluated on, with other rows.
 
     The options of the reward hold for held-out tasks that are scored by the same function too.
+    A `reward` given takes the place of the one that the settings name.
     """
     options = options_from(settings.reward_options)
-    task = _with_reward(settings, settings.task, split="train")
-    held_out = [_with_reward(settings, spec, split="test") for spec in settings.evaluation.tasks]
+    if reward is None and settings.reward is not None:
+        reward = reward_from(settings.reward)
+    if settings.environment.is_used and settings.environment.reward == "environment":
+        require(
+            reward is None,
+            "environment.reward is 'environment', so no reward function is used, but one was given; "
+            "leave it out, or set environment.reward to 'function'",
+        )
+        reward = environment_source(settings.environment)
+    task = _with_reward(settings, settings.task, reward, split="train")
+    tasks = settings.evaluation.tasks
+    held_out = [_with_reward(settings, spec, reward, split="test") for spec in tasks]
     task = _apart(task, held_out, settings.evaluation)
     function = task.reward.function
     return _with_options(task, options), [
@@ -116,16 +131,33 @@ def _apart(task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation)
     return replace(task, rows=rows) if left_out else task
 
 
-def _with_reward(settings: TrainSettings, spec: str, *, split: Split) -> Task:
-    reward = None if settings.reward is None else reward_from(settings.reward)
-    if settings.environment.is_used and settings.environment.reward == "environment":
-        reward = environment_source(settings.environment)
+def _with_reward(
+    settings: TrainSettings, spec: str, reward: RewardSource | None, *, split: Split
+) -> Task:
     return opened(spec, split=split, folder=settings.folder, reward=reward, data=settings.data)
 
 
 def _with_options(task: Task, options: Mapping[str, object]) -> Task:
     reward = replace(task.reward, options={**task.reward.options, **options})
     return replace(task, reward=reward)
+
+
+@contextmanager
+def threads(count: int | None, *, workers: int) -> Iterator[None]:
+    """So many CPU threads inside the block; by default as many as the machine has free cores.
+
+    Whoever sets OMP_NUM_THREADS has chosen already. `workers` are processes beside this one.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if count is None and "OMP_NUM_THREADS" not in os.environ:
+        count = threads_for(cores=min(before, cpu_limit()), workers=workers)
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def tokenizer_of(model: str) -> Tokenizer:

@@ -170,6 +170,8 @@ class TrainingRun:
     view: View
     data: Mapping[str, Any]
     """What must be found again on resume: see `identity_of`."""
+    on_row: Callable[[Mapping[str, Value]], None] = lambda row: None
+    """Is given the numbers of every update and evaluation, after they are logged."""
     counters: Counters = field(default_factory=Counters)
 
     def go(self, stopping: Stopping) -> Ending:
@@ -235,6 +237,7 @@ class TrainingRun:
         self.view.updated(row)
         shown = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self.logs.trackers.log(shown, step=counters.updates)
+        self.on_row(row)
 
     def _refuse_apart(self) -> None:
         """Stop where an outside engine does not write with the weights that are trained."""
@@ -273,6 +276,7 @@ class TrainingRun:
         self.view.updated(scores.row())
         self.logs.trackers.log(scores.row(), step=counters.updates)
         self.view.tell(evaluation_line(counters.updates, scores.by_task))
+        self.on_row({"update": counters.updates, **scores.row()})
         is_best = counters.best_score is None or scores.mean > counters.best_score
         counters.best_score = scores.mean if is_best else counters.best_score
         return is_best

@@ -196,6 +196,43 @@ def variants(
                 )
 
 
+def results_of(
+    simulation: Simulation,
+    *,
+    strategies: Sequence[StrategyName],
+    modes: Sequence[ModeName],
+    lookaheads: Sequence[int],
+    advance: Callable[[str, float], None] = lambda name, done: None,
+) -> list[SimulationResult]:
+    """The runs to compare, sync first; a schedule that the simulation itself asks for is in it.
+
+    `advance` is told which one runs, and how many are done.
+    """
+    schedules = list(
+        variants(
+            simulation.schedule,
+            strategies=("sync", *(name for name in strategies if name != "sync")),
+            modes=modes,
+            lookaheads=lookaheads,
+        )
+    )
+    schedule = simulation.schedule
+    is_chosen = not schedule.never_interrupts and schedule.name != Schedule().name
+    if is_chosen and schedule not in schedules:
+        schedules.append(schedule)
+    results = []
+    for number, schedule in enumerate(schedules):
+        advance(schedule.name, number)
+        results.append(simulate(replace(simulation, schedule=schedule)))
+    return results
+
+
+def best_of(results: Sequence[SimulationResult]) -> SimulationResult:
+    """The fastest that lets no prompt starve: of strategy sorted, if it is among them."""
+    safe = [o for o in results if o.simulation.schedule.strategy == "sorted"]
+    return max(safe or results, key=lambda result: result.metrics.run.goodput)
+
+
 def row(result: SimulationResult, *, sync: SimulationResult | None = None) -> dict[str, object]:
     """A result as one flat row, for tables and scripts."""
     schedule, run, steady = result.simulation.schedule, result.metrics.run, result.metrics.steady

@@ -40,7 +40,7 @@ def read_lengths(path: Path) -> list[int]:
         if path.suffix == ".csv":
             lengths = list(_from_csv(path))
         elif path.suffix == ".jsonl":
-            lengths = _from_events(path) if _is_event_log(path) else list(_from_jsonl(path))
+            lengths = _from_events(path) if is_event_log(path) else list(_from_jsonl(path))
         else:
             raise DataError(path, "lengths are read from .csv and .jsonl files; rename or convert")
     except OSError as error:
@@ -94,7 +94,10 @@ def _from_events(path: Path) -> list[int]:
     return [tokens for _, tokens in sorted(finished.items())]
 
 
-def _is_event_log(path: Path) -> bool:
+def is_event_log(path: Path) -> bool:
+    """Whether a file is the log of a run of ours."""
+    if path.suffix != ".jsonl" or path.is_dir():
+        return False
     with path.open(encoding=_TEXT) as file:
         return file.readline(64).startswith('{"event":"begin"')
 

@@ -7,16 +7,19 @@ failures and weight sync; by default it is one engine that never fails and needs
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from sortedrl.config.checks import check_values, require
 from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.toml import changed_values, read_toml, settings_over, toml_text
 from sortedrl.core.randomness import normal, uniform
-from sortedrl.errors import unknown_name
+from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.simulate.conversations import ConversationSettings
 from sortedrl.simulate.costs import CostSettings
-from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.lengths import LengthSettings, is_event_log
+from sortedrl.simulate.observed import is_log, read_observed
 
 Broadcast = Literal["tree", "at_once", "one_by_one"]
 
@@ -251,6 +254,72 @@ def six() -> Simulation:
     )
 
 
+def trl_grpo() -> Simulation:
+    """TRL's GRPOTrainer: steps of 64 prompts with 8 answers of up to 4,096 tokens, 256 at a time.
+
+    Every step waits for its longest answer (strategy sync). The other strategies have groups of
+    four such steps.
+    """
+    return Simulation(
+        groups=2,
+        schedule=Schedule(
+            strategy="sync",
+            mode="on_policy",
+            group_prompts=256,
+            samples_per_prompt=8,
+            update_batch=512,
+            harvest_unit="prompt",
+        ),
+        engine=EngineSettings(slots=256, max_tokens=4096),
+        lengths=LengthSettings(median=700, prompt_share=0.5),
+    )
+
+
+def verl_colocate_async() -> Simulation:
+    """Verl with colocated engines: 256 prompts with 8 answers a step, trained in mini-batches.
+
+    The engines write a whole step of up to 8,192 tokens, then the trainer goes through it in four
+    random mini-batches (strategy minibatch), with a 32B model on eight H100.
+    """
+    return Simulation(
+        groups=4,
+        schedule=Schedule(
+            strategy="minibatch",
+            mode="on_policy",
+            group_prompts=256,
+            samples_per_prompt=8,
+            update_batch=512,
+            harvest_unit="prompt",
+        ),
+        engine=EngineSettings(slots=512, max_tokens=8192),
+        lengths=LengthSettings(median=1500, prompt_share=0.5),
+        costs=CostSettings(hardware="h100x8-qwen-2.5-32b"),
+    )
+
+
+def slime_partial() -> Simulation:
+    """Slime with partial rollouts: more answers are begun than needed, the rest go on later.
+
+    128 prompts with 8 answers a step, 1.5 times as many begun, stopped when the step is complete
+    and continued under the new weights (strategy april, mode partial), 32B on eight H100.
+    """
+    return Simulation(
+        groups=4,
+        schedule=Schedule(
+            strategy="april",
+            mode="partial",
+            over_launch=1.5,
+            group_prompts=256,
+            samples_per_prompt=8,
+            update_batch=1024,
+            harvest_unit="prompt",
+        ),
+        engine=EngineSettings(slots=512, max_tokens=8192),
+        lengths=LengthSettings(median=1500, prompt_share=0.5),
+        costs=CostSettings(hardware="h100x8-qwen-2.5-32b"),
+    )
+
+
 def agents() -> Simulation:
     """Agents with tools: some 7 turns of 180 tokens, 2 s for a tool; an 8B model on eight H100."""
     return Simulation(
@@ -268,5 +337,65 @@ PRESETS = {
     "long-thoughts": long_thoughts,
     "picture": picture,
     "six": six,
+    "trl-grpo": trl_grpo,
+    "verl-colocate-async": verl_colocate_async,
+    "slime-partial": slime_partial,
     "agents": agents,
 }
+
+
+def simulation_from(source: str) -> Simulation:
+    """The settings that a preset, a TOML file, or a log of lengths stands for."""
+    if source in PRESETS:
+        return PRESETS[source]()
+    path = Path(source)
+    if is_log(path):
+        return observed_simulation(path)
+    if path.suffix != ".toml":
+        raise ConfigError(
+            unknown_name("preset", source, PRESETS)
+            + "; or give the path of a .toml file, or of a log with lengths (.jsonl, .parquet)"
+        )
+    table = read_toml(path)
+    preset = table.pop("preset", "paper")
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise DataError(path, unknown_name("preset", str(preset), PRESETS))
+    return settings_over(PRESETS[preset](), table, path=path)
+
+
+def simulation_to_toml(simulation: Simulation) -> str:
+    """The settings as a TOML file that `simulation_from` reads back as the same settings."""
+    default = asdict(PRESETS["paper"]())
+    return toml_text({"preset": "paper", **changed_values(asdict(simulation), default)})
+
+
+_STEPS_PER_GROUP = 4
+_OBSERVED_GROUPS = 4
+
+
+def observed_simulation(path: Path) -> Simulation:
+    """What a log of answers says: their lengths, how many were written at once, and siblings.
+
+    An update has the answers of a step of the log, and a group four such steps. The costs are
+    those of the preset `paper`: speeds compare, seconds do not.
+    """
+    if is_event_log(path):
+        raise DataError(
+            path,
+            "is the log of a run of ours, which says more than lengths; write its settings to a "
+            "file first: sortedrl fit events.jsonl > mine.toml",
+        )
+    found = read_observed(path)
+    step = found.answers_per_step
+    samples = found.samples_per_prompt if step % found.samples_per_prompt == 0 else 1
+    return Simulation(
+        groups=_OBSERVED_GROUPS,
+        schedule=Schedule(
+            group_prompts=_STEPS_PER_GROUP * step // samples,
+            samples_per_prompt=samples,
+            harvest_unit="prompt" if samples > 1 else "trajectory",
+            update_batch=step,
+        ),
+        engine=EngineSettings(slots=step, max_tokens=max(found.lengths)),
+        lengths=LengthSettings(values=found.lengths, prompt_share=found.prompt_share),
+    )

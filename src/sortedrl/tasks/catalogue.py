@@ -28,7 +28,7 @@ from sortedrl.config.spec import parsed, settings_from
 from sortedrl.config.train import DataSettings
 from sortedrl.data.rows import SUFFIXES, Row, read_hub, read_records, rows_of, with_system
 from sortedrl.errors import ConfigError, DataError, unknown_name
-from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.functions import OBJECT, RewardSource
 from sortedrl.tasks.gym import GymSettings, gym_rows
 from sortedrl.tasks.knights.generator import MAX_PEOPLE
 from sortedrl.tasks.knights.puzzle import Split, canonical_key, parse_puzzle
@@ -170,6 +170,12 @@ def reward_from(address: str) -> RewardSource:
     """A reward by its short name or by its address."""
     if address in REWARDS:
         return REWARDS[address]
+    if address.startswith(OBJECT):
+        raise ConfigError(
+            f"the reward of this run was the Python object {address.removeprefix(OBJECT)!r}, which "
+            "only the process that made it has; in Python, give it again: "
+            "sortedrl.Run(FOLDER, reward=...).resume()"
+        )
     if ":" not in address and not address.endswith(".py"):
         raise ConfigError(
             unknown_name("reward", address, REWARDS)

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sortedrl.config.algorithm import Algorithm
+from sortedrl.config.algorithm import Algorithm, is_function
 from sortedrl.training.batch import Answers
+from sortedrl.training.functions import token_advantages
 
 
 class Moments(NamedTuple):
@@ -100,13 +101,15 @@ def estimate(
     max_tokens: int,
     kl_T: Tensor | None = None,
     values_T: Tensor | None = None,
+    last_values_N: Tensor | None = None,
     moments: RunningMoments | None = None,
 ) -> Advantages:
     """The advantages of all answers of an update.
 
     `kl_T` estimates the KL divergence from the reference, for a penalty in the reward; `values_T`
-    is the critic's value of the state before each token, for ppo; `moments` are those of earlier
-    updates, where rewards are whitened over a group.
+    is the critic's value of the state before each token, for ppo; `last_values_N` is its value
+    after the last token of each answer, by default 0; `moments` are those of earlier updates, where
+    rewards are whitened over a group.
     """
     rewards_N = answers.rewards_N.double()
     if algorithm.overlong_tokens is not None:
@@ -118,9 +121,20 @@ def estimate(
             penalty=algorithm.overlong_penalty,
         )
     rewards_T = _token_rewards(answers, algorithm, rewards_N=rewards_N, kl_T=kl_T)
+    if is_function(algorithm.effective_advantage):
+        advantages_T = _of_user(
+            algorithm.effective_advantage, answers, rewards_N=rewards_N, rewards_T=rewards_T
+        )
+        return Advantages(advantages_T.float(), None)
     if algorithm.has_critic:
         assert values_T is not None, f"{algorithm.name} needs the critic's values"
-        return _with_critic(answers, algorithm, rewards_T=rewards_T, values_T=values_T.double())
+        return _with_critic(
+            answers,
+            algorithm,
+            rewards_T=rewards_T,
+            values_T=values_T.double(),
+            last_values_N=last_values_N,
+        )
     if algorithm.needs_siblings:
         advantages_T = _among_siblings(answers, algorithm, rewards_T=rewards_T)
     else:
@@ -165,23 +179,46 @@ def _among_siblings(answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor
     groups_N = answers.prompts_N.unique(return_inverse=True)[1]
     sizes_N = groups_N.bincount()[groups_N]
     centred_N, spreads_N = _centred(rewards_N, groups_N)
-    if algorithm.name in ("grpo", "dapo"):
+    estimator = algorithm.effective_advantage
+    scale = algorithm.effective_scale_rewards
+    if estimator == "group" and scale == "group":
         centred_N = centred_N / (spreads_N + SPREAD_FLOOR)
-    elif algorithm.name == "rloo":
+    elif estimator == "group" and scale == "batch":
+        centred_N = centred_N / (_centred(rewards_N, torch.zeros_like(groups_N))[1] + SPREAD_FLOOR)
+    elif estimator == "leave_one_out":
         centred_N = centred_N * sizes_N / (sizes_N - 1).clamp(min=1)
     advantages_T = centred_N.repeat_interleave(answers.lengths_N)
-    if algorithm.name == "reinforce_pp_baseline":
+    if estimator == "group_whitened":
         has_siblings_T = (sizes_N > 1).repeat_interleave(answers.lengths_N)
         advantages_T[has_siblings_T] = _whitened(advantages_T[has_siblings_T])
     return advantages_T
 
 
+def _of_user(address: str, answers: Answers, *, rewards_N: Tensor, rewards_T: Tensor) -> Tensor:
+    given = {
+        "rewards_N": rewards_N,
+        "rewards_T": rewards_T,
+        "prompts_N": answers.prompts_N,
+        "lengths_N": answers.lengths_N,
+        "owners_T": answers.owners_T,
+        "is_truncated_N": answers.is_truncated_N,
+    }
+    return token_advantages(address, given)
+
+
 def _with_critic(
-    answers: Answers, algorithm: Algorithm, *, rewards_T: Tensor, values_T: Tensor
+    answers: Answers,
+    algorithm: Algorithm,
+    *,
+    rewards_T: Tensor,
+    values_T: Tensor,
+    last_values_N: Tensor | None,
 ) -> Advantages:
-    """Generalised advantage estimation; the value after the last token is 0."""
+    """Generalised advantage estimation; the value after the last token is 0 unless given."""
     next_values_T = values_T.roll(-1)
     next_values_T[answers.ends_N] = 0.0
+    if last_values_N is not None:
+        next_values_T[answers.ends_N] = last_values_N.double()
     deltas_T = rewards_T + algorithm.discount * next_values_T - values_T
     discount = algorithm.discount * algorithm.gae_lambda
     advantages_T = _sums_to_the_end(deltas_T, answers, discount=discount)

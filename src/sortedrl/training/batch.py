@@ -117,6 +117,8 @@ class Answers:
     """Rewards, float64."""
     prompts_N: Tensor
     """The prompt that each answer belongs to."""
+    is_truncated_N: Tensor
+    """Whether each answer was cut off at the token limit."""
     behaviour_T: Tensor
     """Log-probabilities under the weights that sampled each token, float32."""
     staleness_T: Tensor
@@ -132,6 +134,7 @@ class Answers:
             lengths_N=torch.tensor([t.num_tokens for t in trajectories]),
             rewards_N=torch.tensor([_reward(t) for t in trajectories], dtype=torch.float64),
             prompts_N=torch.tensor([t.prompt.id for t in trajectories]),
+            is_truncated_N=torch.tensor([t.finish_reason == "length" for t in trajectories]),
             behaviour_T=torch.tensor([value for s in segments for value in s.logprobs]),
             staleness_T=ages.repeat_interleave(sizes),
         )

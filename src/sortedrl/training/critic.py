@@ -96,8 +96,12 @@ class CriticTrainer:
         returns_T: Tensor,
         clip: float | None,
         seed: int,
+        is_masked_T: Tensor | None = None,
     ) -> float:
-        """Make the optimiser steps of one update; gives the mean of their losses."""
+        """Make the optimiser steps of one update; gives the mean of their losses.
+
+        Masked tokens have no loss and stay in its denominator.
+        """
         parts, epochs = self._settings.mini_batches, self._settings.epochs
         losses = []
         for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):
@@ -116,6 +120,8 @@ class CriticTrainer:
                     at = batch.token_indices.to(returns_T.device)
                     values_T = self.critic.values(batch.read(sequences))[: len(at)]
                     losses_T = value_losses(values_T, old_values_T[at], returns_T[at], clip=clip)
+                    if is_masked_T is not None:
+                        losses_T = losses_T.masked_fill(is_masked_T[at], 0.0)
                     part = losses_T.sum() * weight
                     self.optimiser.backward(part)
                     total += part.detach()

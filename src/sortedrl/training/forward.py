@@ -8,7 +8,7 @@ Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +136,7 @@ class Reference(Protocol):
 
 
 class CopiedReference:
-    """A frozen copy of the initial model."""
+    """A frozen copy of the initial model, or of the trained one at its last refresh."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
         """Freeze the model, which must not be the one that is trained."""
@@ -147,6 +147,16 @@ class CopiedReference:
     def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """`logprobs_T` under the first weights."""
         return self._packed.logprobs(sequences).logprobs_T
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights, by name."""
+        return {name: p.detach() for name, p in self._packed.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over these weights."""
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
 
 
 class AdapterReference:

@@ -154,12 +154,13 @@ class Optimiser:
         """Accumulate the gradients of a part of the step's loss."""
         (loss if self._scale is None else loss * self._scale.value).backward()
 
-    def step(self, *, loss: float = 0.0) -> StepResult:
+    def step(self, *, loss: float = 0.0, rate_scale: float = 1.0) -> StepResult:
         """Apply the gradients accumulated since the last step, and drop them.
 
-        A loss or gradients that are not finite change nothing, not even the count of steps.
+        The learning rate is that of the schedule times `rate_scale`. A loss or gradients that are
+        not finite change nothing, not even the count of steps.
         """
-        rate = learning_rate_at(
+        rate = rate_scale * learning_rate_at(
             self._num_steps, settings=self._settings, total_steps=self._total_steps
         )
         if not math.isfinite(loss):

@@ -1,6 +1,6 @@
 """A trainer whose updates run beside the rollout, in a thread, one at a time.
 
-    update -> accepted -> begin -> in progress -> settle -> finished
+    submit -> accepted -> begin -> in progress -> result -> finished
 
 While an update is only accepted, the inner trainer is idle, and its weights are those before the
 update: this is when the engine gets them. While it is in progress, nobody else touches that
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sortedrl.core.recorder import Landing
+from sortedrl.core.recorder import FinishedUpdate
 from sortedrl.training.trainer import RunTrainer
 from sortedrl.types import TrainBatch, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
-    """An update under way, and what is to be seen of the trainer meanwhile."""
+class _Running:
+    """An update in progress, and what the trainer shows meanwhile."""
 
     batch: TrainBatch
     began: float
@@ -40,21 +40,21 @@ class OverlappedTrainer:
         self._trainer = trainer
         self._seconds = seconds
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
-        self._taken_on: TrainBatch | None = None
-        self._flight: _Flight | None = None
-        self._landing: Landing | None = None
+        self._accepted: TrainBatch | None = None
+        self._running: _Running | None = None
+        self._finished: FinishedUpdate | None = None
 
     @property
     def version(self) -> int:
-        """Number of updates behind the weights, that of an update under way left out."""
-        return self._trainer.version if self._flight is None else self._flight.version
+        """Number of updates behind the weights, that of an update in progress left out."""
+        return self._trainer.version if self._running is None else self._running.version
 
     @property
     def last(self) -> Mapping[str, float]:
-        """The numbers of the last update that has landed."""
-        if self._flight is not None:
-            return self._flight.last
-        return {**self._trainer.last, **_numbers(self._landing)}
+        """The numbers of the last update that has finished."""
+        if self._running is not None:
+            return self._running.last
+        return {**self._trainer.last, **_numbers(self._finished)}
 
     @property
     def device(self) -> str:
@@ -62,17 +62,23 @@ class OverlappedTrainer:
         return self._trainer.device
 
     def update(self, batch: TrainBatch) -> None:
-        """Take a batch on; `begin` or `settle` trains on it."""
+        """Train on the batch, and wait for it."""
         self._require_idle()
-        self._taken_on = batch
+        self._finished = None
+        self._trainer.update(batch)
+
+    def submit(self, batch: TrainBatch) -> None:
+        """Accept the batch of the next update."""
+        self._require_idle()
+        self._accepted = batch
 
     def begin(self) -> None:
-        """Train on the batch that was taken on, beside what follows; without one, do nothing."""
-        batch, self._taken_on = self._taken_on, None
+        """Begin the update that was submitted, beside what follows; without one, do nothing."""
+        batch, self._accepted = self._accepted, None
         if batch is None:
             return
         version, last = self.version, self.last
-        self._flight = _Flight(
+        self._running = _Running(
             batch=batch,
             began=self._seconds(),
             ended=self._executor.submit(self._train, batch),
@@ -80,35 +86,35 @@ class OverlappedTrainer:
             last=last,
         )
 
-    def settle(self) -> Landing | None:
-        """Wait for the update, begun or only taken on; `None` if there is none.
+    def result(self) -> FinishedUpdate | None:
+        """Wait for the update that was submitted or begun; `None` if there is none.
 
         What the update raised is raised here, each time it is asked for.
         """
         self.begin()
-        flight = self._flight
-        if flight is None:
+        running = self._running
+        if running is None:
             return None
         asked = self._seconds()
-        ended = flight.ended.result()
-        self._flight = None
-        self._landing = Landing(
-            batch=flight.batch,
+        ended = running.ended.result()
+        self._running = None
+        self._finished = FinishedUpdate(
+            batch=running.batch,
             version=self._trainer.version,
-            took_seconds=ended - flight.began,
-            beside_seconds=min(asked, ended) - flight.began,
+            took_seconds=ended - running.began,
+            beside_seconds=min(asked, ended) - running.began,
         )
-        return self._landing
+        return self._finished
 
     def weights(self) -> Weights:
-        """The present weights: those before an update that is only taken on."""
-        assert self._flight is None, "weights are given while no update is under way"
+        """The present weights: those before an update that is only accepted."""
+        assert self._running is None, "weights are given while no update is in progress"
         return self._trainer.weights()
 
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
         self._require_idle()
-        self._landing = None
+        self._finished = None
         return self._trainer.flush()
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -122,7 +128,7 @@ class OverlappedTrainer:
         self._trainer.export(folder, tokenizer=tokenizer)
 
     def close(self) -> None:
-        """Let go of the trainer; an update that is still under way is of no use any more."""
+        """Let go of the trainer; an update that is still in progress is dropped."""
         # First, as this may be what ends it.
         self._trainer.close()
         self._executor.shutdown()
@@ -132,15 +138,15 @@ class OverlappedTrainer:
         return self._seconds()
 
     def _require_idle(self) -> None:
-        is_idle = self._taken_on is None and self._flight is None
-        assert is_idle, "the update before must be settled first"
+        is_idle = self._accepted is None and self._running is None
+        assert is_idle, "the update before must be finished first"
 
 
-def _numbers(landing: Landing | None) -> dict[str, float]:
-    if landing is None:
+def _numbers(finished: FinishedUpdate | None) -> dict[str, float]:
+    if finished is None:
         return {}
     return {
-        "overlap/update_seconds": landing.took_seconds,
-        "overlap/beside_seconds": landing.beside_seconds,
-        "overlap/waited_seconds": landing.waited_seconds,
+        "overlap/update_seconds": finished.took_seconds,
+        "overlap/beside_seconds": finished.beside_seconds,
+        "overlap/waited_seconds": finished.waited_seconds,
     }

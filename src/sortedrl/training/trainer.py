@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sortedrl.config.algorithm import ANSWER_RATIOS
 from sortedrl.config.train import UpdateSettings
 from sortedrl.core.buffer import BufferState
 from sortedrl.core.buffer_file import load_buffer, save_buffer
@@ -49,7 +50,8 @@ from sortedrl.training.batch import (
 )
 from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_tensors
 from sortedrl.training.critic import CriticTrainer
-from sortedrl.training.forward import PackedModel, Reference
+from sortedrl.training.forward import CopiedReference, PackedModel, Reference
+from sortedrl.training.functions import check_functions
 from sortedrl.training.lora import merged_model, write_adapters
 from sortedrl.training.losses import (
     LossInputs,
@@ -57,6 +59,7 @@ from sortedrl.training.losses import (
     correction_weights,
     kl_estimates,
     loss,
+    step_scale,
 )
 from sortedrl.training.optimiser import Optimiser, StepResult
 from sortedrl.training.update_metrics import TokenOutputs, UpdateRecord, update_metrics
@@ -112,6 +115,8 @@ class _Prepared:
     reference_T: Tensor | None
     values_T: Tensor | None
     returns_T: Tensor | None
+    is_masked_T: Tensor | None
+    """Tokens without a loss; `None` where every token has one."""
 
 
 class _NotFiniteError(Exception):
@@ -138,6 +143,7 @@ class PolicyTrainer:
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
         """Train the policy's model as the settings say."""
+        check_functions(settings.algorithm)
         self.version = version
         self.held: tuple[Trajectory, ...] = ()
         self._num_unusable = 0
@@ -223,7 +229,27 @@ class PolicyTrainer:
         if self.critic is not None:
             files["critic"] = self.critic.critic.tensors()
             files["critic_optimiser"] = self.critic.optimiser.state()[0]
+        if self._refreshed is not None:
+            files["reference"] = self._refreshed.tensors()
         return files
+
+    @property
+    def _refreshed(self) -> CopiedReference | None:
+        """The reference, where it is refreshed."""
+        if self._settings.algorithm.reference_refresh is None:
+            return None
+        assert isinstance(self._reference, CopiedReference), "only a copy can be refreshed"
+        return self._reference
+
+    def _refresh_reference(self) -> None:
+        """Make the reference a copy of the trained model where it is time to."""
+        every, reference = self._settings.algorithm.reference_refresh, self._refreshed
+        if every is not None and reference is not None and self.version % every == 0:
+            reference.load(dict(self.model.named_parameters()))
+
+    def _reference_age(self) -> dict[str, float]:
+        every = self._settings.algorithm.reference_refresh
+        return {} if every is None else {"kl/reference_age": float(self.version % every)}
 
     def counters(self) -> dict[str, Any]:
         """Everything that a checkpoint has as JSON."""
@@ -272,6 +298,8 @@ class PolicyTrainer:
             self.critic.optimiser.load_state(
                 read(folder, "critic_optimiser"), counters["critic_optimiser"]
             )
+        if self._refreshed is not None:
+            self._refreshed.load(read(folder, "reference"))
         self.held = load_buffer(folder / _HELD).ready
 
     def _train(self, trajectories: Sequence[Trajectory]) -> None:
@@ -297,10 +325,13 @@ class PolicyTrainer:
         ]
         value_loss = self._train_critic(prepared, seed=seed)
         applied = [result for _, result in steps if result.is_applied]
+        reference_age = self._reference_age()
         self.version += bool(applied)
         self.last = {
             **self._metrics(prepared, outputs),
             **value_loss,
+            **self._step_scale(outputs),
+            **reference_age,
             "loss": sum(value for value, _ in steps) / len(steps),
             "grad_norm": max(result.grad_norm for _, result in steps),
             "learning_rate": steps[-1][1].learning_rate,
@@ -312,6 +343,7 @@ class PolicyTrainer:
         }
         if applied:
             self.num_bad = 0
+            self._refresh_reference()
         else:
             self._skip(_why_skipped(trajectories, prepared.answers, outputs))
 
@@ -331,6 +363,11 @@ class PolicyTrainer:
 
     def _unusable(self) -> dict[str, float]:
         return {"unusable_answers": float(self._num_unusable)} if self._num_unusable else {}
+
+    def _step_scale(self, outputs: TokenOutputs) -> dict[str, float]:
+        if self._settings.correction.scale_by_ess == "none":
+            return {}
+        return {"correction/step_scale": sum(outputs.step_scales) / len(outputs.step_scales)}
 
     def _loss_scale(self) -> dict[str, float]:
         scale = self.optimiser.loss_scale
@@ -373,6 +410,7 @@ class PolicyTrainer:
             max_tokens=self._settings.max_tokens,
             kl_T=kl_T,
             values_T=None if values_T is None else values_T.cpu(),
+            last_values_N=self._values_at_cut(trajectories, answers),
             moments=self.moments,
         )
         for what, numbers_T in (
@@ -390,7 +428,36 @@ class PolicyTrainer:
             reference_T=reference_T,
             values_T=values_T,
             returns_T=None if found.returns_T is None else found.returns_T.to(device),
+            is_masked_T=answers.is_truncated_N[answers.owners_T].to(device)
+            if algorithm.truncated == "mask"
+            else None,
         )
+
+    def _values_at_cut(self, trajectories: Sequence[Trajectory], answers: Answers) -> Tensor | None:
+        """The critic's value after the last token of truncated answers, 0 for the others."""
+        cut = answers.is_truncated_N.nonzero()[:, 0]
+        if self.critic is None or self._settings.algorithm.truncated != "bootstrap" or not len(cut):
+            return None
+        # The state after an answer is the one before a token that would follow it.
+        texts = [trajectories[n] for n in cut.tolist()]
+        following = [TokenSequence((*t.prompt.tokens, *t.tokens), (0,)) for t in texts]
+        single = Answers(
+            lengths_N=torch.ones(len(cut), dtype=torch.long),
+            rewards_N=answers.rewards_N[cut],
+            prompts_N=answers.prompts_N[cut],
+            is_truncated_N=answers.is_truncated_N[cut],
+            behaviour_T=torch.zeros(len(cut)),
+            staleness_T=torch.zeros(len(cut), dtype=torch.long),
+        )
+        values_N = torch.zeros(len(answers))
+        values_N[cut] = in_micro_batches(
+            single,
+            following,
+            self.critic.critic.values,
+            micro_batch_tokens=self._settings.micro_batch_tokens,
+            ranks=self._ranks,
+        ).cpu()
+        return values_N
 
     def _step(
         self, prepared: _Prepared, chosen: Sequence[int], outputs: TokenOutputs
@@ -404,6 +471,8 @@ class PolicyTrainer:
             settings.algorithm.effective_aggregation,
             max_tokens=settings.max_tokens,
         ).to(weights_T.device)
+        if prepared.is_masked_T is not None:
+            weights_T.masked_fill_(prepared.is_masked_T, 0.0)
         batches = micro_batches(
             chosen,
             answers,
@@ -420,10 +489,17 @@ class PolicyTrainer:
             for batch in batches.parts:
                 total += self._micro_batch(prepared, batch, weights_T, outputs)
             value = float(self._ranks.all_reduce(total))
-            result = self.optimiser.step(loss=value)
+            outputs.gather(at, self._ranks)
+            scale = step_scale(
+                prepared.behaviour_T[at],
+                outputs.proximal_T[at],
+                lengths_N=answers.lengths_N[torch.tensor(list(chosen))],
+                correction=settings.correction,
+            )
+            result = self.optimiser.step(loss=value, rate_scale=scale)
             if not result.is_to_repeat:
                 break
-        outputs.gather(at, self._ranks)
+        outputs.step_scales.append(scale)
         return value, result
 
     def _micro_batch(
@@ -439,19 +515,27 @@ class PolicyTrainer:
         proximal_T = current_T.detach() if before is None else before[at]
         behaviour_T = prepared.behaviour_T[at]
         reference_T = prepared.reference_T
+        lengths_N = prepared.answers.lengths_N[torch.tensor(batch.answers, dtype=torch.long)]
         inputs = LossInputs(
             advantages_T=prepared.advantages_T[at],
             anchor_T=proximal_T if correction.ratio == "proximal" else behaviour_T,
             corrections_T=correction_weights(
                 behaviour_T,
                 proximal_T,
-                lengths_N=prepared.answers.lengths_N[torch.tensor(batch.answers, dtype=torch.long)],
+                lengths_N=lengths_N,
                 correction=correction,
             ),
             weights_T=weights_T[at],
             reference_T=None if reference_T is None else reference_T[at],
+            lengths_N=lengths_N,
         )
-        part = loss(current_T, inputs, algorithm=self._settings.algorithm, entropy_T=entropy_T)
+        part = loss(
+            current_T,
+            inputs,
+            algorithm=self._settings.algorithm,
+            entropy_T=entropy_T,
+            weight_kl=correction.weight_kl,
+        )
         self.optimiser.backward(part.total)
         outputs.current_T[at] = current_T.detach()
         outputs.proximal_T[at] = proximal_T
@@ -471,6 +555,7 @@ class PolicyTrainer:
             returns_T=prepared.returns_T,
             clip=self._settings.algorithm.value_clip,
             seed=seed,
+            is_masked_T=prepared.is_masked_T,
         )
         return {"value_loss": value_loss}
 
@@ -486,6 +571,7 @@ class PolicyTrainer:
                 proximal_T=outputs.proximal_T,
                 current_T=outputs.current_T,
                 correction=self._settings.correction,
+                has_answer_ratios=self._settings.algorithm.effective_loss in ANSWER_RATIOS,
                 tokens=outputs.token_losses(self._ranks),
                 kl_T=kl_T,
                 entropy_T=outputs.entropy_T,

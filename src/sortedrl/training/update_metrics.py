@@ -16,7 +16,14 @@ from torch import Tensor
 
 from sortedrl.config.algorithm import Correction
 from sortedrl.training.batch import Answers, RankGroup
-from sortedrl.training.losses import TokenLosses, bounded_ratios, is_held_back
+from sortedrl.training.losses import (
+    TokenLosses,
+    answer_ratios,
+    bounded_ratios,
+    effective_share,
+    is_held_back,
+    is_masked,
+)
 
 
 @dataclass(slots=True)
@@ -29,12 +36,14 @@ class TokenOutputs:
     losses: list[TokenLosses]
     """Of the micro-batches of this rank."""
     fills: list[float]
+    step_scales: list[float]
+    """What the learning rate of each step was multiplied by."""
 
     @classmethod
     def zeros(cls, num_tokens: int, *, device: torch.device) -> TokenOutputs:
         """Before the first micro-batch."""
         blank_T = torch.zeros(num_tokens, device=device)
-        return cls(blank_T, blank_T.clone(), blank_T.clone(), [], [])
+        return cls(blank_T, blank_T.clone(), blank_T.clone(), [], [], [])
 
     def reset(self, at: Tensor) -> None:
         """Clear these tokens before a step over them."""
@@ -78,6 +87,8 @@ class UpdateRecord:
     """Estimated divergence from the reference, if there is one."""
     entropy_T: Tensor | None = None
     """The policy's entropy, if it was computed."""
+    has_answer_ratios: bool = False
+    """Whether the ratio that the loss clips is that of a whole answer."""
 
 
 def update_metrics(record: UpdateRecord) -> dict[str, float]:
@@ -86,7 +97,11 @@ def update_metrics(record: UpdateRecord) -> dict[str, float]:
     behaviour_T, proximal_T = _numbers(answers.behaviour_T), _numbers(record.proximal_T)
     anchor_T = proximal_T if record.correction.ratio == "proximal" else behaviour_T
     ratios_T = bounded_ratios(proximal_T, behaviour_T)
-    moves_T = bounded_ratios(_numbers(record.current_T), anchor_T)
+    current_T = _numbers(record.current_T)
+    if record.has_answer_ratios:
+        moves_T = answer_ratios(current_T, anchor_T, lengths_N=answers.lengths_N)
+    else:
+        moves_T = bounded_ratios(current_T, anchor_T)
     is_held_back_T = is_held_back(
         behaviour_T,
         proximal_T,
@@ -97,6 +112,7 @@ def update_metrics(record: UpdateRecord) -> dict[str, float]:
         "reward/mean": _mean(answers.rewards_N),
         "reward/std": _spread(answers.rewards_N),
         "length/mean": _mean(answers.lengths_N),
+        "length/truncated": _mean(answers.is_truncated_N),
         "advantage/std": _spread(record.advantages_T),
         "correction/ess": effective_share(ratios_T),
         "correction/held_back": _mean(is_held_back_T),
@@ -106,21 +122,16 @@ def update_metrics(record: UpdateRecord) -> dict[str, float]:
         "policy/clipped_high": _mean(record.tokens.is_clipped_high_T),
         "policy/clipped_dual": _mean(record.tokens.is_dual_clipped_T),
     }
+    if record.correction.mask != "none":
+        is_masked_T = is_masked(
+            behaviour_T, proximal_T, lengths_N=answers.lengths_N, correction=record.correction
+        )
+        numbers["correction/masked"] = _mean(is_masked_T)
     if record.kl_T is not None:
         numbers["kl/mean"] = _mean(record.kl_T)
     if record.entropy_T is not None:
         numbers["entropy/mean"] = _mean(record.entropy_T)
     return numbers | _gap(answers, proximal_T) | _by_staleness(answers, ratios_T)
-
-
-def effective_share(weights_T: Tensor) -> float:
-    """Effective sample size over sample size: 1 where all weights are alike, 1/T where one rules.
-
-    >>> from torch import tensor
-    >>> effective_share(tensor([2.0, 2.0])), effective_share(tensor([1.0, 0.0]))
-    (1.0, 0.5)
-    """
-    return float(weights_T.sum() ** 2 / (len(weights_T) * (weights_T**2).sum()))
 
 
 def _quantiles(ratios_T: Tensor, *, name: str) -> dict[str, float]:

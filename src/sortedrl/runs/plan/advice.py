@@ -1,6 +1,7 @@
 """What would fit where a run does not: the fewest changes that do, computed.
 
-Every change is tried on the memory plan itself. A number is the largest that runs.
+Every change is tried on the memory plan itself, and on the settings: what `train` would refuse is
+never advised. A number is the largest that runs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from sortedrl.config.toml import replaced, toml_value
+from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import Demand
@@ -19,7 +22,7 @@ _RANK = 16
 _LEAST_TOKENS = 256
 _STEP_TOKENS = 64
 _SHARES = 100
-_MOST_DEVICES = 1024
+_MOST_RANKS = 1024
 
 Lever = Callable[[Demand, int], Demand]
 """A demand that needs less, for a device of so many bytes; the same one if it cannot."""
@@ -38,18 +41,25 @@ class Change:
         return planned(self.demand).least
 
 
-def advice(plan: MemoryPlan, device_bytes: int) -> tuple[Change, ...]:
-    """The ways to make a run fit with the fewest changes; none where it fits as it is."""
+def advice(
+    plan: MemoryPlan, device_bytes: int, *, settings: TrainSettings | None = None
+) -> tuple[Change, ...]:
+    """The ways to make a run fit with the fewest changes; none where it fits as it is.
+
+    With the settings of the run, only what they can be changed to.
+    """
     if plan.can_run(device_bytes):
         return ()
-    return (*_fewest(plan, device_bytes), *_smaller_model(plan, device_bytes))
+    return (*_fewest(plan, device_bytes, settings), *_smaller_model(plan, device_bytes))
 
 
-def refuse_too_big(plan: MemoryPlan, device_bytes: int) -> None:
+def refuse_too_big(
+    plan: MemoryPlan, device_bytes: int, *, settings: TrainSettings | None = None
+) -> None:
     """Raise `ConfigError` for a run that the device has no room for, saying what would fit."""
     if plan.can_run(device_bytes):
         return
-    ways = "; or ".join(change.text for change in advice(plan, device_bytes))
+    ways = "; or ".join(change.text for change in advice(plan, device_bytes, settings=settings))
     raise ConfigError(
         f"the run must fit into the {size(plan.usable(device_bytes))} that a run can use of the "
         f"device's {size(device_bytes)}, and needs at least {size(plan.least)}; "
@@ -69,7 +79,9 @@ def count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} G" if parameters >= 10**9 else f"{parameters / 1e6:.1f} M"
 
 
-def _fewest(plan: MemoryPlan, device_bytes: int) -> Iterator[Change]:
+def _fewest(
+    plan: MemoryPlan, device_bytes: int, settings: TrainSettings | None
+) -> Iterator[Change]:
     """All ways with the smallest number of changes that fit."""
     is_found = False
     for number in range(1, len(_LEVERS) + 1):
@@ -80,7 +92,8 @@ def _fewest(plan: MemoryPlan, device_bytes: int) -> Iterator[Change]:
                 pulled = lever(demand, device_bytes)
                 changes += pulled != demand
                 demand = pulled
-            if changes == number and planned(demand).can_run(device_bytes):
+            is_new = changes == number and planned(demand).can_run(device_bytes)
+            if is_new and _is_accepted(settings, plan.demand, demand):
                 is_found = True
                 yield Change(text=_text(plan.demand, demand), demand=demand)
         if is_found:
@@ -92,15 +105,21 @@ def _checkpointed(demand: Demand, device_bytes: int) -> Demand:
 
 
 def _offloaded(demand: Demand, device_bytes: int) -> Demand:
-    layout = demand.layout
-    return replace(demand, layout=replace(layout, offload=layout.devices > 1))
+    cluster = demand.cluster
+    can_offload = cluster.trainer_ranks > 0 and cluster.gpus_per_rank > 0 and cluster.is_used
+    return replace(demand, cluster=replace(cluster, offload=can_offload))
 
 
-def _more_devices(demand: Demand, device_bytes: int) -> Demand:
-    """Twice as many, as often as it takes; one device stays one, which is another kind of run."""
+def _more_ranks(demand: Demand, device_bytes: int) -> Demand:
+    """Twice as many GPUs for the trainer, as often as it takes; a single process stays one."""
     more = demand
-    while 1 < more.layout.devices < _MOST_DEVICES and not planned(more).can_run(device_bytes):
-        more = replace(more, layout=replace(more.layout, devices=2 * more.layout.devices))
+    while 1 < more.cluster.trainer_devices < _MOST_RANKS and not planned(more).can_run(
+        device_bytes
+    ):
+        cluster = more.cluster
+        workers = cluster.num_workers * (2 if cluster.kind == "colocated" else 1)
+        wider = replace(cluster, rollout_workers=workers, trainer_ranks=2 * cluster.trainer_ranks)
+        more = replace(more, cluster=wider)
     return more
 
 
@@ -147,7 +166,7 @@ _LEVERS: tuple[Lever, ...] = (
     _without_critic,
     _shorter_passes,
     _shorter_answers,
-    _more_devices,
+    _more_ranks,
 )
 """In the order in which they are pulled: numbers last, so that they stay as large as they can."""
 
@@ -164,25 +183,50 @@ def _largest(
     return with_tokens(least + _STEP_TOKENS * max(0, steps - 1))
 
 
+def _changed_settings(before: Demand, after: Demand) -> dict[str, object]:
+    """What was changed, by the keys of the settings."""
+    old, new = before.cluster, after.cluster
+    pairs: tuple[tuple[str, object, object], ...] = (
+        (
+            "passes.gradient_checkpointing",
+            before.gradient_checkpointing,
+            after.gradient_checkpointing,
+        ),
+        ("cluster.offload", old.offload, new.offload),
+        ("lora.rank", before.lora_rank, after.lora_rank),
+        ("passes.micro_batch_tokens", before.pass_tokens, after.pass_tokens),
+        ("engine.max_tokens", before.max_tokens, after.max_tokens),
+        ("cluster.rollout_workers", old.rollout_workers, new.rollout_workers),
+        ("cluster.trainer_ranks", old.trainer_ranks, new.trainer_ranks),
+    )
+    changed = {key: value for key, was, value in pairs if value != was}
+    if after.has_reference != before.has_reference:
+        changed["algorithm.kl_coef"] = 0.0
+    return changed
+
+
+def _is_accepted(settings: TrainSettings | None, before: Demand, after: Demand) -> bool:
+    """Whether `train` would run the settings with these changes."""
+    if settings is None:
+        return True
+    values: dict[str, dict[str, object]] = {}
+    for key, value in _changed_settings(before, after).items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    try:
+        changed = replaced(settings, values)
+    except ConfigError:
+        return False
+    return set(changed.cluster.unsupported) <= set(settings.cluster.unsupported)
+
+
 def _text(before: Demand, after: Demand) -> str:
     """What was changed, as settings."""
-    changes = []
-    if after.gradient_checkpointing != before.gradient_checkpointing:
-        changes.append("passes.gradient_checkpointing = true")
-    if after.layout.offload != before.layout.offload:
-        changes.append("layout.offload = true")
-    if after.lora_rank != before.lora_rank:
-        changes.append(f"lora.rank = {after.lora_rank}")
-    if after.has_reference != before.has_reference:
-        changes.append("algorithm.kl_coef = 0 (no reference model)")
+    changes = [
+        f"{key} = {toml_value(value)}" for key, value in _changed_settings(before, after).items()
+    ]
     if after.has_critic != before.has_critic:
         changes.append("an algorithm without a critic (not ppo)")
-    if after.pass_tokens != before.pass_tokens:
-        changes.append(f"passes.micro_batch_tokens = {after.pass_tokens}")
-    if after.max_tokens != before.max_tokens:
-        changes.append(f"engine.max_tokens = {after.max_tokens}")
-    if after.layout.devices != before.layout.devices:
-        changes.append(f"layout.devices = {after.layout.devices}")
     return " and ".join(changes)
 
 

@@ -5,10 +5,11 @@ launching the kernels of a step costs the same for every layer, matrices narrowe
 reach a share of the speed of wide ones, and on one device the weights are shared, so a weight sync
 takes no time.
 
-Several devices of one machine share the work evenly. A layer that is spread over some of them
-needs two all-reduces in a step. In every pass of an update the trainer gathers its weights, forward
-and backward, and scatters its gradients; that overlaps with computing as far as computing takes
-longer.
+The devices of the engines share the rollout evenly, those of the trainer the updates; colocated
+engines and ranks are on the same devices. A layer that is sharded over some of them needs two
+all-reduces in a step. In every pass of an update the trainer gathers its weights, forward and
+backward, and scatters its gradients; that overlaps with computing as far as computing takes longer.
+A cluster on CPUs is planned as one machine that runs all of its processes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from sortedrl.config.checks import require
-from sortedrl.config.cluster import Layout
+from sortedrl.config.cluster import Cluster
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.models.shape import Shape
 from sortedrl.simulate.costs import Costs, Machine
@@ -59,36 +60,41 @@ class Card:
         """Whether weights are kept in 16 bits on it."""
         return self.decode_flops is None
 
-    def costs(self, shape: Shape, *, number_bytes: int, layout: Layout | None = None) -> Costs:
-        """The constants of the simulator for a model on it, or on as many as the layout has."""
-        layout = Layout() if layout is None else layout
+    def costs(self, shape: Shape, *, number_bytes: int, cluster: Cluster | None = None) -> Costs:
+        """The constants of the simulator for a model on it, or on those of a cluster."""
+        cluster = Cluster() if cluster is None else cluster
         narrow = 0.0 if self.decode_flops is None else 2 * shape.parameters / self.decode_flops
-        sums = 0.0 if layout.tensor_parallel == 1 else 2 * _ALL_REDUCE_SECONDS
-        costs = Machine(
-            parameters=shape.parameters,
-            weight_bytes_per_parameter=number_bytes,
-            cache_bytes_per_token=shape.cache_token_bytes(number_bytes),
-            bandwidth=self.bandwidth,
-            flops=self.flops * min(1.0, shape.hidden / self.full_width),
-            overhead_seconds=(self.layer_seconds + sums) * shape.layers,
-            sequence_seconds=self.sequence_seconds + narrow,
-            devices=layout.devices,
-            tensor_parallel=layout.tensor_parallel,
-        ).costs()
-        bandwidth = _HOST_BANDWIDTH if layout.offload else layout.devices * self.bandwidth
+        sums = 0.0 if cluster.tensor_parallel == 1 else 2 * _ALL_REDUCE_SECONDS
+        rollout, update = (
+            Machine(
+                parameters=shape.parameters,
+                weight_bytes_per_parameter=number_bytes,
+                cache_bytes_per_token=shape.cache_token_bytes(number_bytes),
+                bandwidth=self.bandwidth,
+                flops=self.flops * min(1.0, shape.hidden / self.full_width),
+                overhead_seconds=(self.layer_seconds + sums) * shape.layers,
+                sequence_seconds=self.sequence_seconds + narrow,
+                devices=devices,
+                tensor_parallel=cluster.tensor_parallel,
+            ).costs()
+            for devices in (cluster.engine_devices, cluster.trainer_devices)
+        )
+        devices = cluster.trainer_devices
+        bandwidth = _HOST_BANDWIDTH if cluster.offload else devices * self.bandwidth
         return replace(
-            costs,
-            weight_sync_seconds=0.0 if layout.devices == 1 else costs.weight_sync_seconds,
+            rollout,
+            weight_sync_seconds=rollout.weight_sync_seconds if cluster.is_used else 0.0,
             update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
+            update_token_seconds=update.update_token_seconds,
         )
 
-    def pass_seconds(self, shape: Shape, *, number_bytes: int, layout: Layout) -> float:
-        """Of one pass of an update: bringing weights together and spreading gradients out."""
-        if layout.devices == 1:
+    def pass_seconds(self, shape: Shape, *, number_bytes: int, cluster: Cluster) -> float:
+        """Of one pass of an update: gathering weights and scattering gradients."""
+        if cluster.num_ranks == 1:
             return 0.0
         moved = (2 * number_bytes + _GRADIENT_BYTES) * shape.parameters
         # Each device has its share at the host, and all fetch theirs at the same time.
-        fetched = moved / layout.devices / self.host_link if layout.offload else 0.0
+        fetched = moved / cluster.trainer_devices / self.host_link if cluster.offload else 0.0
         return moved / self.link + fetched
 
 
@@ -197,13 +203,13 @@ class Demand:
     has_reference: bool = False
     has_critic: bool = False
     has_engine_copy: bool = False
-    """Whether the engine has weights of its own on the same device."""
+    """Whether the engine of a single process has weights of its own."""
     lora_rank: int | None = None
     gradient_checkpointing: bool = False
     cache_bytes: int | None = None
-    """What the cache of a device may take; by default what all slots can fill."""
-    layout: Layout = field(default_factory=Layout)
-    """The devices, and how they share the run."""
+    """What the cache of an engine may take; by default what all of its slots can fill."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """The workers and ranks that share the run."""
 
     def __post_init__(self) -> None:
         """Refuse an answer that the model has no room for, and heads that cannot be shared out."""
@@ -213,9 +219,15 @@ class Demand:
             f"an answer, got prompts of up to {self.prompt_tokens:,}; lower max_prompt_tokens",
         )
         require(
-            self.shape.heads % self.layout.tensor_parallel == 0,
-            f"layout.tensor_parallel must divide the {self.shape.heads} heads of the model, got "
-            f"{self.layout.tensor_parallel}",
+            self.shape.heads % self.cluster.tensor_parallel == 0,
+            f"cluster.tensor_parallel must divide the {self.shape.heads} heads of the model, got "
+            f"{self.cluster.tensor_parallel}",
+        )
+        require(
+            not self.cluster.is_used or self.is_gpu == bool(self.cluster.gpus_per_worker),
+            f"cluster.gpus_per_worker {self.cluster.gpus_per_worker} must be planned on "
+            f"{'a GPU' if self.cluster.gpus_per_worker else 'CPUs'}; give one with --card, or "
+            "change gpus_per_worker",
         )
 
     @property
@@ -239,13 +251,28 @@ class Demand:
         return self.shape.parameters if self.lora_rank is None else self.adapter_parameters
 
     @property
+    def is_separated(self) -> bool:
+        """Whether engines and trainer are on different devices."""
+        return self.is_gpu and self.cluster.is_used and self.cluster.kind == "separated"
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Trainer ranks that share a device: one on a GPU, all of them on a machine's CPUs."""
+        return 1 if self.is_gpu else self.cluster.num_ranks
+
+    @property
+    def engines_per_device(self) -> int:
+        """Engines that share a device."""
+        return 1 if self.is_gpu else self.cluster.num_engines
+
+    @property
     def engine_slots(self) -> int:
         """Slots of one engine, where there are several."""
-        return -(-self.slots // self.layout.engines)
+        return -(-self.slots // self.cluster.num_engines)
 
     @property
     def engine_bytes(self) -> int:
-        """A device's share of the engine's own weights; a trainer that is spread out shares none.
+        """The engine's own weights on one device; only a single process shares the trainer's.
 
         >>> from sortedrl.models.shape import KNOWN_SHAPES
         >>> one = Demand(
@@ -255,19 +282,26 @@ class Demand:
         ...     prompt_tokens=512,
         ...     pass_tokens=8192,
         ...     precision="bfloat16",
-        ...     layout=Layout(devices=8, tensor_parallel=8),
+        ...     cluster=Cluster(
+        ...         kind="colocated",
+        ...         rollout_workers=1,
+        ...         gpus_per_worker=8,
+        ...         tensor_parallel=8,
+        ...         trainer_ranks=8,
+        ...     ),
         ... )
         >>> round(one.engine_bytes / 1e9, 1)
         8.2
         """
-        has_copy = self.has_engine_copy or self.layout.devices > 1
+        has_copy = self.has_engine_copy or self.cluster.is_used
         whole = self.shape.parameters * self.number_bytes
-        return -(-whole // self.layout.tensor_parallel) if has_copy else 0
+        shard = -(-whole // self.cluster.tensor_parallel)
+        return self.engines_per_device * shard if has_copy else 0
 
     @property
     def cache_token_bytes(self) -> int:
         """A device's share of the keys and values of one token; a head is never cut."""
-        heads = -(-self.shape.kv_heads // self.layout.tensor_parallel)
+        heads = -(-self.shape.kv_heads // self.cluster.tensor_parallel)
         return replace(self.shape, kv_heads=heads).cache_token_bytes(self.number_bytes)
 
     @property
@@ -278,13 +312,16 @@ class Demand:
 
     @property
     def full_cache_bytes(self) -> int:
-        """The cache if every slot holds the longest answer; one block is nobody's."""
-        return self.engine_slots * self.sequence_cache_bytes + self._block_bytes
+        """A device's cache if every slot holds the longest answer, or what was set for it."""
+        # One block of an engine belongs to no answer.
+        full = self.engine_slots * self.sequence_cache_bytes + self._block_bytes
+        each = full if self.cache_bytes is None else min(full, self.cache_bytes)
+        return self.engines_per_device * each
 
     @property
     def least_cache_bytes(self) -> int:
-        """The least that works: one answer at a time at the longest."""
-        return self.sequence_cache_bytes + self._block_bytes
+        """The least that works: one answer at a time and engine, at the longest."""
+        return self.engines_per_device * (self.sequence_cache_bytes + self._block_bytes)
 
     @property
     def _block_bytes(self) -> int:

@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from sortedrl.config.checks import require
-from sortedrl.config.cluster import Cluster, Layout
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
@@ -35,11 +34,17 @@ class Expected:
     rows: int | None = None
     prompt_tokens: int | None = None
     mean_length: float | None = None
+    memory_gib: float | None = None
+    """Memory of one card."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         for name, value in (("rows", self.rows), ("prompt-tokens", self.prompt_tokens)):
             require(value is None or value >= 1, f"--{name} must be at least 1, got {value}")
+        require(
+            self.memory_gib is None or self.memory_gib > 0,
+            f"--memory-gib must be positive, got {self.memory_gib}",
+        )
 
 
 def planned_run(
@@ -54,8 +59,7 @@ def planned_run(
 
     `rows` may be empty where `expected` has their number.
     """
-    settings = _in_one_place(settings, tell=tell)
-    card, device_bytes = _device(settings, card_name)
+    card, device_bytes = _device(settings, card_name, memory_gib=expected.memory_gib)
     shape, has_config = _shape(settings.model, tell=tell)
     prompts = _prompt_lengths(
         settings, rows, expected=expected, has_tokenizer=has_config, tell=tell
@@ -75,25 +79,10 @@ def planned_run(
     return RunPlan(
         card=card,
         device_bytes=device_bytes,
-        schedule=settings.schedule,
+        settings=settings,
         memory=memory,
         prediction=prediction,
     )
-
-
-def _in_one_place(settings: TrainSettings, *, tell: Callable[[str], None]) -> TrainSettings:
-    """The settings as they can be planned: a colocated cluster is a layout of as many GPUs."""
-    cluster = settings.cluster
-    if not cluster.is_used:
-        return settings
-    if cluster.kind == "colocated" and cluster.gpus_per_worker:
-        layout = Layout(devices=cluster.num_workers)
-        return replace(settings, cluster=Cluster(), layout=layout)
-    tell(
-        "[cluster] is not planned: this is the plan of one device with all slots, and a run with "
-        "workers and ranks of its own needs less on each of them"
-    )
-    return settings
 
 
 def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens: int) -> MemoryPlan:
@@ -112,7 +101,7 @@ def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens:
         lora_rank=settings.lora.rank,
         gradient_checkpointing=settings.passes.gradient_checkpointing,
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
-        layout=settings.layout,
+        cluster=settings.cluster,
     )
 
 
@@ -166,17 +155,38 @@ def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:
     return KNOWN_SHAPES[model], False
 
 
-def _device(settings: TrainSettings, name: str | None) -> tuple[Card, int]:
+def _device(
+    settings: TrainSettings, name: str | None, *, memory_gib: float | None
+) -> tuple[Card, int]:
     """The card to plan for, and its memory."""
+    if name is None and settings.cluster.is_used and not settings.cluster.gpus_per_worker:
+        name = "cpu"
     if name is not None:
         card = card_named(name)
-        return card, card.memory_bytes or _machine_bytes()
+        known = card.memory_bytes or _machine_bytes()
+        return card, known if memory_gib is None else int(memory_gib * _GIB)
+    require(
+        memory_gib is None,
+        f"--memory-gib is the memory of --card, got {memory_gib} without one; give --card",
+    )
     if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda"):
-        found = torch.cuda.get_device_name(settings.device).lower().replace(" ", "-")
-        known = [key for key in CARDS if key in found]
-        total = torch.cuda.get_device_properties(torch.device(settings.device or "cuda"))
-        return card_named(known[0] if known else "a100"), int(total.total_memory)
+        device = torch.device(settings.device or "cuda")
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return card_of(torch.cuda.get_device_name(device), total), total
     return card_named("cpu"), _machine_bytes()
+
+
+def card_of(name: str, num_bytes: int) -> Card:
+    """The card that a GPU of this name is; one whose speed is not known is refused."""
+    found = name.lower().replace(" ", "-")
+    known = [key for key in CARDS if key in found]
+    require(
+        bool(known),
+        f"the speed of {name} is not known, only that of {', '.join(CARDS)}; plan with the nearest "
+        f"one and your own memory: --card {next(iter(CARDS))} --memory-gib "
+        f"{num_bytes / _GIB:.0f}",
+    )
+    return card_named(known[0])
 
 
 def _machine_bytes() -> int:

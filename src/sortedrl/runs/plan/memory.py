@@ -4,9 +4,10 @@ On a single device the policy and the native engine share their weights. What an
 its passes is free while the engine writes, and the other way round, so of these two only the
 larger one counts. The parts add up to the total.
 
-Of several devices each holds an even share of what the trainer holds, and brings the layers of a
-pass together as they are needed. The engine's own weights and its cache stay where they are
-during an update; a run that frees them in between has room to spare.
+Trainer ranks each hold an even share of what the trainer holds, and gather the layers of a pass as
+they are needed. Colocated, the engine's own weights and its cache stay where they are during an
+update; a run that frees them in between has room to spare. Separated, some devices hold the trainer
+and others the engines, and the larger of the two decides.
 
 Per trained parameter: 4 bytes of gradient and 8 of moments, all fp32; if the weights have 16 bits,
 4 more for their fp32 master.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sortedrl.config.cluster import Layout
+from sortedrl.config.cluster import Cluster
 from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
 
@@ -63,13 +64,17 @@ class Parts:
     @property
     def total(self) -> int:
         """All together."""
-        return self.fixed + self.cache
+        return self.trainer + self.generation + self.cache
 
     @property
-    def fixed(self) -> int:
-        """All but the cache, which takes what is left."""
-        passes = self.gathered + self.activations + self.logits + self.rollout
-        return self.held + self.engine + passes
+    def trainer(self) -> int:
+        """What the trainer needs at most."""
+        return self.held + self.gathered + self.activations + self.logits
+
+    @property
+    def generation(self) -> int:
+        """What the engine needs beside its cache."""
+        return self.engine + self.rollout
 
     @property
     def held(self) -> int:
@@ -87,8 +92,15 @@ class MemoryPlan:
 
     @property
     def least(self) -> int:
-        """The bytes below which it cannot run."""
-        return self.parts.fixed + self.demand.least_cache_bytes
+        """The bytes of a device below which it cannot run."""
+        engine = self._beside_cache + self.demand.least_cache_bytes
+        return max(self.parts.trainer, engine) if self.demand.is_separated else engine
+
+    @property
+    def total(self) -> int:
+        """The bytes of a device with which every slot has room for its longest answer."""
+        engine = self._beside_cache + self.parts.cache
+        return max(self.parts.trainer, engine) if self.demand.is_separated else engine
 
     def usable(self, device_bytes: int) -> int:
         """What a run can take of a device: the rest is for its driver and for gaps."""
@@ -100,18 +112,29 @@ class MemoryPlan:
 
     def cache_bytes(self, device_bytes: int) -> int:
         """The cache that a device has room for, at most what the slots can fill."""
-        return max(0, min(self.parts.cache, self.usable(device_bytes) - self.parts.fixed))
+        return max(0, min(self.parts.cache, self.usable(device_bytes) - self._beside_cache))
+
+    def taken(self, device_bytes: int) -> int:
+        """What a device of an engine holds, with the cache that it has room for."""
+        return self._beside_cache + self.cache_bytes(device_bytes)
 
     def cache_tokens(self, device_bytes: int) -> int:
         """Tokens that the caches of all engines hold, prompts included."""
         demand = self.demand
-        return demand.layout.engines * (self.cache_bytes(device_bytes) // demand.cache_token_bytes)
+        each = self.cache_bytes(device_bytes) // demand.engines_per_device
+        return demand.cluster.num_engines * (each // demand.cache_token_bytes)
 
     @property
     def host_bytes(self) -> int:
         """What the hosts of all devices hold in their place."""
-        alone = replace(self.demand, layout=Layout())
-        return planned(alone).parts.held if self.demand.layout.offload else 0
+        alone = replace(self.demand, cluster=Cluster())
+        return planned(alone).parts.held if self.demand.cluster.offload else 0
+
+    @property
+    def _beside_cache(self) -> int:
+        """What the device of an engine holds beside its cache, which takes what is left."""
+        trainer = 0 if self.demand.is_separated else self.parts.trainer
+        return trainer + self.parts.generation
 
 
 def memory_plan(
@@ -129,7 +152,7 @@ def memory_plan(
     lora_rank: int | None = None,
     gradient_checkpointing: bool = False,
     cache_bytes: int | None = None,
-    layout: Layout | None = None,
+    cluster: Cluster | None = None,
 ) -> MemoryPlan:
     """The memory that training a model of this shape takes."""
     return planned(
@@ -147,7 +170,7 @@ def memory_plan(
             lora_rank=lora_rank,
             gradient_checkpointing=gradient_checkpointing,
             cache_bytes=cache_bytes,
-            layout=Layout() if layout is None else layout,
+            cluster=Cluster() if cluster is None else cluster,
         )
     )
 
@@ -157,13 +180,15 @@ def planned(demand: Demand) -> MemoryPlan:
     shape, size = demand.shape, demand.number_bytes
     trained = demand.trained_parameters
     is_half, has_adapters = size < _FULL, demand.lora_rank is not None
-    cache = demand.full_cache_bytes
-    if demand.cache_bytes is not None:
-        cache = min(cache, demand.cache_bytes)
-    gathered, activations, logits = _gathered(demand), _activations(demand), _logits(demand)
+    ranks = demand.ranks_per_device
+    gathered, activations, logits = (
+        ranks * part for part in (_gathered(demand), _activations(demand), _logits(demand))
+    )
+    # Of an engine on the trainer's device only what goes beyond an update counts.
+    free = 0 if demand.is_separated else gathered + activations + logits
 
     def share(num_bytes: int) -> int:
-        return 0 if demand.layout.offload else -(-num_bytes // demand.layout.devices)
+        return 0 if demand.cluster.offload else ranks * -(-num_bytes // demand.cluster.num_ranks)
 
     return MemoryPlan(
         demand=demand,
@@ -179,10 +204,10 @@ def planned(demand: Demand) -> MemoryPlan:
             critic=share(_critic(shape, size) if demand.has_critic else 0),
             engine=demand.engine_bytes,
             gathered=gathered,
-            cache=cache,
+            cache=demand.full_cache_bytes,
             activations=activations,
             logits=logits,
-            rollout=max(0, _rollout(demand) - gathered - activations - logits),
+            rollout=max(0, demand.engines_per_device * _rollout(demand) - free),
         ),
     )
 
@@ -210,7 +235,7 @@ def _activations(demand: Demand) -> int:
 
 def _gathered(demand: Demand) -> int:
     """The embedding and the output layer, a layer and the next one, and a layer's gradients."""
-    if demand.layout.devices == 1:
+    if demand.cluster.num_ranks == 1:
         return 0
     shape, size = demand.shape, demand.number_bytes
     ends = shape.vocabulary * shape.hidden + shape.output_parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from sortedrl.config.schedule import Schedule
+from sortedrl.config.train import TrainSettings
 from sortedrl.runs.plan.advice import Change, advice, count, size
 from sortedrl.runs.plan.cards import Card
 from sortedrl.runs.plan.memory import MemoryPlan
@@ -18,7 +19,7 @@ class RunPlan:
 
     card: Card
     device_bytes: int
-    schedule: Schedule
+    settings: TrainSettings
     memory: MemoryPlan
     prediction: Prediction | None
     """`None` for a run that does not fit."""
@@ -29,14 +30,21 @@ class RunPlan:
         return self.memory.can_run(self.device_bytes)
 
     @property
+    def schedule(self) -> Schedule:
+        """The strategy with its settings."""
+        return self.settings.schedule
+
+    @property
     def changes(self) -> tuple[Change, ...]:
         """What would fit, where it cannot."""
-        return advice(self.memory, self.device_bytes)
+        return advice(self.memory, self.device_bytes, settings=self.settings)
 
 
 def lines(plan: RunPlan) -> list[str]:
     """The plan for a terminal."""
     text = [*_model_lines(plan), "", *_memory_lines(plan)]
+    if plan.settings.cluster.unsupported:
+        text += ["", *(f"not yet    {words}" for words in plan.settings.cluster.unsupported)]
     if not plan.fits:
         text += ["", "It does not fit. What would:"]
         text += [f"  {change.text}  (needs {size(change.least)})" for change in plan.changes]
@@ -57,12 +65,13 @@ def to_json(plan: RunPlan) -> dict[str, object]:
         "demand": asdict(memory.demand),
         "memory": asdict(memory.parts)
         | {
-            "total": memory.parts.total,
+            "total": memory.total,
             "least": memory.least,
             "cache_that_fits": memory.cache_bytes(plan.device_bytes),
             "host": memory.host_bytes,
         },
         "fits": plan.fits,
+        "not_yet": list(plan.settings.cluster.unsupported),
         "advice": [{"text": change.text, "least": change.least} for change in plan.changes],
         "schedule": asdict(plan.schedule),
         "prediction": None if plan.prediction is None else asdict(plan.prediction),
@@ -84,8 +93,8 @@ def _model_lines(plan: RunPlan) -> list[str]:
         f"{shape.vocabulary:,}, context {shape.context:,}",
         _device_line(plan),
     ]
-    if demand.layout.devices > 1:
-        text.append(_layout_line(plan))
+    if demand.cluster.is_used:
+        text += _cluster_lines(plan)
     if demand.prompt_tokens + demand.max_tokens > shape.context:
         room = shape.context - demand.prompt_tokens
         text.insert(
@@ -97,23 +106,31 @@ def _model_lines(plan: RunPlan) -> list[str]:
 
 
 def _device_line(plan: RunPlan) -> str:
-    devices = plan.memory.demand.layout.devices
+    devices = plan.memory.demand.cluster.num_devices
     room = f"{size(plan.memory.usable(plan.device_bytes))} of {size(plan.device_bytes)} usable"
     if devices == 1:
         return f"device     {plan.card.text}, {room}"
-    return (
-        f"devices    {devices} x {plan.card.text}, {room} on each; below is what one of them holds"
+    return f"devices    {devices} x {plan.card.text}, {room} on each"
+
+
+def _cluster_lines(plan: RunPlan) -> list[str]:
+    memory, demand, cluster = plan.memory, plan.memory.demand, plan.memory.demand.cluster
+    workers = _number(cluster.num_workers, "rollout worker")
+    ranks = _number(cluster.trainer_ranks, "trainer rank")
+    if not cluster.trainer_ranks:
+        ranks = "the trainer in the controller's process"
+    if not demand.is_gpu:
+        return [f"cluster    {workers} and {ranks}, planned as all on this machine"]
+    on = _number(cluster.tensor_parallel, "GPU") + (" each" if cluster.num_workers > 1 else "")
+    shared = (
+        f"{ranks} on others; below is what one GPU of each kind holds"
+        if demand.is_separated
+        else f"{ranks} on the same GPUs, in turns; below is what one of them holds"
     )
-
-
-def _layout_line(plan: RunPlan) -> str:
-    memory, layout = plan.memory, plan.memory.demand.layout
-    each = " each" if layout.engines > 1 else ""
-    gpus = _number(layout.tensor_parallel, "GPU")
-    text = f"layout     {_number(layout.engines, 'engine')} on {gpus}{each}, the trainer on all"
-    if layout.offload:
-        text += f"; the host holds {size(memory.host_bytes)} for it"
-    return text
+    lines = [f"cluster    {workers} on {on}, {shared}"]
+    if cluster.offload:
+        lines.append(f"           host memory holds {size(memory.host_bytes)} of the trainer")
+    return lines
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
@@ -138,20 +155,28 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     ]
     rows = [row for row in rows if row[1]]
     rows.append(("cache", parts.cache, _cache_text(plan)))
-    rows.append(("all", parts.total, f"at least {size(memory.least)}, with the smallest cache"))
+    if demand.is_separated:
+        least = size(parts.generation + demand.least_cache_bytes)
+        engine = f"engine, rollout and cache; at least {least}, with the smallest cache"
+        rows.append(("trainer GPU", parts.trainer, "all but engine, rollout and cache"))
+        rows.append(("engine GPU", parts.generation + parts.cache, engine))
+    else:
+        least = size(memory.least)
+        rows.append(("all", memory.total, f"at least {least}, with the smallest cache"))
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
 
 
 def _weights_text(plan: RunPlan) -> str:
-    if plan.memory.demand.layout.devices > 1:
-        return "one share of the trainer's, as of all it holds"
+    if plan.memory.demand.cluster.num_ranks > plan.memory.demand.ranks_per_device:
+        return "one rank's share, as of everything the trainer holds"
     return "of the trainer" if plan.memory.parts.engine else "shared by rollout and update"
 
 
 def _cache_text(plan: RunPlan) -> str:
     memory, demand = plan.memory, plan.memory.demand
     fits = memory.cache_bytes(plan.device_bytes)
-    text = f"{demand.engine_slots} slots of up to {demand.sequence_tokens:,} tokens"
+    slots = demand.engines_per_device * demand.engine_slots
+    text = f"{slots} slots of up to {demand.sequence_tokens:,} tokens"
     if not plan.fits:
         return f"{text}; one takes {size(demand.least_cache_bytes)}"
     if fits < memory.parts.cache:

@@ -125,7 +125,7 @@ def predict(
         engine=EngineSettings(slots=slots, max_tokens=room),
         lengths=known,
         costs=CostSettings(hardware="ticks", **asdict(costs)),
-        most_groups=_MOST_GROUPS if demand.layout.devices == 1 else _MOST_GROUPS_OF_SEVERAL,
+        most_groups=_MOST_GROUPS_OF_SEVERAL if demand.cluster.is_used else _MOST_GROUPS,
     )
     outcome = simulate(simulation)
     sync = simulate(replace(simulation, schedule=_as_sync(schedule)))
@@ -153,15 +153,15 @@ def predict(
 
 def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
     """What things cost, with the work of this update; `longer` are its tokens per answer token."""
-    shape, size, layout = demand.shape, demand.number_bytes, demand.layout
-    costs = card.costs(shape, number_bytes=size, layout=layout)
+    shape, size, cluster = demand.shape, demand.number_bytes, demand.cluster
+    costs = card.costs(shape, number_bytes=size, cluster=cluster)
     scale = work / (_FORWARD + _BACKWARD) * longer
     computing = costs.update_token_seconds * scale
-    if layout.devices == 1:
+    if cluster.num_ranks == 1:
         return replace(costs, update_token_seconds=computing)
     models = 2 if demand.has_critic else 1
-    passes = models * card.pass_seconds(shape, number_bytes=size, layout=layout)
-    moving = passes * longer / (layout.devices * demand.pass_tokens)
+    passes = models * card.pass_seconds(shape, number_bytes=size, cluster=cluster)
+    moving = passes * longer / (cluster.trainer_devices * demand.pass_tokens)
     return replace(
         costs,
         update_seconds=models * costs.update_seconds,

@@ -137,7 +137,9 @@ def _critic(
     shard_critic(critic, ranks)
     return CriticTrainer(
         critic,
-        Optimiser(critic.learned(), settings.optimiser, total_steps=total_steps, norm=ranks.norm),
+        Optimiser(
+            critic.learned(), settings.critic_optimiser, total_steps=total_steps, norm=ranks.norm
+        ),
         settings=settings.optimiser,
         micro_batch_tokens=settings.micro_batch_tokens,
         ranks=ranks,

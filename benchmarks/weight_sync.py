@@ -1,13 +1,13 @@
-"""How long weights take from the trainer to the rollout workers, by each of the three ways.
+"""How long weights take from the trainer to the rollout workers, by each of the three transports.
 
-    python benchmarks/hand_over.py                            64 and 512 MB, 2 workers
-    python benchmarks/hand_over.py --megabytes 64 --repeats 9 --json hand_over.json
+    python benchmarks/weight_sync.py                            64 and 512 MB, 2 workers
+    python benchmarks/weight_sync.py --megabytes 64 --repeats 9 --json weight_sync.json
 
-Fleet, workers and Ray are the real ones; in place of an engine there is one that only copies the
-weights into tensors of its own, as engines do. The trainer is in the process of the controller, as
-without ranks. The ways take turns, so that noise hits all of them. The first hand-over by each way
-is not counted: it forms the group, and warms the object store. All seconds are measured, on one
-machine, where workers read the object store and files from its memory; a network is not in them.
+Worker pool, workers and Ray are the real ones; in place of an engine there is one that only copies
+the weights into tensors of its own, as engines do. The trainer is in the process of the controller,
+as without ranks. The transports take turns, so that noise hits all of them. The first sync by each
+is not counted: it forms the process group, and warms the object store. All seconds are measured, on
+one machine, where workers read the object store and files from its memory; no network is in them.
 """
 
 from __future__ import annotations
@@ -28,31 +28,29 @@ from typing import get_args
 import torch
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.fleet import Fleet
-from sortedrl.cluster.placement import Placement, blueprint
-from sortedrl.cluster.weight_sync import HandOver
-from sortedrl.cluster.worker import SimulatedRecipe
-from sortedrl.config.cluster import Cluster, HandOverWay
+from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.weight_sync import SyncReport
+from sortedrl.cluster.weight_transport import LocalSource
+from sortedrl.cluster.worker_pool import WorkerPool
+from sortedrl.config.cluster import Cluster, WeightTransport
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.types import Weights
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from simulated_worker import SimulatedFactory
 
 _MEGABYTE = 1 << 20
 _TENSOR_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyingRecipe:
+class CopyingFactory:
     """An engine that has weights, and writes nothing."""
-
-    @property
-    def has_weights(self) -> bool:
-        """It is given them."""
-        return True
 
     def engine(self) -> RolloutEngine:
         """A simulated engine with tensors of its own."""
         torch.set_num_threads(1)
-        engine = SimulatedRecipe(slots=1, max_tokens=1).engine()
+        engine = SimulatedFactory(slots=1, max_tokens=1).engine()
         own: dict[str, torch.Tensor] = {}
         take_over = engine.load_weights
 
@@ -70,15 +68,15 @@ class CopyingRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The hand-overs of one size by one way."""
+    """The weight syncs of one size by one transport."""
 
     megabytes: int
-    way: HandOverWay
+    transport: WeightTransport
     buckets: int
-    samples: Sequence[HandOver]
+    samples: Sequence[SyncReport]
 
     def seconds(self, field: str) -> list[float]:
-        """One of the times, of all hand-overs."""
+        """One of the times, of all syncs."""
         return [asdict(sample)[field] for sample in self.samples]
 
 
@@ -90,52 +88,58 @@ def weights_of(megabytes: int) -> Mapping[str, torch.Tensor]:
 
 
 @contextmanager
-def fleet_of(cluster: Cluster, folder: Path, told: list[HandOver]) -> Iterator[Fleet]:
-    """Workers that take weights by one way."""
+def pool_of(cluster: Cluster, folder: Path, reports: list[SyncReport]) -> Iterator[WorkerPool]:
+    """Workers that receive weights by one transport."""
 
-    def warn(words: str) -> None:
-        raise SystemExit(f"a way failed, so nothing is compared: {words}")
+    def refuse(words: str) -> None:
+        raise SystemExit(f"a transport failed, so nothing is compared: {words}")
 
-    placement = Placement(blueprint(cluster), seconds=cluster.start_seconds)
-    fleet = Fleet(
+    placement = BundlePlacement(blueprint(cluster), seconds=cluster.start_seconds)
+    pool = WorkerPool(
         cluster,
-        CopyingRecipe(),
+        CopyingFactory(),
         placement=placement,
-        warn=warn,
-        report=told.append,
-        hand_over_folder=folder,
+        source=LocalSource(),
+        tell=refuse,
+        report=reports.append,
+        weight_sync_folder=folder,
     )
     try:
-        yield fleet
+        yield pool
     finally:
-        fleet.close()
+        pool.close()
         placement.remove()
 
 
 def measured(cluster: Cluster, sizes: Sequence[int], *, repeats: int) -> list[Result]:
-    """All ways and sizes; the ways take turns."""
+    """All transports and sizes; the transports take turns."""
     results = []
     version = 0
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        told: list[HandOver] = []
-        fleets = {
-            way: opened.enter_context(fleet_of(replace(cluster, hand_over=way), folder, told))
-            for way in get_args(HandOverWay)
+        reports: list[SyncReport] = []
+        pools = {
+            transport: opened.enter_context(
+                pool_of(replace(cluster, weight_sync=transport), folder, reports)
+            )
+            for transport in get_args(WeightTransport)
         }
         for megabytes in sizes:
             tensors = weights_of(megabytes)
-            taken: dict[HandOverWay, list[HandOver]] = {way: [] for way in fleets}
+            taken: dict[WeightTransport, list[SyncReport]] = {name: [] for name in pools}
             for _ in range(1 + repeats):
                 version += 1
-                for way, fleet in fleets.items():
-                    fleet.pool.load_weights(Weights(version, tensors))
-                    taken[way].append(told[-1])
+                for transport, pool in pools.items():
+                    pool.load_weights(Weights(version, tensors))
+                    taken[transport].append(reports[-1])
             results += [
                 Result(
-                    megabytes=megabytes, way=way, buckets=samples[0].buckets, samples=samples[1:]
+                    megabytes=megabytes,
+                    transport=transport,
+                    buckets=samples[0].buckets,
+                    samples=samples[1:],
                 )
-                for way, samples in taken.items()
+                for transport, samples in taken.items()
             ]
     return results
 
@@ -143,12 +147,12 @@ def measured(cluster: Cluster, sizes: Sequence[int], *, repeats: int) -> list[Re
 def table(results: Sequence[Result]) -> str:
     """Medians, with the fastest and the slowest; the rate is that of one copy of the weights."""
     lines = [
-        "   MB  way      buckets  seconds in all        source  worker: fetch   load     MB/s",
+        "   MB  transport buckets  seconds in all        source  worker: fetch   load     MB/s",
     ]
     for result in results:
         every = result.seconds("seconds")
         lines.append(
-            f"{result.megabytes:5d}  {result.way:8s} {result.buckets:6d}  "
+            f"{result.megabytes:5d}  {result.transport:9s} {result.buckets:7d}  "
             f"{median(every):6.3f} ({min(every):.3f} to {max(every):.3f})  "
             f"{median(result.seconds('put_seconds')):6.3f}         "
             f"{median(result.seconds('fetch_seconds')):6.3f} "
@@ -175,15 +179,15 @@ def main() -> None:
         # Two copies: the next weights are put before Ray has let go of the last ones.
         object_store_gib=max(0.25, 3 * max(given.megabytes) / 1024),
     )
-    # Workers import the recipe of this file, and know its folder only from the environment.
+    # Workers import the factory of this file, and know its folder only from the environment.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # Room for the workers of all three ways.
+    # Room for the workers of all three transports.
     with connected(replace(cluster, rollout_workers=3 * given.workers), tell=print):
-        import hand_over
+        import weight_sync
 
-        results = hand_over.measured(cluster, given.megabytes, repeats=given.repeats)
+        results = weight_sync.measured(cluster, given.megabytes, repeats=given.repeats)
     print(
-        f"{given.workers} workers, {given.repeats} hand-overs each, {os.cpu_count()} CPUs, torch "
+        f"{given.workers} workers, {given.repeats} weight syncs each, {os.cpu_count()} CPUs, torch "
         f"{torch.__version__}, python {platform.python_version()}; median (fastest to slowest)"
     )
     print(table(results))

@@ -1,0 +1,347 @@
+"""All rollout workers of a run as one engine: lost workers are replaced, new ones join.
+
+A worker that dies is left out at once, and another one continues its answers. At a weight sync,
+when nothing runs, a new worker is started in the bundle of a lost one, which Ray moves if the node
+is gone, and more join up to `cluster.max_rollout_workers`. A new worker has the present weights
+before it joins. If the cluster has no room the run continues with the workers it has, and asks
+again at the next sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, joining
+from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine
+from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
+from sortedrl.cluster.weight_transport import WeightSource
+from sortedrl.cluster.worker import EngineFactory, LogFolder, RolloutWorker, WorkerInfo
+from sortedrl.config.cluster import Cluster
+from sortedrl.engines.pool import EnginePool
+from sortedrl.engines.sampling import RequestLimits, Sampling
+from sortedrl.errors import EngineError, EngineLost
+from sortedrl.types import Step, Trajectory, Weights
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+
+# A remote engine times out itself, before the pool does.
+_POOL_TIMEOUT_FACTOR = 1.25
+# The run waits meanwhile.
+_JOIN_SECONDS = 30.0
+_LOOK_SECONDS = 0.5
+# Ray's own threads in a worker that hangs use far less of the CPU.
+_PROGRESS_SHARE = 0.02
+# What is free may be in pieces on several machines, none of which has room for a worker.
+_GROW_SECONDS = 10.0
+_MOST_SKIPPED_SYNCS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """The bundle of a worker."""
+
+    claim: Claim
+    placement: BundlePlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Starting:
+    """A worker that makes its engine."""
+
+    number: int
+    actor: Actor
+    info: ObjectRef[WorkerInfo]
+
+
+class WorkerPool:
+    """The engine of a run over its rollout workers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        factory: EngineFactory,
+        *,
+        placement: BundlePlacement,
+        source: WeightSource | None,
+        tell: Callable[[str], None],
+        report: Callable[[SyncReport], None],
+        log_folder: Path | None = None,
+        weight_sync_folder: Path | None = None,
+        spare: int = 0,
+    ) -> None:
+        """Start the workers in their bundles, and wait until each has its engine.
+
+        New weights come from `source`; engines without weights have none. Weights on disk go to
+        `weight_sync_folder`, which all machines must see; without one, disk is not used. `report`
+        gets each weight sync. `spare` is that of the pool.
+        """
+        self._cluster = cluster
+        self._factory = factory
+        self._tell = tell
+        self._logs = None if log_folder is None else LogFolder.opened(log_folder)
+        self._weight_sync = WeightSync(
+            source,
+            report,
+            warn=tell,
+            transports=transports_from(cluster.weight_sync),
+            folder=weight_sync_folder,
+            timeout_seconds=cluster.worker_timeout_seconds,
+        )
+        self._places: list[_Place] = []
+        """By the number of a worker."""
+        self._replaced: set[int] = set()
+        """Workers that were lost, and replaced."""
+        self._own_placements: list[BundlePlacement] = []
+        self._complaint: str | None = None
+        self._num_refusals = self._syncs_to_skip = 0
+        with ExitStack() as opened:
+            starting = []
+            for claim in placement.blueprint.workers:
+                starting.append(self._start(_Place(claim=claim, placement=placement)))
+                opened.callback(ray.kill, starting[-1].actor)
+            self.workers = [self._engine(worker) for worker in starting]
+            opened.pop_all()
+        self._pool = EnginePool(
+            self.workers,
+            warn=tell,
+            names=[_name(worker.number) for worker in self.workers],
+            queue_depth=spare,
+            timeout_seconds=_POOL_TIMEOUT_FACTOR * cluster.worker_timeout_seconds,
+        )
+
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        return self._pool.name
+
+    @property
+    def slots(self) -> int:
+        """Answers that all living workers write at the same time."""
+        return self._pool.slots
+
+    @property
+    def version(self) -> int:
+        """Version of the weights it writes with."""
+        return self._pool.version
+
+    @property
+    def lost(self) -> list[RemoteEngine]:
+        """Workers that stopped answering and were not replaced yet."""
+        return [w for w in self.workers if w.is_lost and w.number not in self._replaced]
+
+    @property
+    def request_limits(self) -> Sequence[RequestLimits]:
+        """Those of all live workers."""
+        return self._pool.request_limits
+
+    def submit(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        tolerance: float | None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """Queue work, in order of priority."""
+        self._pool.submit(trajectories, tolerance=tolerance, sampling=sampling)
+
+    def step(self) -> Step:
+        """Work until at least one token was written or an answer is complete."""
+        return self._pool.step()
+
+    def interrupt(self) -> Sequence[Trajectory]:
+        """Stop, and give back every unfinished trajectory with its tokens so far."""
+        return self._pool.interrupt()
+
+    def load_weights(self, weights: Weights) -> None:
+        """Push these weights to all workers, and replace or add workers as far as there is room."""
+        self._weight_sync.push(weights, [w for w in self.workers if not w.is_lost])
+        # Whoever was lost in the push is left out of the pool here.
+        self._pool.load_weights(weights)
+        known = len(self.workers)
+        try:
+            for worker in self.lost:
+                _require_node(self._places[worker.number].placement)
+                self._join(self._places[worker.number], weights)
+                self._replaced.add(worker.number)
+            if self._syncs_to_skip:
+                self._syncs_to_skip -= 1
+            else:
+                self._grow(weights)
+                self._complaint = None
+        except EngineError as error:
+            self._complain(str(error))
+        for worker in self.workers[known:]:
+            self._tell(f"{worker.name} has joined: {self.slots} slots now")
+
+    def release(self) -> None:
+        """Have all workers release the memory that only decoding needs; nothing is running."""
+        for worker in self.workers:
+            if not worker.is_lost:
+                # Whoever is lost now is left out when work comes.
+                with suppress(EngineLost):
+                    worker.release()
+
+    def close(self) -> None:
+        """End all workers; the placement that was given stays."""
+        try:
+            self._pool.close()
+        finally:
+            self._weight_sync.close()
+            while self._own_placements:
+                self._own_placements.pop().remove()
+
+    def _grow(self, weights: Weights) -> None:
+        """Add workers while there is room; where one fits nowhere, ask less and less often."""
+        while self._may_grow:
+            try:
+                self._add(weights)
+            except EngineError:
+                self._num_refusals += 1
+                self._syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self._num_refusals)
+                raise
+            self._num_refusals = 0
+
+    @property
+    def _may_grow(self) -> bool:
+        living = sum(not worker.is_lost for worker in self.workers)
+        if living >= self._cluster.max_workers:
+            return False
+        free, wanted = free_resources(), joining(self._cluster).total
+        return all(free.get(name, 0.0) >= amount for name, amount in wanted.items())
+
+    def _add(self, weights: Weights) -> None:
+        """Start one more worker, in a bundle of its own."""
+        placement = BundlePlacement(joining(self._cluster), seconds=_GROW_SECONDS)
+        with ExitStack() as opened:
+            opened.callback(placement.remove)
+            self._join(_Place(claim=placement.blueprint.workers[0], placement=placement), weights)
+            opened.pop_all()
+        self._own_placements.append(placement)
+
+    def _join(self, place: _Place, weights: Weights) -> None:
+        """Start a worker there, and have it join the others with the present weights."""
+        starting = self._start(place)
+        with ExitStack() as opened:
+            opened.callback(ray.kill, starting.actor)
+            _require_placed(starting, place.placement)
+            worker = self._engine(starting)
+            if worker.version != weights.version:
+                worker.load_weights(weights)
+            self._pool.add(worker, name=_name(worker.number))
+            opened.pop_all()
+        self.workers.append(worker)
+
+    def _complain(self, words: str) -> None:
+        """Say it once, not at every sync."""
+        if words != self._complaint:
+            self._tell(words)
+        self._complaint = words
+
+    def _start(self, place: _Place) -> _Starting:
+        number = len(self._places)
+        self._places.append(place)
+        # Ray's types know the bare decorator only.
+        remote: Any = ray.remote
+        actor: Actor = (
+            remote(concurrency_groups={BESIDE: 1})(RolloutWorker)
+            .options(
+                num_cpus=place.claim.cpus,
+                num_gpus=place.claim.gpus,
+                max_restarts=0,
+                scheduling_strategy=place.placement.strategy(place.claim),
+            )
+            .remote(
+                _name(number),
+                has_gpu=place.claim.gpus > 0,
+                poll_seconds=self._cluster.poll_seconds,
+                logs=self._logs,
+            )
+        )
+        return _Starting(number=number, actor=actor, info=actor.open.remote(self._factory))
+
+    def _engine(self, starting: _Starting) -> RemoteEngine:
+        quiet_seconds = self._cluster.start_seconds
+        try:
+            info = _opened(starting, quiet_seconds=quiet_seconds)
+        except RayTaskError as error:
+            raise EngineError(
+                f"rollout worker {starting.number} could not make its engine: {error.cause}"
+            ) from error
+        except RayError as error:
+            raise EngineError(
+                f"rollout worker {starting.number} did not start: {error}; see sortedrl cluster "
+                "check, or raise cluster.start_seconds"
+            ) from error
+        return RemoteEngine(
+            starting.actor,
+            info,
+            number=starting.number,
+            weight_sync=self._weight_sync,
+            timeout_seconds=self._cluster.worker_timeout_seconds,
+            logs=self._logs,
+        )
+
+
+def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
+    """What a worker says once it has its engine, however long that takes while it makes progress.
+
+    Raises `GetTimeoutError` if it has hardly used the CPU for `quiet_seconds`: on a busy machine,
+    loading a model takes many times as long as on an idle one.
+    """
+    until, used = monotonic() + quiet_seconds, 0.0
+    while True:
+        try:
+            return ray.get(starting.info, timeout=_LOOK_SECONDS)
+        except GetTimeoutError:
+            with suppress(GetTimeoutError):
+                call = starting.actor.cpu_seconds.options(concurrency_group=BESIDE).remote()
+                now = ray.get(call, timeout=_LOOK_SECONDS)
+                if now - used >= _PROGRESS_SHARE * quiet_seconds:
+                    until, used = monotonic() + quiet_seconds, now
+            if monotonic() >= until:
+                raise
+
+
+def _require_node(placement: BundlePlacement) -> None:
+    """Refuse to wait for a bundle that has no node any more."""
+    if not placement.is_whole:
+        raise EngineError(
+            "a rollout worker that was lost cannot be replaced now: its machine is gone, and no "
+            "other has room; the run continues with the workers it has, and a machine that joins "
+            "the cluster is used from the next weight sync on"
+        )
+
+
+def _require_placed(starting: _Starting, placement: BundlePlacement) -> None:
+    """Wait until a worker has its process; it takes Ray some seconds to miss a node."""
+    ready = starting.actor.__ray_ready__.remote()
+    until = monotonic() + _JOIN_SECONDS
+    reason = "it does not start"
+    while monotonic() < until:
+        try:
+            ray.get(ready, timeout=_LOOK_SECONDS)
+        except GetTimeoutError:
+            _require_node(placement)
+        except RayError as error:
+            reason, until = str(error).strip().rpartition("\n")[2], 0.0
+        else:
+            return
+    raise EngineError(
+        f"rollout worker {starting.number} must be placed within {_JOIN_SECONDS:g} s, but the "
+        f"cluster has no room for it now ({reason}); the run continues without it"
+    )
+
+
+def _name(number: int) -> str:
+    """What a worker is called in messages, and its log."""
+    return f"rollout-{number}"

@@ -1,0 +1,163 @@
+"""What follows from other settings where it is not chosen: siblings, sizes, threads.
+
+A name such as `schedule.slots` is chosen where a file, a flag or an argument gives it. What is
+chosen is never changed; what is left open follows
+
+    the algorithm   one that compares the answers to a prompt draws 8 of them and harvests prompts
+    the data        an update takes an eighth of the prompts (a power of two), at most 128 answers,
+                    at least 8 answers, or all of them where there are fewer
+                    a group has four updates, so tokens are at most three versions old
+                    the slots are as many as an update has answers
+    the machine     one thread per core that no reward worker needs
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from sortedrl.config.algorithm import Algorithm, AlgorithmName
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import TrainSettings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SIBLINGS = 8
+"""Answers to a prompt, where the algorithm compares them and their number is left open."""
+_UPDATES_PER_EPOCH = 8
+_UPDATES_PER_GROUP = 4
+_LEAST_ANSWERS = 8
+_GROUP, _BATCH, _SLOTS = "schedule.group_prompts", "schedule.update_batch", "engine.slots"
+SIZES = (_GROUP, _BATCH, _SLOTS)
+"""What follows from the number of rows."""
+
+Chosen = frozenset[str]
+"""Names of the settings that somebody chose, such as `schedule.mode`."""
+
+
+def names_in(tables: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """The names of all settings in the tables of a file.
+
+    >>> sorted(names_in({"seed": 1, "schedule": {"mode": "coupled"}}))
+    ['schedule.mode', 'seed']
+    """
+    for name, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from names_in(value, f"{section}{name}.")
+        else:
+            yield section + name
+
+
+def changed_names(settings: DataclassInstance) -> Chosen:
+    """The settings that are not as by default: what counts as chosen in settings made in Python."""
+    default = asdict(type(settings)())
+    return frozenset(_different(asdict(settings), default))
+
+
+def _different(
+    values: Mapping[str, Any], default: Mapping[str, Any], section: str = ""
+) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _different(value, default[name], f"{section}{name}.")
+        elif value != default[name]:
+            yield section + name
+
+
+def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) -> dict[str, Any]:
+    """The tables with what an algorithm that compares siblings needs and nobody chose.
+
+    >>> with_siblings({"algorithm": {"name": "grpo"}})["schedule"]
+    {'samples_per_prompt': 8, 'harvest_unit': 'prompt'}
+    """
+    algorithm: Any = tables.get("algorithm", {})
+    schedule: Any = tables.get("schedule", {})
+    # What is no section or no name is refused where the tables become settings.
+    name: Any = algorithm.get("name") if isinstance(algorithm, Mapping) else None
+    is_known = isinstance(schedule, Mapping) and name in get_args(AlgorithmName)
+    if not is_known or not Algorithm(name=name).needs_siblings:
+        return dict(tables)
+    implied: dict[str, Any] = {"samples_per_prompt": SIBLINGS, "harvest_unit": "prompt"}
+    missing = {key: value for key, value in implied.items() if f"schedule.{key}" not in chosen}
+    return {**tables, "schedule": {**missing, **schedule}}
+
+
+def sized(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> TrainSettings:
+    """The settings with sizes that suit the number of rows, where they are left open.
+
+    >>> settings = sized(TrainSettings(), num_rows=64, chosen=frozenset())
+    >>> settings.schedule.group_prompts, settings.schedule.update_batch, settings.engine.slots
+    (32, 8, 8)
+    """
+    schedule, samples = settings.schedule, settings.schedule.samples_per_prompt
+    batch = schedule.update_batch
+    if _BATCH not in chosen:
+        prompts = _update_prompts(num_rows, samples=samples)
+        batch = prompts * samples
+        if _GROUP in chosen:
+            batch = min(batch, schedule.group_trajectories)
+    group = schedule.group_prompts
+    if _GROUP not in chosen:
+        group = max(-(-batch // samples), min(num_rows, _UPDATES_PER_GROUP * batch // samples))
+    slots = settings.engine.slots
+    # The engines of a cluster share the slots evenly, so it names them itself.
+    if _SLOTS not in chosen and not settings.cluster.is_used:
+        most = EngineSettings().slots
+        slots = min(most, max(batch, group * samples // _UPDATES_PER_GROUP))
+    return replace(
+        settings,
+        schedule=replace(schedule, group_prompts=group, update_batch=batch),
+        engine=replace(settings.engine, slots=slots),
+    )
+
+
+def _update_prompts(num_rows: int, *, samples: int) -> int:
+    """Prompts of an update: a power of two, unless all rows are too few for the least update."""
+    most = max(1, Schedule().update_batch // samples)
+    least = min(num_rows, -(-_LEAST_ANSWERS // samples))
+    eighth = max(1, num_rows // _UPDATES_PER_EPOCH)
+    return max(least, min(most, 1 << (eighth.bit_length() - 1)))
+
+
+def size_line(settings: TrainSettings, *, num_rows: int, chosen: Chosen) -> str | None:
+    """What was derived from the data, in one line; `None` where everything was chosen."""
+    values = {
+        _GROUP: settings.schedule.group_prompts,
+        _BATCH: settings.schedule.update_batch,
+        _SLOTS: settings.engine.slots,
+    }
+    derived = [f"{name} = {values[name]}" for name in SIZES if name not in chosen]
+    if not derived:
+        return None
+    samples = settings.schedule.samples_per_prompt
+    answers = "1 answer" if samples == 1 else f"{samples} answers"
+    return f"for {num_rows:,} rows with {answers} each: {', '.join(derived)} (set them to change)"
+
+
+def threads_for(*, cores: int, workers: int) -> int:
+    """CPU threads of a run: a core for each, and none that a reward worker needs.
+
+    Threads that share a core wait for each other at the end of every operation, which costs far
+    more than a second thread brings.
+
+    >>> [threads_for(cores=cores, workers=workers) for cores, workers in ((2, 2), (8, 4), (64, 8))]
+    [1, 4, 56]
+    """
+    return max(1, cores - workers)
+
+
+def cpu_limit() -> int:
+    """Cores that this process may use: those of its affinity, at most what its container has."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no container, or no limit ("max")
+        return cores

@@ -1,0 +1,1 @@
+"""SortedRL inside other frameworks: one module for each, importable without the others."""

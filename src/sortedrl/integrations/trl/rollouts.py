@@ -1,0 +1,317 @@
+"""The rollouts of one rank: scheduler, engine, prompts and logs, and their state in a checkpoint.
+
+    checkpoint-N/trainer_state.json         TRL's, written last
+    checkpoint-N/sortedrl/rank-R.json       version, position, journal, lengths of the logs
+    checkpoint-N/sortedrl/rank-R.buffer     every answer that is not trained yet
+
+A checkpoint is complete when it has all of these; only complete ones are resumed. Nothing runs
+while it is written. Neither torch nor TRL is needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sortedrl.config.schedule import Schedule
+from sortedrl.core.buffer import Buffer
+from sortedrl.core.buffer_file import load_buffer, save_buffer
+from sortedrl.core.clock import WallClock
+from sortedrl.core.events import Event, EventFile, Finish, Interrupt, Start, Update, read_events
+from sortedrl.core.files import refuse_foreign, write_whole
+from sortedrl.core.logs import MetricsFile, Value
+from sortedrl.core.meter import Meter
+from sortedrl.core.metrics import numbers
+from sortedrl.core.recorder import Journal, JournalState
+from sortedrl.core.scheduler import Scheduler
+from sortedrl.engines.generation import RolloutEngine
+from sortedrl.errors import CheckpointError, ConfigError
+from sortedrl.integrations.trl.prompts import DatasetPrompts
+from sortedrl.simulate.survival import Stretch, written_lengths
+from sortedrl.types import Key, TrainBatch, Trajectory
+
+_FOLDER = "sortedrl"
+_FORMAT = 1
+_WINDOW = 4096
+
+
+class LengthWindow:
+    """Lengths trained on, over the lengths the policy writes; of the last few thousand answers."""
+
+    def __init__(self) -> None:
+        """Nothing seen yet."""
+        self._attempts: dict[Key, int] = {}
+        self._last: dict[Key, Stretch] = {}
+        self._seen: deque[Stretch] = deque(maxlen=_WINDOW)
+        self._trained: deque[int] = deque(maxlen=_WINDOW)
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, Start):
+            key = (event.prompt, event.sample)
+            if self._attempts.get(key, event.attempt) != event.attempt and key in self._last:
+                self._seen.append(self._last.pop(key))
+            self._attempts[key] = event.attempt
+        elif isinstance(event, Finish | Interrupt):
+            key = (event.prompt, event.sample)
+            is_first = self._attempts[key] == 0
+            self._last[key] = Stretch(0, event.tokens, isinstance(event, Finish), is_first)
+        elif isinstance(event, Update):
+            for trained in event.trained:
+                key = (trained.prompt, trained.sample)
+                del self._attempts[key]
+                self._seen.append(self._last.pop(key))
+                self._trained.append(trained.tokens)
+
+    @property
+    def bias(self) -> float:
+        """Mean length trained on over mean length written; NaN where nothing is known."""
+        seen = [s for s in (*self._seen, *self._last.values()) if s.exit > s.entry]
+        if not seen or not self._trained:
+            return math.nan
+        return sum(self._trained) / len(self._trained) / written_lengths(seen).mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank this is, and where it writes."""
+
+    folder: Path
+    rank: int
+    world: int
+
+    @property
+    def events(self) -> Path:
+        """Everything that happened on this rank; that of rank 0 is what `sortedrl report` reads."""
+        name = "events.jsonl" if self.rank == 0 else f"events-rank-{self.rank}.jsonl"
+        return self.folder / name
+
+    @property
+    def metrics(self) -> Path | None:
+        """One line of numbers for each update."""
+        return self.folder / "metrics.jsonl" if self.rank == 0 else None
+
+    def state(self, checkpoint: Path, rank: int | None = None) -> Path:
+        """The state of a rank in a checkpoint; its buffer lies beside it."""
+        return checkpoint / _FOLDER / f"rank-{self.rank if rank is None else rank}.json"
+
+    def is_complete(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint has TRL's state, which is written last, and that of every rank."""
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return all(self.state(checkpoint, rank).is_file() for rank in range(self.world))
+
+    def newest_checkpoint(self) -> Path:
+        """The newest complete checkpoint; half-written ones of a killed run do not count."""
+        found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+        for path in sorted(found, key=lambda path: int(path.name[11:]), reverse=True):
+            if self.is_complete(path):
+                return path
+        raise CheckpointError(
+            f"{self.folder} holds no complete checkpoint of SortedGRPOTrainer with {self.world} "
+            "processes; train without resume_from_checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a checkpoint says about one rank."""
+
+    path: Path
+    state: Mapping[str, Any]
+    buffer: Buffer
+
+    @classmethod
+    def read(cls, path: Path) -> Saved:
+        """The state at this path, with the buffer beside it."""
+        try:
+            state = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} must hold the state of this rank, but cannot be read ({error}); resume a "
+                "checkpoint that SortedGRPOTrainer saved with as many processes, or start a new "
+                "run with its folder as the model"
+            ) from error
+        buffer = Buffer.from_state(load_buffer(path.with_suffix(".buffer")))
+        return cls(path=path, state=state, buffer=buffer)
+
+    def refuse_others(self, own: Mapping[str, object]) -> None:
+        """Refuse settings under which this would be another run."""
+        for name, value in own.items():
+            if self.state[name] != value:
+                raise CheckpointError(
+                    f"a run is resumed with the settings it was saved under; {name} was "
+                    f"{self.state[name]!r}, is {value!r}; set it back, or start a new run with "
+                    f"the model {self.path.parent.parent}"
+                )
+
+
+class Rollouts:
+    """The scheduler of one rank with its engine, prompts and logs, from the first step on."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        engine: RolloutEngine,
+        prompts: DatasetPrompts,
+        place: RankPlace,
+        submit: Callable[[Sequence[Trajectory], float | None], None],
+        sync: Callable[[int], None],
+        seed: int,
+        saved: Saved | None = None,
+        is_cut: bool = False,
+    ) -> None:
+        """Begin a run, or continue the saved one; `is_cut`: in the middle of a batch.
+
+        `sync` gives the engine the present weights under a version, where it does not have them.
+        """
+        self.prompts = prompts
+        self._engine, self._submit, self._sync = engine, submit, sync
+        self._place, self._seed, self._schedule = place, seed, schedule
+        self.meter, self._lengths = Meter(), LengthWindow()
+        kept = {"events": None, "metrics": None} if saved is None else saved.state["bytes"]
+        if saved is None:
+            for path in filter(None, (place.events, place.metrics)):
+                refuse_foreign(path, mark=b'"begin"' if path == place.events else b'"update"')
+        else:
+            EventFile(place.events, keep_bytes=kept["events"]).close()
+            for event in read_events(place.events):
+                self.meter(event)
+                self._lengths(event)
+        self._events = EventFile(place.events, keep_bytes=kept["events"], is_watched=True)
+        metrics = place.metrics
+        self._metrics = None
+        if metrics is not None:
+            self._metrics = MetricsFile(metrics, keep_bytes=kept["metrics"])
+        state = None if saved is None else JournalState.from_json(saved.state["journal"])
+        self.clock = WallClock(start=0.0 if state is None else state.seconds)
+        self._journal = Journal(self._record, clock=self.clock, state=state)
+        self.scheduler = Scheduler(
+            prompts,
+            slots=engine.slots,
+            schedule=schedule,
+            seed=seed,
+            buffer=None if saved is None else saved.buffer,
+            journal=self._journal,
+            version=0 if saved is None else saved.state["version"],
+        )
+        self._is_resumed = saved is not None
+        if saved is None:
+            self.scheduler.begin(version=0)
+        else:
+            self._journal.resumed(self.scheduler.version)
+            if schedule.splits_rollouts or is_cut:
+                self.scheduler.cut_batches()
+
+    def next_batch(self) -> TrainBatch:
+        """The next update batch, siblings side by side; rolls out until there is one."""
+        while (batch := self.scheduler.batch()) is None:
+            if self.scheduler.done:
+                raise ConfigError(
+                    "every prompt is trained, but TRL asks for another generation batch; start "
+                    "a new run, or resume with more num_train_epochs or max_steps"
+                )
+            self._roll_out()
+        return TrainBatch(batch.version, tuple(sorted(batch.trajectories, key=lambda t: t.key)))
+
+    def scored(self, batch: TrainBatch, rewards: Sequence[float | None]) -> None:
+        """TRL has scored the answers of this batch."""
+        pairs = zip(batch.trajectories, rewards, strict=True)
+        self._journal.scored([replace(answer, reward=reward) for answer, reward in pairs])
+
+    def trained(self, *, update: int, rewards: Sequence[float | None]) -> dict[str, float]:
+        """TRL's optimiser step on the last batch is done; gives the numbers of its window."""
+        self.scheduler.weights_changed()
+        figures, run = self.meter.window(), self.meter.run
+        known = [reward for reward in rewards if reward is not None]
+        row: dict[str, Value] = {
+            "update": update,
+            "version": self.scheduler.version,
+            "total/seconds": self.clock.seconds(),
+            "total/samples": run.trajectories,
+            "total/trained_tokens": run.ledger.trained,
+            "total/decoded_tokens": run.ledger.decoded,
+            **{f"rollout/{name}": value for name, value in numbers(figures).items()},
+            "reward/mean": sum(known) / len(known) if known else None,
+        }
+        if self._metrics is not None:
+            self._metrics(row)
+        return {**numbers(figures), "length_bias": self._lengths.bias}
+
+    def save(self, checkpoint: Path) -> None:
+        """Write buffer, journal and position into a checkpoint's folder."""
+        path = self._place.state(checkpoint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_buffer(self.scheduler.buffer.state(), path.with_suffix(".buffer"))
+        metrics = self._metrics
+        state = {
+            **self.identity,
+            "version": self.scheduler.version,
+            "position": self.prompts.position,
+            "journal": self._journal.state().to_json(),
+            "bytes": {
+                "events": self._events.sync(),
+                "metrics": None if metrics is None else metrics.sync(),
+            },
+        }
+        write_whole(path, json.dumps(state).encode())
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What a resumed run must find again."""
+        return identity_of(self._schedule, self.prompts, self._place, seed=self._seed)
+
+    def close(self) -> None:
+        """Close the logs; after the last checkpoint, which a longer run may resume."""
+        if self.scheduler.done:
+            self.scheduler.end_round()
+            self._journal.ended(self.scheduler.buffer)
+        self._events.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _record(self, event: Event) -> None:
+        self._events(event)
+        self.meter(event)
+        self._lengths(event)
+
+    def _roll_out(self) -> None:
+        scheduler, tolerance = self.scheduler, self.scheduler.controller.mode.tolerance
+        if self._is_resumed:
+            scheduler.end_round()
+            self._is_resumed = False
+        self._journal.mark()
+        self._sync(scheduler.version)
+        if self._journal.version != scheduler.version:
+            self._journal.synced(scheduler.version)
+        scheduler.begin_round()
+        while not scheduler.should_harvest:
+            scheduler.slots = self._engine.slots
+            self._submit(scheduler.to_start(), tolerance)
+            if scheduler.num_running:
+                step = self._engine.step()
+                self._journal.stepped(step)
+                for trajectory in step.finished:
+                    scheduler.finished(trajectory)
+        scheduler.interrupted(self._engine.interrupt() if scheduler.num_running else ())
+
+
+def identity_of(
+    schedule: Schedule, prompts: DatasetPrompts, place: RankPlace, *, seed: int
+) -> dict[str, object]:
+    """What makes two runs the same one: format, ranks, seed, schedule and data."""
+    return {
+        "format": _FORMAT,
+        "world": place.world,
+        "seed": seed,
+        "schedule": json.loads(json.dumps(asdict(schedule))),
+        "data": prompts.fingerprint,
+    }

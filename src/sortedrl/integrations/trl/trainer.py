@@ -1,0 +1,467 @@
+"""TRL's `GRPOTrainer` on SortedRL's schedule: we generate the answers, everything else is TRL's.
+
+    TRL's loader     only counts the steps; prompts come from the same dataset, in our order
+    _prepare_inputs  a generation batch is due: roll out until one is complete, and hand it over
+    TRL              rewards, advantages, loss, optimiser step, logging
+    on_step_end      the batch is trained, the weights have changed
+    checkpoint       buffer, journal and position in the data lie beside TRL's own files
+
+Nothing of TRL is patched. A generation batch has exactly the size TRL plans its steps with, and
+nothing is generated between two steps, so a checkpoint of TRL's is complete with our files in it.
+With several ranks, each schedules every n-th prompt on its own copy of the model, and all of them
+reach a batch of the same size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from sortedrl.config.checks import require
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.toml import toml_text
+from sortedrl.core.clock import WallClock
+from sortedrl.core.files import write_whole
+from sortedrl.core.randomness import mix
+from sortedrl.engines.generation import RolloutEngine, run_to_end
+from sortedrl.engines.native import NativeEngine
+from sortedrl.engines.streaming.backend import ServerRequirements
+from sortedrl.engines.streaming.streamed_engine import StreamedEngine
+from sortedrl.errors import ConfigError
+from sortedrl.integrations.trl.engines import (
+    base_model,
+    cache_bytes,
+    cast_copy,
+    connected_server,
+    plain_weights,
+)
+from sortedrl.integrations.trl.prompts import DatasetPrompts
+from sortedrl.integrations.trl.rollouts import RankPlace, Rollouts, Saved, identity_of
+from sortedrl.integrations.trl.settings import sampling_of, schedule_for
+from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
+
+EngineFactory = Callable[[PreTrainedModel], RolloutEngine]
+"""Makes an engine on the model whose weights it is to generate with."""
+_EVALUATION = 0x6576616C
+_SUMMED = ("goodput", "throughput", "discarded_tokens")
+_AVERAGED = ("bubble", "mean_staleness", "length_bias")
+_LARGEST = ("max_staleness",)
+
+
+class _StepEnd(TrainerCallback):
+    """Tells the trainer that TRL's optimiser step is done, before anything is logged or saved."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Called by transformers' trainer."""
+        self._ended()
+
+
+class SortedGRPOTrainer(GRPOTrainer):
+    """TRL's `GRPOTrainer` with answers from SortedRL's scheduler.
+
+    `schedule` is a `Schedule`, or only the fields to set, such as `{"mode": "coupled"}`; its sizes
+    follow from the `GRPOConfig`. The native engine generates with the weights that TRL trains, or
+    TRL's vLLM server where `use_vllm` is set; `engine` makes another one on the model. `slots` are
+    the answers that each process generates at once, by default as many as it trains per step.
+    """
+
+    _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401  as TRL has it: a name, a PreTrainedModel or a PeftModel
+        reward_funcs: Any = None,  # noqa: ANN401
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,  # noqa: ANN401
+        eval_dataset: Any = None,  # noqa: ANN401
+        processing_class: Any = None,  # noqa: ANN401
+        reward_processing_classes: Any = None,  # noqa: ANN401
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,  # noqa: ANN401
+        peft_config: Any = None,  # noqa: ANN401
+        tools: Any = None,  # noqa: ANN401
+        rollout_func: Any = None,  # noqa: ANN401
+        environment_factory: Any = None,  # noqa: ANN401
+        *,
+        schedule: Schedule | Mapping[str, object] | None = None,
+        engine: EngineFactory | None = None,
+        slots: int | None = None,
+    ) -> None:
+        """Refuse what cannot work, then make TRL's trainer."""
+        if tools or environment_factory is not None:
+            raise ConfigError(
+                "tools and environment_factory are not supported yet; use TRL's GRPOTrainer for "
+                "conversations"
+            )
+        if rollout_func is not None:
+            raise ConfigError(
+                "rollout_func and SortedRL's scheduler both generate the answers; leave "
+                "rollout_func out, or use TRL's GRPOTrainer"
+            )
+        if not isinstance(train_dataset, Dataset):
+            raise ConfigError(
+                "train_dataset must be a datasets.Dataset, whose rows can be looked up, got "
+                f"{type(train_dataset).__name__}; load it without streaming"
+            )
+        if slots is not None and (engine is not None or (args is not None and args.use_vllm)):
+            raise ConfigError(
+                "slots are those of the native engine; a vLLM server and an engine of your own "
+                f"have theirs, so leave slots out, got {slots}"
+            )
+        if args is not None:
+            schedule_for(schedule, args, world=args.world_size)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+        )
+        self.schedule = schedule_for(schedule, self.args, world=self.args.world_size)
+        self._refuse_setup()
+        self._make_engine = engine
+        self._slots = self.schedule.update_batch if slots is None else slots
+        self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
+        self._engine: RolloutEngine | None = None
+        self._shares_weights = True
+        self._synced_step: int | None = None
+        self._rollouts: Rollouts | None = None
+        self._resume_from: Path | None = None
+        self._batch = TrainBatch(0, ())
+        self._rewards: list[float | None] = []
+        self._passes = 0
+        self._is_batch_cut = False
+        self._eval_batches = 0
+        self.add_callback(_StepEnd(self._step_ended))
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,  # noqa: ANN401
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Train; `True` resumes the newest complete checkpoint in `output_dir`."""
+        place = self._place
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(place.newest_checkpoint())
+        self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._rollouts, self._buffered_inputs, self._synced_step = None, None, None
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self._rollouts is not None:
+                self._rollouts.close()
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,  # noqa: ANN401
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """TRL's evaluation with answers of our engine; every one draws from the same noise."""
+        self._eval_batches = 0
+        clock = self._rollouts.clock if self._rollouts is not None else WallClock()
+        with clock.paused():
+            metrics: dict[str, float] = super().evaluate(
+                eval_dataset, ignore_keys, metric_key_prefix
+            )
+        return metrics
+
+    # --- where TRL asks for answers ---------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:  # noqa: ANN401
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        rollouts = self._rollouts or self._open_rollouts()
+        every = self.args.steps_per_generation * self.num_iterations
+        if self._step % every == 0 or self._buffered_inputs is None:
+            self._batch = rollouts.next_batch()
+            generation_batch = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
+        return super()._prepare_inputs(generation_batch)
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,  # noqa: ANN401
+        multimodal_fields: Any,  # noqa: ANN401
+        num_generations: int,
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        if self.model.training:
+            answers: Sequence[Trajectory] = self._batch.trajectories
+            assert [list(t.prompt.tokens) for t in answers] == list(map(list, prompt_ids))
+        else:
+            answers = self._evaluated(prompt_ids)
+        return [t.tokens for t in answers], [t.logprobs for t in answers]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:  # noqa: ANN401
+        output = super()._generate_and_score_completions(inputs)
+        # With vLLM, TRL corrects for the sampling log-probabilities itself.
+        is_corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        is_stale = self.schedule.staleness_bound != 0 or self._is_batch_cut
+        if self.model.training and is_stale and not is_corrected:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
+    def _calculate_rewards(
+        self,
+        inputs: Any,  # noqa: ANN401
+        prompts: Any,  # noqa: ANN401
+        completions: Any,  # noqa: ANN401
+        completion_ids_list: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.model.training and self._rollouts is not None:
+            first = self.accelerator.process_index * len(prompts)
+            own_BF = rewards_NF[first : first + len(prompts)].cpu()
+            total_B = (own_BF * self.reward_weights).nansum(dim=1)
+            total_B[own_BF.isnan().all(dim=1)] = math.nan
+            self._rewards = [value if math.isfinite(value) else None for value in total_B.tolist()]
+            self._rollouts.scored(self._batch, self._rewards)
+        return rewards_NF
+
+    def _step_ended(self) -> None:
+        """An optimiser step is done; after the last pass over a batch the batch is trained."""
+        self._passes += 1
+        if self._passes < self.num_iterations or self._rollouts is None:
+            return
+        self._passes, self._is_batch_cut = 0, False
+        found = self._rollouts.trained(update=self.state.global_step, rewards=self._rewards)
+        names = (*_SUMMED, *_AVERAGED, *_LARGEST)
+        own = torch.tensor([found[name] for name in names], device=self.accelerator.device)
+        all_RN = self.accelerator.gather(own.float()[None])
+        for place, name in enumerate(names):
+            of_ranks = all_RN[:, place]
+            if name in _SUMMED:
+                value = of_ranks.sum()
+            else:
+                value = of_ranks.max() if name in _LARGEST else of_ranks.nanmean()
+            self._metrics["train"][f"sortedrl/{name}"].append(value.item())
+
+    # --- beginning and resuming -------------------------------------------------------------------
+
+    @property
+    def _place(self) -> RankPlace:
+        return RankPlace(
+            folder=Path(self.args.output_dir),
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+        )
+
+    def _open_rollouts(self) -> Rollouts:
+        place, schedule, seed = self._place, self.schedule, self.args.seed
+        batches, left = divmod(self.state.max_steps, self.num_iterations)
+        require(
+            left == 0,
+            f"max_steps must be a multiple of num_iterations = {self.num_iterations}, got "
+            f"{self.state.max_steps}; every generation batch is trained on that often",
+        )
+        prompts = DatasetPrompts(
+            self.train_dataset,
+            self._tokenized,
+            total=batches * schedule.update_batch // schedule.samples_per_prompt,
+            shuffle=self.shuffle_dataset,
+            seed=seed,
+            rank=place.rank,
+            world=place.world,
+        )
+        saved = None
+        if self._resume_from is not None:
+            saved = Saved.read(place.state(self._resume_from))
+            saved.refuse_others(identity_of(schedule, prompts, place, seed=seed))
+            prompts.position = saved.state["position"]
+        place.folder.mkdir(parents=True, exist_ok=True)
+        engine = self._opened_engine(prompts)
+        # TRL counts its micro-steps from 0 again after a resume.
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        self._passes = self.state.global_step % self.num_iterations
+        self._is_batch_cut = self._passes > 0
+        self._rollouts = Rollouts(
+            schedule=schedule,
+            engine=engine,
+            prompts=prompts,
+            place=place,
+            submit=self._submit,
+            sync=self._sync_engine,
+            seed=seed,
+            saved=saved,
+            is_cut=self._is_batch_cut,
+        )
+        if place.rank == 0:
+            self._write_config(place, engine)
+        return self._rollouts
+
+    def _write_config(self, place: RankPlace, engine: RolloutEngine) -> None:
+        settings = EngineSettings(slots=engine.slots, max_tokens=self.max_completion_length)
+        tables = {
+            "seed": self.args.seed,
+            "schedule": {k: v for k, v in asdict(self.schedule).items() if v is not None},
+            "engine": asdict(settings),
+        }
+        write_whole(place.folder / "config.toml", toml_text(tables).encode())
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
+        if self._rollouts is not None and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial))
+            self._rollouts.save(folder / f"checkpoint-{self.state.global_step}")
+            # TRL's trainer_state.json, written last, tells that the checkpoint is complete.
+            self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    def _refuse_setup(self) -> None:
+        if self._is_vlm:
+            raise ConfigError(
+                "SortedRL's engines generate from text alone; use TRL's GRPOTrainer for images"
+            )
+        if not self.use_vllm and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ConfigError(
+                "the native engine needs the whole model in every process, which FSDP and "
+                "DeepSpeed do not keep; use DDP, or use_vllm with vllm_mode='server'"
+            )
+        together = self.args.generation_batch_size // self.num_generations
+        require(
+            len(self.train_dataset) >= together,
+            f"train_dataset must have at least the {together} prompts of one generation batch, "
+            f"got {len(self.train_dataset)}; lower the batch size",
+        )
+
+    def _tokenized(self, prompts: list[Any]) -> Sequence[Sequence[int]]:
+        ids, _, _ = self._tokenize_prompts(prompts)
+        tokens: Sequence[Sequence[int]] = ids
+        return tokens
+
+    def _opened_engine(self, prompts: DatasetPrompts) -> RolloutEngine:
+        """The engine, made when it is first needed: only then is the model in its place."""
+        if self._engine is not None:
+            return self._engine
+        if self.use_vllm:
+            self._engine = self._server_engine(prompts)
+            return self._engine
+        base = base_model(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            self.accelerator.mixed_precision, base.dtype
+        )
+        # Under autocast the weights are cast in every pass: the engine has a copy that is cast.
+        self._shares_weights = autocast == base.dtype
+        own = base if self._shares_weights else cast_copy(base, autocast)
+        if self._make_engine is not None:
+            self._engine = self._make_engine(own)
+        else:
+            self._engine = NativeEngine(
+                own,
+                slots=self._slots,
+                max_tokens=self.max_completion_length,
+                sampling=self._sampling,
+                cache_bytes=cache_bytes(
+                    own,
+                    slots=self._slots,
+                    tokens=prompts.longest() + self.max_completion_length,
+                    trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+                ),
+            )
+        mode = self.schedule.mode
+        cannot_verify = any(limits.no_verification for limits in self._engine.request_limits)
+        require(
+            not cannot_verify
+            or mode not in ("coupled", "redraw")
+            or self.schedule.never_interrupts,
+            f"mode {mode!r} needs the native engine, got {self._engine.name}; set mode 'partial' "
+            "or 'on_policy', or leave engine out",
+        )
+        return self._engine
+
+    def _server_engine(self, prompts: DatasetPrompts) -> StreamedEngine:
+        args, config = self.args, self.model.config.get_text_config()
+        url = args.vllm_server_base_url or (
+            f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        )
+        longest = prompts.longest() + self.max_completion_length
+        required = ServerRequirements(
+            vocabulary=config.vocab_size,
+            context=min(config.max_position_embeddings, longest),
+            temperature=args.temperature,
+        )
+        return StreamedEngine(
+            lambda: connected_server(
+                url,
+                required,
+                world=self.accelerator.num_processes,
+                folder=Path(args.output_dir),
+            ),
+            max_tokens=self.max_completion_length,
+            stop_tokens=self.eos_token_ids,
+            sampling=self._sampling,
+        )
+
+    def _sync_engine(self, version: int) -> None:
+        """Give the engine the present weights, unless it has them."""
+        engine = self._engine
+        assert engine is not None, "the engine is opened with the first batch"
+        if self._synced_step == self.state.global_step and engine.version == version:
+            return
+        if self.use_vllm:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        tensors = None
+        if not (self._shares_weights or self.use_vllm):
+            tensors = plain_weights(base_model(self.accelerator.unwrap_model(self.model)))
+        engine.load_weights(Weights(version, tensors))
+        self._synced_step = self.state.global_step
+
+    def _submit(self, trajectories: Sequence[Trajectory], tolerance: float | None) -> None:
+        assert self._engine is not None, "the engine is opened with the first batch"
+        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
+
+    def _evaluated(self, prompt_ids: Sequence[Sequence[int]]) -> list[Trajectory]:
+        """Complete answers to the prompts of one evaluation batch."""
+        rows = DatasetPrompts(
+            self.train_dataset, self._tokenized, total=0, shuffle=False, seed=self.args.seed
+        )
+        engine = self._opened_engine(rows)
+        version = 0 if self._rollouts is None else self._rollouts.scheduler.version
+        self._sync_engine(version)
+        number, self._eval_batches = self._eval_batches, self._eval_batches + 1
+        key = (self.args.seed, _EVALUATION, self.accelerator.process_index, number)
+        fresh = [
+            Trajectory(
+                prompt=Prompt(id=index, tokens=tuple(tokens)),
+                sample_index=0,
+                group=0,
+                seed=mix(*key, index),
+            )
+            for index, tokens in enumerate(prompt_ids)
+        ]
+        self._submit(fresh, None)
+        return run_to_end(engine, [t.key for t in fresh], show_progress=False)

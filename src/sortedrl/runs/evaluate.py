@@ -1,0 +1,110 @@
+"""One model on tasks: its answers written, scored and saved as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
+from sortedrl.data.stream import tokenized
+from sortedrl.evaluation.results import PAGE, ResultsWriter
+from sortedrl.evaluation.runner import Question, Runner, gold_of
+from sortedrl.evaluation.statistics import Asked, Evaluation
+from sortedrl.report.evaluation import evaluation_page
+from sortedrl.report.terminal import progress, tell, write_text
+from sortedrl.rewards.pool.pool import RewardPool
+from sortedrl.runs.tasks import evaluation_engine, threads, tokenizer_of
+from sortedrl.tasks.catalogue import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What models are asked, and how."""
+
+    tasks: Sequence[Task]
+    settings: EvaluationSettings
+    rewards: RewardSettings
+    data: DataSettings
+    device: str | None
+    described: Mapping[str, object]
+    """What an answer and its score depend on, as the folder of the results keeps it."""
+
+
+def evaluated(
+    model: str, exam: Examination, *, label: str, folder: Path, is_resumed: bool
+) -> Evaluation:
+    """The answers of one model, kept in a folder as they come."""
+    settings, tasks = exam.settings, exam.tasks
+    with ExitStack() as stack:
+        stack.enter_context(threads(None, workers=exam.rewards.num_workers))
+        writer = stack.enter_context(
+            ResultsWriter(
+                folder,
+                label=label,
+                settings={"model": model, **exam.described},
+                asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
+                questions={
+                    t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
+                },
+                resume=is_resumed,
+            )
+        )
+        # What is wrong with rewards, rows or tokenizer shows before the weights are loaded.
+        pools = _pools(tasks, exam.rewards, folder, stack)
+        tokenizer = tokenizer_of(model)
+        questions = [
+            Question(task, tokenized(task.rows, tokenizer, chat=exam.data.chat).rows, pool)
+            for task, pool in zip(tasks, pools, strict=True)
+        ]
+        engine = evaluation_engine(model, tokenizer, settings, device=exam.device)
+        runner = Runner(
+            questions,
+            engine=engine,
+            text=engine.text,
+            samples=settings.samples,
+            seed=settings.seed,
+            is_done=writer.is_done,
+        )
+        _write(runner, writer, label=label)
+        evaluation, _ = writer.finish()
+    return evaluation
+
+
+def write_page(evaluation: Evaluation, folder: Path) -> None:
+    """The page that shows the answers, in the folder that keeps them."""
+    write_text(folder / PAGE, evaluation_page([evaluation], None))
+
+
+def _pools(
+    tasks: Sequence[Task], settings: RewardSettings, folder: Path, stack: ExitStack
+) -> list[RewardPool]:
+    """A pool for each task; tasks with the same reward share one."""
+    pools: list[RewardPool] = []
+    for number, task in enumerate(tasks):
+        same = [p for t, p in zip(tasks[:number], pools, strict=True) if t.reward == task.reward]
+        pools.append(
+            same[0]
+            if same
+            else stack.enter_context(RewardPool(task.reward, settings, folder=folder))
+        )
+    return pools
+
+
+def _write(runner: Runner, writer: ResultsWriter, *, label: str) -> None:
+    began = time.monotonic()
+    try:
+        with progress(max(runner.total, 1)) as advance:
+            for answer in runner.run():
+                if answer is not None:
+                    writer.append(answer)
+                    continue
+                done = runner.progress
+                rate = done.tokens / (time.monotonic() - began)
+                words = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
+                advance(words, done.written)
+    except KeyboardInterrupt:
+        tell(f"{writer.num_done} answers are kept; go on with --resume")
+        raise

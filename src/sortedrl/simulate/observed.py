@@ -1,0 +1,230 @@
+"""How long answers were in somebody else's runs: read from the logs of other trainers.
+
+what                                   file                       what is read of a line
+`sortedrl.measure`                     .jsonl                     tokens, step, prompt
+verl, `rollout_data_dir`               folder of STEP.jsonl       output, step, input
+TRL, `log_completions`                 folder of .parquet         completion, step, prompt
+verifiers and prime-rl, results        .jsonl                     token_usage, or completion
+anything else                          .jsonl, .parquet           length, tokens or response_length
+
+Where a log has text and no number of tokens, a token is taken to be four characters: the shape of
+the distribution is what decides, not its scale. A pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+from sortedrl.errors import ConfigError, DataError
+
+SUFFIXES = (".jsonl", ".parquet")
+_PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
+_LETTERS_PER_TOKEN = 4
+_COUNTS = ("tokens", "length", "response_length", "completion_length", "num_tokens")
+_TEXTS = ("output", "completion", "response")
+_PROMPTS = ("prompt", "input", "example_id", "prompt_id")
+_STEPS = ("step", "global_step", "rollout_id")
+_MOST_LENGTHS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The answers of a run: their lengths, and how they were drawn."""
+
+    lengths: tuple[int, ...]
+    """Of some of the answers, evenly picked, if there are many."""
+    answers_per_step: int
+    """Answers that were waited for together."""
+    samples_per_prompt: int
+    prompt_share: float
+    """Share of the variance of the lengths that belongs to the prompt."""
+    busy: float
+    """Share of the time, in steps of the engine, that the slots of a step were in use."""
+    is_estimated: bool
+    """Whether tokens were estimated from text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One answer of a log."""
+
+    tokens: int
+    step: object
+    prompt: str
+    is_estimated: bool
+
+
+def read_observed(path: Path) -> Observed:
+    """What a log of answers shows; a folder is read with all its files."""
+    seen = [answer for file in _files(path) for answer in _answers(file)]
+    if not seen:
+        raise DataError(path, "holds no answer; give a log of at least one step")
+    steps: dict[object, list[_Seen]] = defaultdict(list)
+    for answer in seen:
+        steps[answer.step].append(answer)
+    sizes = Counter(len(answers) for answers in steps.values())
+    size = max(sizes, key=lambda count: (sizes[count], count))
+    every = max(1, len(seen) // _MOST_LENGTHS)
+    return Observed(
+        lengths=tuple(answer.tokens for answer in seen[::every]),
+        answers_per_step=size,
+        samples_per_prompt=_samples(steps.values()),
+        prompt_share=_prompt_share(steps.values()),
+        busy=_busy([[answer.tokens for answer in answers] for answers in steps.values()]),
+        is_estimated=any(answer.is_estimated for answer in seen),
+    )
+
+
+def is_log(path: Path) -> bool:
+    """Whether a path may be a log of answers: a file of a known kind, or a folder."""
+    is_folder = path.is_dir() and path.suffix != ".toml"
+    return path.suffix in (*SUFFIXES, *_PICKLES) or is_folder
+
+
+def observed_line(observed: Observed, *, name: str) -> str:
+    """What a log shows, in one line."""
+    idle = f"{100 * (1 - observed.busy):.0f} %"
+    estimated = " (tokens are estimated from the text)" if observed.is_estimated else ""
+    return (
+        f"{name}: steps of {observed.answers_per_step:,} answers, {observed.samples_per_prompt} to "
+        f"a prompt; while the longest of a step was waited for, {idle} of its slots' time was "
+        f"idle{estimated}"
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    if path.suffix in _PICKLES:
+        raise ConfigError(
+            f"{path} is a pickle, which could run anything when it is opened, and is never read; "
+            "record lengths with sortedrl.measure instead"
+        )
+    if not path.is_dir():
+        return [path]
+    files = sorted((p for p in path.rglob("*") if p.suffix in SUFFIXES), key=_number)
+    if not files:
+        raise DataError(path, f"holds no log of answers ({', '.join(SUFFIXES)}); check the path")
+    return files
+
+
+def _number(path: Path) -> tuple[int, str]:
+    digits = "".join(letter for letter in path.stem if letter.isdigit())
+    return int(digits or 0), str(path)
+
+
+def _answers(path: Path) -> Iterator[_Seen]:
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    for number, row in rows:
+        tokens, is_estimated = _tokens(row, path, number)
+        if tokens:
+            yield _Seen(
+                tokens,
+                next((row[name] for name in _STEPS if name in row), str(path)),
+                str(next((row[name] for name in _PROMPTS if name in row), number)),
+                is_estimated,
+            )
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    row = json.loads(line)
+                    yield number, row if isinstance(row, dict) else {"tokens": row}
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(path, f"not JSON lines: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading Parquet needs pyarrow; pip install 'sortedrl[data]'"
+        ) from error
+    known = {*_COUNTS, *_TEXTS, *_PROMPTS, *_STEPS}
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in known]
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except OSError as error:
+        raise DataError(path, f"cannot be read ({error.strerror or error})") from error
+    except pyarrow.ArrowException as error:
+        raise DataError(path, f"not Parquet: {error}") from error
+
+
+def _tokens(row: Mapping[str, Any], path: Path, number: int) -> tuple[int, bool]:
+    """Tokens of an answer, and whether they are an estimate."""
+    counted = next((row[name] for name in _COUNTS if row.get(name) is not None), None)
+    if counted is None and isinstance(row.get("token_usage"), Mapping):
+        counted = row["token_usage"].get("output_tokens")
+    if counted is not None:
+        is_count = isinstance(counted, int | float) and not isinstance(counted, bool)
+        if not is_count or not 0 <= counted < math.inf:
+            raise DataError(path, f"tokens must be a number, got {counted!r:.80}", line=number)
+        return int(counted), False
+    texts = [row[name] for name in _TEXTS if row.get(name) is not None]
+    if not texts:
+        raise DataError(
+            path,
+            f"a line must have one of {', '.join((*_COUNTS, *_TEXTS))}, got {sorted(row)!r:.200}",
+            line=number,
+        )
+    letters = sum(len(text) for text in _written(texts[0]))
+    return -(-letters // _LETTERS_PER_TOKEN), True
+
+
+def _written(completion: object) -> Iterator[str]:
+    """What the model wrote: text, or the messages of the assistant."""
+    if isinstance(completion, str):
+        yield completion
+    elif isinstance(completion, Sequence):
+        for message in completion:
+            if isinstance(message, Mapping) and message.get("role", "assistant") == "assistant":
+                yield from _written(message.get("content") or "")
+
+
+def _samples(steps: Iterable[Sequence[_Seen]]) -> int:
+    """Answers to a prompt within a step: the usual number."""
+    counts = Counter(
+        count
+        for answers in steps
+        for count in Counter(answer.prompt for answer in answers).values()
+    )
+    return max(counts, key=lambda count: (counts[count], count))
+
+
+def _prompt_share(steps: Iterable[Sequence[_Seen]]) -> float:
+    """The share of the variance of log lengths that siblings have in common."""
+    groups: dict[tuple[object, str], list[float]] = defaultdict(list)
+    for answers in steps:
+        for answer in answers:
+            groups[answer.step, answer.prompt].append(math.log(answer.tokens))
+    several = [group for group in groups.values() if len(group) > 1]
+    if len(several) < 2:
+        return 0.0
+    everything = [value for group in several for value in group]
+    total = pvariance(everything)
+    # A variance over few siblings is too small by the share of their own mean.
+    within = fmean(pvariance(group) * len(group) / (len(group) - 1) for group in several)
+    return 0.0 if total == 0 else min(1.0, max(0.0, 1 - within / total))
+
+
+def _busy(steps: Sequence[Sequence[int]]) -> float:
+    """Slots in use while the longest answer of each step was waited for."""
+    waited = sum(len(lengths) * max(lengths) for lengths in steps)
+    return sum(sum(lengths) for lengths in steps) / waited

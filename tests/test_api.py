@@ -1,0 +1,196 @@
+"""`sortedrl.train` and `sortedrl.evaluate`: what a notebook does, in one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sortedrl
+from sortedrl.config.train import RewardSettings, Saving, TrainSettings
+from sortedrl.errors import ConfigError, DataError, ModelError
+
+ROWS = [{"prompt": f"say {number}", "answer": number} for number in range(16)]
+TINY = "tiny:hidden=32,layers=1,heads=2"
+ONE_WORKER = TrainSettings(rewards=RewardSettings(workers=1), threads=1, saving=Saving(every=1))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def letters(prompt, response):
+    return sum(letter.isalpha() for letter in response) / (1 + len(response))
+
+
+def train(rows=ROWS, reward=letters, **given):
+    given = {"max_tokens": 12, "config": ONE_WORKER, **given}
+    return sortedrl.train(given.pop("model", TINY), rows, reward, **given)
+
+
+def kept_rows(run):
+    text = (run.folder / "inputs" / "rows.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_public_names_are_there_and_importing_them_is_light():
+    program = (
+        "import sys, sortedrl\n"
+        "assert set(sortedrl.__all__) <= set(dir(sortedrl))\n"
+        "assert not {'torch', 'numpy', 'transformers', 'tyro', 'rich'} & set(sys.modules)\n"
+        "sortedrl.Scheduler, sortedrl.Schedule\n"
+        "assert 'torch' not in sys.modules\n"
+        "for name in sortedrl.__all__: assert getattr(sortedrl, name) is not None\n"
+        "from sortedrl.simulate.settings import PRESETS\n"
+        "assert callable(sortedrl.simulate)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        sortedrl.trian  # noqa: B018
+
+
+def test_rows_a_closure_and_nothing_else_make_a_run_that_goes_on():
+    bonus, heard = 0.25, []
+    run = train(reward=lambda prompt, response: bonus, callbacks=[heard.append])
+    assert run.folder == Path("runs/train")
+    assert [row["reward/mean"] for row in run.metrics] == [0.25, 0.25]
+    assert heard == run.metrics
+    assert run.settings.schedule.update_batch == 8, "sizes follow the 16 rows"
+    assert run.ending.reason == "data"
+    assert run.model.num_parameters() > 0
+    assert run.tokenizer.decode([97]) == "a"
+    assert run.report() == run.folder / "report.html"
+    assert run.report().read_text().startswith("<!DOCTYPE html>"), "a second time"
+    assert kept_rows(run) == ROWS
+    assert run.resume(epochs=2) is run
+    assert [row["update"] for row in run.metrics] == [1, 2, 3, 4]
+    assert len(heard) == 4, "what was heard before is not heard again"
+    assert repr(run) == "Run('runs/train', 4 updates, reward 0.250)"
+
+
+def test_another_process_is_told_what_it_needs_to_resume():
+    run = train(reward=lambda prompt, response: 1.0, epochs=1)
+    with pytest.raises(ConfigError, match=r"Python object 'lambda'.*sortedrl\.Run\(FOLDER, reward"):
+        sortedrl.Run(run.folder).resume(epochs=2)
+    opened = sortedrl.Run(run.folder, reward=lambda prompt, response: 1.0)
+    assert [row["update"] for row in opened.resume(epochs=2).metrics] == [1, 2, 3, 4]
+
+
+def test_the_same_cell_a_second_time_makes_a_second_run_or_says_what_to_do():
+    assert [train().folder.name for _ in range(2)] == ["train", "train-2"]
+    train(out="mine")
+    with pytest.raises(ConfigError, match=r"mine already holds a run; go on with it \(sortedrl"):
+        train(out="mine")
+
+
+def test_several_rewards_of_every_kind_are_added_up():
+    async def slow(prompt, response):
+        return {"a": 0.5, "b": 0.25}
+
+    def many(prompts, responses):
+        return [2.0 for _ in responses]
+
+    run = train(reward=[lambda prompt, response: 1, slow, many])
+    first = run.metrics[0]
+    assert first["reward/mean"] == 3.75
+    assert (first["reward/lambda"], first["reward/slow"], first["reward/many"]) == (1, 0.75, 2)
+
+
+def test_a_model_object_is_copied_and_trained_with_siblings():
+    from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
+
+    model = tiny_model(TinySettings(hidden=32, layers=1, heads=2))
+    before = model.lm_head.weight.clone()
+    run = train(model=model, tokenizer=tiny_tokenizer(), algorithm="grpo", learning_rate=1e-2)
+    assert (model.lm_head.weight == before).all()
+    assert (run.model.lm_head.weight != before).any()
+    schedule = run.settings.schedule
+    assert (schedule.samples_per_prompt, schedule.harvest_unit) == (8, "prompt")
+    with pytest.raises(ConfigError, match="needs its tokenizer"):
+        train(model=model)
+    assert not Path("runs/train-2").exists(), "a refused run leaves nothing"
+
+
+def test_a_callback_ends_the_run_and_resume_goes_on():
+    run = train(callbacks=[lambda row: "stop"])
+    assert run.ending.reason == "asked"
+    with pytest.raises(ModelError, match=r"not come to its end; go on with it \(run.resume"):
+        run.model  # noqa: B018
+    assert run.resume(callbacks=[]).ending.reason == "data"
+
+
+def test_evaluation_of_a_run_on_held_out_rows():
+    held_out = [{"prompt": f"tell {number}", "answer": number} for number in range(4)]
+    run = train(eval_rows=held_out)
+    scores = [row for row in run.metrics if "evaluation/score" in row]
+    assert len(scores) == 2
+    found = sortedrl.evaluate(run, held_out, lambda prompt, response: 1.0, samples=2, max_tokens=8)
+    assert (found.score, len(found.answers)) == (1.0, 8)
+    assert found.interval[1] == 1.0
+    assert "<table>" in found._repr_html_()
+
+
+def test_data_sets_and_other_iterables_are_rows():
+    datasets = pytest.importorskip("datasets")
+    run = train(rows=datasets.Dataset.from_list(ROWS))
+    assert kept_rows(run) == ROWS
+    run = train(rows=(row for row in ROWS[:8]), seed=3)
+    assert run.settings.seed == 3
+    run = train(rows=["one", "two", "three"], reward=lambda prompt, response: 0.0)
+    assert run.metrics[0]["update"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"rows": []}, ConfigError, "at least one row, got none"),
+        ({"rows": 3}, ConfigError, "rows must be a list of dicts"),
+        (
+            {"rows": {"train": ROWS}},
+            DataError,
+            "give one split of a DatasetDict",
+        ),
+        ({"rows": iter(["a", "b"])}, DataError, "must be a dict such as"),
+        (
+            {"rows": [{"question": "why?"}]},
+            DataError,
+            r"column 'prompt'.*data.prompt_field",
+        ),
+        ({"reward": 7}, ConfigError, r"a function of \(prompt, response\)"),
+        ({"reward": []}, ConfigError, "at least one function"),
+        ({"reward": "nowhere"}, ConfigError, "unknown reward 'nowhere'"),
+        ({"reward": lambda response: 1.0}, ConfigError, r"must take \(prompt, response\)"),
+        ({"reward": len}, ConfigError, r"must take \(prompt, response\)"),
+        ({"model": 3}, ConfigError, "model must be a hub name"),
+        ({"mode": "parital"}, ConfigError, "did you mean 'partial'"),
+        ({"slots": "many"}, ConfigError, "engine.slots must be a whole number, got 'many'"),
+        ({"samples": 1, "algorithm": "grpo"}, ConfigError, "must be at least 2, got 1"),
+        ({"config": 3}, ConfigError, "config must be a TrainSettings or the path"),
+        ({"config": "none.toml"}, DataError, "cannot be read"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_sentence_and_leaves_nothing_behind(given, error, words):
+    with pytest.raises(error, match=words):
+        train(**given)
+    assert not Path("runs").exists()
+
+
+def test_a_reward_that_cannot_be_sent_says_why():
+    from threading import Lock
+
+    lock = Lock()
+    with pytest.raises(ConfigError, match="must not hold open files, locks"):
+        train(reward=lambda prompt, response: float(lock.locked()))
+
+
+def test_a_file_of_settings_is_taken_as_on_the_command_line():
+    Path("c.toml").write_text(
+        'threads = 1\nout = "here"\n[algorithm]\nname = "rloo"\n'
+        "[schedule]\nsamples_per_prompt = 2\n[rewards]\nworkers = 1\n"
+    )
+    run = train(config="c.toml", epochs=1)
+    assert run.folder == Path("here")
+    assert run.settings.schedule.samples_per_prompt == 2
+    assert run.settings.schedule.harvest_unit == "prompt"
