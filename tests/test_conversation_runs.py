@@ -66,7 +66,7 @@ def words(out, *more, name="Letters"):
     """A run of conversations; the environment gives the rewards."""
     flags = later_wins(
         *run_words(out),
-        *("--environment.name", f"crowd.py:{name}", "--environment.workers", "1"),
+        *("--environment.name", f"crowd.py:{name}", "--environment.processes", "1"),
         *("--environment.max-turns", "4", "--engine.max-tokens", "48"),
         *more,
     )
@@ -131,7 +131,7 @@ def test_a_reward_function_gets_the_whole_conversation(capsys):
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("policy", ["tell", "end", "skip"])
 def test_environments_that_hang_and_die_lose_no_conversation(capsys, policy):
-    limits = ("--environment.on-timeout", policy, "--environment.time-limit-seconds", "1")
+    limits = ("--environment.on-timeout", policy, "--environment.reply-seconds", "1")
     said(capsys, words(f"fragile-{policy}", *limits, name="Fragile"))
     assert_whole(f"fragile-{policy}")
     assert ("Error: " in str(kept(f"fragile-{policy}"))) == (policy == "tell")

@@ -59,7 +59,7 @@ def write(trajectory, text, *, version=0):
 
 
 def pool_of(name="Adding", **settings):
-    options = {"name": name, "workers": 1, "time_limit_seconds": 20.0} | settings
+    options = {"name": name, "processes": 1, "reply_seconds": 20.0} | settings
     renderer = Renderer(tokenizer(), chat="auto")
     source = RewardSource(f"{PLACE}:{name}")
     return EnvironmentPool(source, EnvironmentSettings(**options), renderer=renderer)
@@ -76,7 +76,7 @@ def text_of(tokens):
 
 
 def test_a_conversation_is_answered_turn_by_turn():
-    with pool_of(workers=2) as pool:
+    with pool_of(processes=2) as pool:
         conversation = begun()
         for text, reply in (("ab", "=2;"), ("cde", "=5;"), ("f", "=6;")):
             conversation = answer(pool, write(conversation, text))
@@ -127,7 +127,7 @@ def test_a_conversation_whose_replay_differs_is_cut_off(caplog):
 @pytest.mark.parametrize("trouble", ["hang", "die"])
 @pytest.mark.parametrize("policy", ["tell", "end", "skip"])
 def test_an_environment_that_fails_loses_no_conversation(trouble, policy):
-    with pool_of(on_timeout=policy, time_limit_seconds=1.0) as pool:
+    with pool_of(on_timeout=policy, reply_seconds=1.0) as pool:
         healthy = answer(pool, write(begun(1), "abc"))
         before = answer(pool, write(begun(), "ab"))
         failed = answer(pool, write(before, trouble))
@@ -145,7 +145,7 @@ def test_an_environment_that_fails_loses_no_conversation(trouble, policy):
 
 
 def test_many_conversations_come_back_once_while_some_hang():
-    with pool_of(workers=2, time_limit_seconds=1.0) as pool:
+    with pool_of(processes=2, reply_seconds=1.0) as pool:
         for prompt in range(12):
             pool.submit(write(begun(prompt), "hang" if prompt % 6 == 5 else "ab"))
         pool.cancel(begun(3))
@@ -189,7 +189,7 @@ def test_a_conversation_cut_off_in_a_turn_earns_what_its_last_reply_said():
 
 def test_rows_are_opened_in_order_and_say_whether_they_can_be_replayed():
     rows = [{"prompt": "?", "start": start} for start in range(40)]
-    with pool_of(workers=2) as pool:
+    with pool_of(processes=2) as pool:
         openings = pool.open_rows(rows)
         assert [o.messages[0]["content"] for o in openings] == [
             f"Count from {start}. " for start in range(40)

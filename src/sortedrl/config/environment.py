@@ -17,21 +17,21 @@ class EnvironmentSettings:
 
     name: str | None = None
     """A built-in environment (python, questions), or my_module:Class or my_file.py:Class."""
-    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     """Keyword arguments of the environment, written name=value."""
     reward: Literal["environment", "function"] = "environment"
     """environment: the reward that the environment gives. function: the reward function, which
     gets the text of the whole conversation."""
     max_turns: PositiveInt = 16
     """Turns of the policy after which a conversation is cut off."""
-    limit: PositiveInt | None = None
+    max_open: PositiveInt | None = None
     """Conversations begun at a time, at most; by default any number."""
-    workers: PositiveInt | None = None
+    processes: PositiveInt | None = None
     """Worker processes that run environments; by default half of the cores, at least 2 and at most
     8."""
-    time_limit_seconds: PositiveFloat = 10.0
+    reply_seconds: PositiveFloat = 10.0
     """Timeout of one reply; an environment that takes longer is killed, with its worker."""
-    memory_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
+    process_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
     """Memory limit of a worker and its child processes, beyond what loading took (on Linux)."""
     on_timeout: OnTimeout = "tell"
     """How a conversation is handled whose environment hit a limit or killed its worker twice.
@@ -42,8 +42,8 @@ class EnvironmentSettings:
         """Refuse what cannot work."""
         check_values(self, "environment.")
         require(
-            self.name is not None or not self.options,
-            f"environment.options are for an environment, got {list(self.options)} without "
+            self.name is not None or not self.arguments,
+            f"environment.arguments are for an environment, got {list(self.arguments)} without "
             "environment.name",
         )
 
@@ -55,4 +55,4 @@ class EnvironmentSettings:
     @property
     def num_workers(self) -> int:
         """Worker processes to start."""
-        return self.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
+        return self.processes or min(8, max(2, (os.cpu_count() or 2) // 2))

@@ -110,7 +110,7 @@ class EnvironmentPool:
     @property
     def limit(self) -> int | None:
         """Conversations that may be begun at a time."""
-        return self.settings.limit
+        return self.settings.max_open
 
     def open_rows(self, rows: Sequence[Mapping[str, object]]) -> list[Opening]:
         """How the conversation about each row begins."""
@@ -235,7 +235,7 @@ class EnvironmentPool:
 
     def _reason(self, failure: Failure) -> str:
         if failure == "timeout":
-            return f"no reply within {self.settings.time_limit_seconds:g} seconds"
+            return f"no reply within {self.settings.reply_seconds:g} seconds"
         return "the environment failed"
 
     def _is_last(self, trajectory: Trajectory) -> bool:
@@ -386,7 +386,7 @@ class EnvironmentPool:
             self._changed.notify_all()
 
     def _fill_up(self) -> None:
-        memory = self.settings.memory_gib
+        memory = self.settings.process_gib
         options = dict(self._source.options)
         for number in range(len(self._queues)):
             if number not in self._workers:
@@ -491,7 +491,7 @@ class EnvironmentPool:
                     )
             elif worker.under_way is not None and now >= self._until(worker.under_way):
                 self._kill(number, "timeout")
-        memory = self.settings.memory_gib
+        memory = self.settings.process_gib
         if memory is None or now < self._next_measure:
             return
         self._next_measure = now + _MEASURE_SECONDS
@@ -510,7 +510,7 @@ class EnvironmentPool:
 
     def _until(self, job: _Job) -> float:
         """When a call is overdue; replayed turns have their own time each."""
-        return job.began + self.settings.time_limit_seconds * max(1, len(job.call.turns))
+        return job.began + self.settings.reply_seconds * max(1, len(job.call.turns))
 
     def _seconds_to_limit(self) -> float | None:
         moments = []
@@ -519,7 +519,7 @@ class EnvironmentPool:
                 moments.append(worker.began + _LOAD_SECONDS)
             elif worker.under_way is not None:
                 moments.append(self._until(worker.under_way))
-                if self.settings.memory_gib is not None:
+                if self.settings.process_gib is not None:
                     moments.append(self._next_measure)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 

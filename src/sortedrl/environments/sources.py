@@ -35,7 +35,7 @@ def environment_source(settings: EnvironmentSettings) -> RewardSource:
             unknown_name("environment", address, ENVIRONMENTS)
             + "; or give my_module:MyClass or my_file.py:MyClass"
         )
-    return RewardSource(address, options_from(settings.options))
+    return RewardSource(address, options_from(settings.arguments))
 
 
 def opened_rows(pool: EnvironmentPool, rows: Sequence[Row]) -> list[Row]:

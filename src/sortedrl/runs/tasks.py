@@ -74,8 +74,8 @@ def training_tasks(
     if settings.environment.is_used and settings.environment.reward == "environment":
         require(
             reward is None,
-            "environment.reward is 'environment', so no reward function is used, but one was given; "
-            "leave it out, or set environment.reward to 'function'",
+            "environment.reward is 'environment', so no reward function is used, but one was "
+            "given; leave it out, or set environment.reward to 'function'",
         )
         reward = environment_source(settings.environment)
     task = _with_reward(settings, settings.task, reward, split="train")
