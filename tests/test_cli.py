@@ -9,6 +9,7 @@ from sortedrl.cli import COMMANDS, eval, main, train
 from sortedrl.cli.arguments import parse
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
+from sortedrl.report.watch.pages import followed
 from sortedrl.simulate.settings import PRESETS, simulation_from, simulation_to_toml
 
 
@@ -249,7 +250,7 @@ def test_compare_agents_tells_slots_of_turns_from_lock_step(capsys):
     assert "vs lock step" in capsys.readouterr().out
 
 
-def test_report_trace_and_plot_read_a_log_of_conversations(tmp_path, capsys):
+def test_report_trace_and_watch_read_a_log_of_conversations(tmp_path):
     log = tmp_path / "agents.jsonl"
     small = ["--prompts", "32", "--group-prompts", "16", "--update-batch", "8", "--slots", "8"]
     assert main(["simulate", "agents", *small, "--events", str(log)]) == 0
@@ -257,6 +258,10 @@ def test_report_trace_and_plot_read_a_log_of_conversations(tmp_path, capsys):
     assert main(["report", str(log), "--out", str(tmp_path / "page.html")]) == 0
     assert main(["trace", str(log), "--out", str(tmp_path / "trace.json")]) == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (run,) = followed([log])
+    run.look()
+    assert run.is_ended
+    assert {event.kind for event in run.record.events} >= {"pause", "reply"}
 
 
 # --- flags alike in every command ---------------------------------------------------------------
