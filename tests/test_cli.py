@@ -9,6 +9,7 @@ from sortedrl.cli import COMMANDS, eval, main, train
 from sortedrl.cli.arguments import parse
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
+from sortedrl.report.watch.pages import followed
 from sortedrl.simulate.settings import PRESETS, simulation_from, simulation_to_toml
 
 
@@ -235,6 +236,32 @@ def test_a_closed_pipe_is_not_an_error():
 def test_the_exit_code_reaches_the_shell():
     assert sortedrl("simulate", "six").returncode == 0
     assert sortedrl("simulate", "six", "--slots", "0").returncode == 2
+
+
+def test_compare_agents_tells_slots_of_turns_from_lock_step(capsys):
+    small = ["--prompts", "64", "--group-prompts", "32", "--update-batch", "16", "--slots", "16"]
+    assert main(["compare", "agents", *small, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["lock step"]["goodput_vs_lock_step"] == 1.0
+    turns = rows["slot per turn, sorted/partial"]
+    assert turns["goodput_vs_lock_step"] > 1
+    assert turns["outside_bubble"] < rows["slot per trajectory, sorted/partial"]["outside_bubble"]
+    assert main(["compare", "agents", *small]) == 0
+    assert "vs lock step" in capsys.readouterr().out
+
+
+def test_report_trace_and_watch_read_a_log_of_conversations(tmp_path):
+    log = tmp_path / "agents.jsonl"
+    small = ["--prompts", "32", "--group-prompts", "16", "--update-batch", "8", "--slots", "8"]
+    assert main(["simulate", "agents", *small, "--events", str(log)]) == 0
+    assert log.read_text().count('"event":"pause"') > 0
+    assert main(["report", str(log), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["trace", str(log), "--out", str(tmp_path / "trace.json")]) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (run,) = followed([log])
+    run.look()
+    assert run.is_ended
+    assert {event.kind for event in run.record.events} >= {"pause", "reply"}
 
 
 # --- flags alike in every command ---------------------------------------------------------------

@@ -95,6 +95,22 @@ def test_a_warm_start_and_training_run_from_their_files(tmp_path, monkeypatch, c
         assert (tmp_path / "runs" / folder / "model" / "model.safetensors").exists()
 
 
+def test_the_example_of_a_tool_runs_from_its_files(tmp_path, monkeypatch):
+    """Shortened: few steps, so that nothing is learned."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    subprocess.run([sys.executable, EXAMPLES / "tools_data.py"], check=True, timeout=60)
+    warm = settings_in("tools_warm.toml", SupervisedSettings)
+    train = settings_in("tools.toml", TrainSettings)
+    assert train.model == str(warm.out / "model")
+    assert main(["sft", str(EXAMPLES / "tools_warm.toml"), "--max-steps", "2"]) == 0
+    short = ["--max-updates", "2", "--schedule.update-batch", "8", "--schedule.group-prompts", "8"]
+    assert main(["train", str(EXAMPLES / "tools.toml"), *short]) == 0
+    torch.set_num_threads(threads)
+    rows = read_metrics(tmp_path / "runs" / "tools" / "train" / "metrics.jsonl")
+    assert [row["update"] for row in rows] == [1, 2]
+
+
 def test_a_scheduler_in_a_loop_of_ones_own_learns():
     done = subprocess.run(
         [sys.executable, EXAMPLES / "own_loop.py"],

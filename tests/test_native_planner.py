@@ -29,6 +29,7 @@ def request_for(trajectory, *, limit, is_verified=False):
         sampling=Sampling(),
         stop_tokens=frozenset({STOP}),
         max_tokens=limit,
+        max_context=10_000,
         stream=0,
         tolerance=0.0,
         tokens=[*trajectory.prompt.tokens, *trajectory.tokens],

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -582,3 +583,38 @@ def test_an_engine_that_does_not_close_is_left():
         engine.close()
     assert time.monotonic() - since < 10
     assert set(threading.enumerate()) <= before
+
+
+def spoken(prompt, *, given, limit=20):
+    """A conversation with one turn, and a reply that is not answered yet."""
+    turn = Segment((5, STOP), (-1.0, -1.0), 0)
+    return replace(fresh(prompt, limit=limit), segments=(turn,), given=given)
+
+
+def test_a_conversation_goes_on_after_the_reply():
+    with scripted() as (engine, backend):
+        conversation = spoken(3, given=(7, STOP))
+        engine.submit([conversation], tolerance=None)
+        done = finish(engine, backend, 1)[3]
+        assert backend.asked[0].tokens == (*conversation.prompt.tokens, 5, STOP, 7, STOP)
+        assert backend.asked[0].max_tokens == 18
+        assert done.segments[0] == conversation.segments[0]
+        assert done.segments[1].given == (7, STOP)
+        assert not done.given
+
+
+def test_a_conversation_interrupted_before_its_next_token_keeps_the_reply():
+    with scripted() as (engine, _):
+        conversation = spoken(3, given=(7, 8))
+        engine.submit([conversation], tolerance=None)
+        (stopped,) = engine.interrupt()
+        assert (stopped.given, stopped.segments) == ((7, 8), conversation.segments)
+
+
+def test_a_reply_that_fills_the_context_ends_the_conversation():
+    with scripted() as (engine, backend):
+        engine.submit([spoken(3, given=(7,) * CONTEXT)], tolerance=None)
+        done = finish(engine, backend, 1)[3]
+        assert (done.finish_reason, done.tokens, done.given) == ("length", [5, STOP], ())
+        engine.submit([spoken(4, given=(7,) * (CONTEXT - 6))], tolerance=None)
+        assert finish(engine, backend, 1)[4].num_tokens <= 4

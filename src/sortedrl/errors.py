@@ -9,6 +9,7 @@
     │   └── EngineLost     an engine that stopped answering in the middle of its work
     ├── TrainingError      updates that go wrong again and again
     ├── RewardError        a reward function that raised, or gave something that is no reward
+    ├── EnvironmentFailed  an environment that raised, or gave something that is no reply
     ├── BufferStateError   a trajectory was moved along a path the buffer does not have
     ├── BufferFileError    a saved buffer that is truncated, damaged or not one of ours
     └── CheckpointError    a checkpoint that cannot be written, or is damaged or not one of ours
@@ -81,6 +82,10 @@ class RewardError(SortedRLError):
         super().__init__(message)
         self.prompt_id = prompt_id
         self.response = response
+
+
+class EnvironmentFailed(SortedRLError):
+    """An environment that raised, or gave something that is no reply."""
 
 
 class BufferStateError(SortedRLError):

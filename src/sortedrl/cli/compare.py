@@ -24,7 +24,14 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.simulate.compare import SimulationResult, best_of, results_of, row, simulate
+from sortedrl.simulate.compare import (
+    SimulationResult,
+    agent_variants,
+    best_of,
+    results_of,
+    row,
+    simulate,
+)
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation
 
@@ -36,6 +43,7 @@ HELP = """Compare strategies and modes on the same prompts and the same seed.
   sortedrl compare lengths.jsonl                      from the answers of your own runs: see
                                                       sortedrl.measure and sortedrl fit --help
   sortedrl compare mine.toml --json                   for a script
+  sortedrl compare agents                             conversations: who gets a slot while tools run
   sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
                                                       chart beside it, timelines-bars.svg
 
@@ -56,6 +64,8 @@ _HEADINGS = (
     "waste",
     "stale",
 )
+_AGENT_HEADINGS = ("conversations", "bubble", "outside", "goodput", "vs lock step", "stale")
+_LOCK_STEP = "lock step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,9 @@ def run(arguments: Sequence[str]) -> None:
         beside = given.plot.with_name(given.plot.stem + "-bars" + given.plot.suffix)
     refuse_other_picture(given.plot)
     refuse_other_picture(beside)
+    if given.simulation.conversations.is_used:
+        _compare_agents(given)
+        return
     _tell_observed(arguments)
     results = _results(given)
     rows = [row(result, sync=results[0]) for result in results]
@@ -116,14 +129,65 @@ def _results(given: Arguments) -> list[SimulationResult]:
         )
 
 
+def _compare_agents(given: Arguments) -> None:
+    """Conversations: the ways to give slots to them, against lock step."""
+    chosen = list(agent_variants(given.simulation))
+    results = []
+    with progress(len(chosen)) as advance:
+        for number, (name, variant) in enumerate(chosen):
+            advance(name, number)
+            results.append((name, simulate(variant)))
+    base = dict(results)[_LOCK_STEP].metrics.run.goodput
+    rows: list[dict[str, object]] = [
+        {
+            "name": name,
+            "bubble": result.metrics.run.bubble,
+            "outside_bubble": result.metrics.run.outside_bubble,
+            "goodput": result.metrics.run.goodput,
+            "goodput_vs_lock_step": result.metrics.run.goodput / base,
+            "mean_staleness": result.metrics.run.mean_staleness,
+            "staleness_max": result.metrics.run.staleness_max,
+        }
+        for name, result in results
+    ]
+    if given.plot is not None:
+        best = max(results, key=lambda entry: entry[1].metrics.run.goodput)
+        write_text(given.plot, _panels([(_LOCK_STEP, dict(results)[_LOCK_STEP]), best]))
+    if given.json:
+        print(json.dumps({"rows": rows}, indent=2))
+        return
+    lines = [
+        [
+            name,
+            percent(result.metrics.run.bubble),
+            percent(result.metrics.run.outside_bubble),
+            thousands(result.metrics.run.goodput),
+            f"{result.metrics.run.goodput / base:.2f} x",
+            f"{result.metrics.run.mean_staleness:.1f} / {result.metrics.run.staleness_max}",
+        ]
+        for name, result in results
+    ]
+    table(_AGENT_HEADINGS, lines)
+    print(
+        "\nbubble: idle share of the slots; outside: the part of it while only tools worked.\n"
+        "goodput: trained tokens per second of rollout. stale: versions a trained token is old,\n"
+        "mean / most. lock step: every turn waits for all others and for all tools."
+    )
+
+
 def _timelines(results: Sequence[SimulationResult]) -> str:
+    best = best_of(results)
+    return _panels([(results[0].name, results[0]), (best.name, best)])
+
+
+def _panels(results: Sequence[tuple[str, SimulationResult]]) -> str:
     panels = []
-    for result in (results[0], best_of(results)):
+    for name, result in results:
         events: list[Event] = []
         simulate(result.simulation, record=events.append)
         figures = result.metrics.run
         subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
-        panels.append((result.name, subtitle, lanes(events)))
+        panels.append((name, subtitle, lanes(events)))
     return timelines(panels)
 
 

@@ -29,6 +29,7 @@ from sortedrl.config.checks import (
     within,
 )
 from sortedrl.config.cluster import Cluster
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
 from sortedrl.types import LARGEST_REWARD
@@ -399,6 +400,7 @@ class TrainSettings:
     lora: Lora = field(default_factory=Lora)
     cluster: Cluster = field(default_factory=Cluster)
     rewards: RewardSettings = field(default_factory=RewardSettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     data: DataSettings = field(default_factory=DataSettings)
     evaluation: PeriodicEvaluation = field(default_factory=PeriodicEvaluation)
     saving: Saving = field(default_factory=Saving)
@@ -412,6 +414,7 @@ class TrainSettings:
         self._check_divergence()
         self._check_engine()
         self._check_cluster()
+        self._check_environment()
         overlong = self.algorithm.overlong_tokens
         require(
             overlong is None or overlong <= self.engine.max_tokens,
@@ -464,6 +467,21 @@ class TrainSettings:
             engine == "native" or schedule.mode != "redraw" or schedule.never_interrupts,
             f"schedule.mode 'redraw' needs rollout.engine 'native', got {engine!r}, which is not "
             "given a seed per answer; take engine 'native', or mode 'on_policy' or 'partial'",
+        )
+
+    def _check_environment(self) -> None:
+        if not self.environment.is_used:
+            return
+        require(
+            self.reward is None or self.environment.reward == "function",
+            f"environment.reward is 'environment', so no reward function is used, got reward "
+            f"{self.reward!r}; leave it out, or set environment.reward to 'function'",
+        )
+        require(
+            not self.evaluation.tasks,
+            "evaluation.tasks cannot be asked in conversations yet, and got "
+            f"{list(self.evaluation.tasks)} with environment {self.environment.name!r}; leave "
+            "evaluation.tasks out",
         )
 
     def _check_cluster(self) -> None:

@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def eos_token_id(self) -> int | None:
         """The token that ends an answer."""
 
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Tokens that are not text."""
+
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any:  # noqa: ANN401
         """Messages as text."""
 
@@ -72,6 +76,7 @@ def rendered(row: Row, tokenizer: Tokenizer, *, chat: ChatUse) -> Rendered:
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
+            tools=[dict(tool) for tool in row.tools] or None,
             tokenize=False,
             add_generation_prompt=not is_begun,
             continue_final_message=is_begun,

@@ -42,6 +42,8 @@ class Row:
     place: str
     question: str | None = None
     """The question without the instructions around it; `None` if they are not separate."""
+    tools: Sequence[Mapping[str, object]] = ()
+    """Schemas of the tools that the chat template announces."""
 
     @property
     def text(self) -> str:

@@ -130,6 +130,7 @@ def logprob_gap(
     """
     gap, tokens = 0.0, list(trajectory.prompt.tokens)
     for segment in trajectory.segments:
+        tokens += segment.given
         after = len(tokens)
         tokens += segment.tokens
         model = models.get(segment.version)

@@ -95,6 +95,11 @@ class RequestLimits:
     cache: CacheSize | None = None
     """The KV cache that one request must fit into, where its size is known."""
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of a conversation, prompt included, at which it ends."""
+        return self.context if self.cache is None else min(self.context, self.cache.tokens)
+
     def check(
         self,
         trajectories: Sequence[Trajectory],
@@ -103,7 +108,7 @@ class RequestLimits:
         sampling: Sampling | None,
         version: int,
     ) -> list[int]:
-        """The number of tokens that each answer may have.
+        """The number of tokens that the policy may write for each answer.
 
         Raises `RequestError` for a trajectory that this engine can never write with weights of
         this version.
@@ -128,8 +133,7 @@ class RequestLimits:
         prompt_tokens = len(trajectory.prompt.tokens)
         if not prompt_tokens:
             raise RequestError(f"{name} has an empty prompt; give it at least one token")
-        written = chain.from_iterable(segment.tokens for segment in trajectory.segments)
-        for token in chain(trajectory.prompt.tokens, written):
+        for token in chain(trajectory.prompt.tokens, trajectory.response):
             if not 0 <= token < self.vocabulary:
                 raise RequestError(
                     f"{name}: token ids must lie in 0..{self.vocabulary - 1}, got {token}; "
@@ -146,7 +150,9 @@ class RequestLimits:
                 f"{self.context}, and one must be left for the answer; shorten or drop it"
             )
         limit = min(limit, self.context - prompt_tokens)
-        needed = prompt_tokens + max(limit, trajectory.num_tokens)
+        # A conversation may grow until it fills the cache; its replies are not known beforehand.
+        kept = 0 if trajectory.num_given else trajectory.num_tokens
+        needed = prompt_tokens + max(limit, kept)
         if self.cache is not None and needed > self.cache.tokens:
             size = self.cache
             raise RequestError(
@@ -165,12 +171,14 @@ def must_verify(tolerance: float | None) -> bool:
 def joined(segments: tuple[Segment, ...], last: Segment) -> tuple[Segment, ...]:
     """The segments with one more, merged into the last one if both have the same version.
 
+    A segment that follows a reply stays apart.
+
     >>> one = Segment((7,), (-0.5,), 3)
     >>> joined((one,), Segment((8,), (-0.25,), 3))
-    (Segment(tokens=(7, 8), logprobs=(-0.5, -0.25), version=3),)
+    (Segment(tokens=(7, 8), logprobs=(-0.5, -0.25), version=3, given=()),)
     """
-    if not segments or segments[-1].version != last.version:
+    if not segments or segments[-1].version != last.version or last.given:
         return (*segments, last)
     tokens = (*segments[-1].tokens, *last.tokens)
     logprobs = (*segments[-1].logprobs, *last.logprobs)
-    return (*segments[:-1], Segment(tokens, logprobs, last.version))
+    return (*segments[:-1], Segment(tokens, logprobs, last.version, segments[-1].given))

@@ -19,10 +19,12 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Record
 from sortedrl.core.loop import Loop
+from sortedrl.core.protocols import Scorer
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.generation import RolloutEngine
+from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import load_model
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
@@ -138,7 +140,8 @@ def training_parts(
     rows: Sequence[TokenizedRow],
     *,
     tokenizer: Tokenizer,
-    pool: RewardPool,
+    pool: RewardPool | None,
+    environments: EnvironmentPool | None = None,
     record: Record,
     saved: Saved | None,
     cluster: RunningCluster | None = None,
@@ -147,6 +150,7 @@ def training_parts(
 ) -> TrainingParts:
     """Everything a training run needs; `held_out_tokens` has the longest held-out prompt.
 
+    Rewards come from the pool, or from the environments where there is none.
     The parts must be closed in the end.
     """
     prompts = _prompts(settings, rows, saved)
@@ -181,14 +185,15 @@ def training_parts(
     )
 
     def text(trajectory: Trajectory) -> str:
-        return tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+        return tokenizer.decode(trajectory.response, skip_special_tokens=True)
 
     loop = Loop(
         prompts=prompts,
         buffer=buffer,
         controller=Controller(settings.schedule),
         engine=engine,
-        scorer=PoolScorer(pool, text=text, seconds=clock.seconds),
+        scorer=_scorer(pool, environments, text=text, seconds=clock.seconds),
+        environments=environments,
         trainer=trainer,
         journal=Journal(record, clock=clock, state=state),
         seed=settings.seed,
@@ -204,6 +209,20 @@ def training_parts(
         clock=clock,
         numbers=dict if cluster is None else cluster.numbers,
     )
+
+
+def _scorer(
+    pool: RewardPool | None,
+    environments: EnvironmentPool | None,
+    *,
+    text: Callable[[Trajectory], str],
+    seconds: Callable[[], float],
+) -> Scorer:
+    scorer = None if pool is None else PoolScorer(pool, text=text, seconds=seconds)
+    if environments is not None:
+        return EnvironmentScorer(environments, scorer)
+    assert scorer is not None, "answers are scored by a function or by an environment"
+    return scorer
 
 
 def _prompts(

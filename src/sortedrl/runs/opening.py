@@ -22,7 +22,10 @@ from sortedrl.core.meter import Meter
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, tokenized
-from sortedrl.errors import CheckpointError, DataError
+from sortedrl.environments.pool import EnvironmentPool
+from sortedrl.environments.rendering import Renderer
+from sortedrl.environments.sources import environment_source, opened_rows
+from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
 from sortedrl.report.live.state import Source
@@ -80,8 +83,12 @@ def opened_run(
             folder.refuse_second_run()
         if is_resumed and not is_begun:
             tell(f"{folder.root} holds no run to resume; starting a new one")
-        pool = stack.enter_context(RewardPool(task.reward, settings.rewards, folder=folder.root))
         tokenizer = tokenizer_of(settings.model)
+        environments, task = _conversations(settings, task, tokenizer, stack)
+        pool = None
+        if environments is None or settings.environment.reward == "function":
+            pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
+            stack.enter_context(pool)
         rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
         data = identity_of(task)
         if saved is not None:
@@ -93,6 +100,7 @@ def opened_run(
             rows,
             tokenizer=tokenizer,
             pool=pool,
+            environments=environments,
             record=watch,
             saved=saved,
             cluster=_cluster(settings, stack, tell=tell),
@@ -223,6 +231,29 @@ def _readable(
             f"they have more than {most} tokens"
         )
     return found.rows
+
+
+def _conversations(
+    settings: TrainSettings, task: Task, tokenizer: Tokenizer, stack: ExitStack
+) -> tuple[EnvironmentPool | None, Task]:
+    """The environments of a run, and its task with the prompts that they open with."""
+    if not settings.environment.is_used:
+        return None, task
+    pool = EnvironmentPool(
+        environment_source(settings.environment),
+        settings.environment,
+        renderer=Renderer(tokenizer, chat=settings.data.chat),
+    )
+    stack.enter_context(pool)
+    rows = opened_rows(pool, task.rows)
+    schedule = settings.schedule
+    if schedule.mode == "coupled" and not schedule.never_interrupts and not pool.is_replayable:
+        raise ConfigError(
+            f"schedule.mode 'coupled' verifies turns and replays them, but the environment "
+            f"{settings.environment.name!r} is not replayable; set schedule.mode to 'partial', "
+            "'redraw' or 'on_policy'"
+        )
+    return pool, replace(task, rows=rows)
 
 
 def _questions(

@@ -23,6 +23,7 @@ from sortedrl.config.train import (
 )
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import SUFFIXES
+from sortedrl.environments.sources import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
@@ -70,6 +71,13 @@ def training_tasks(
     options = options_from(settings.reward_options)
     if reward is None and settings.reward is not None:
         reward = reward_from(settings.reward)
+    if settings.environment.is_used and settings.environment.reward == "environment":
+        require(
+            reward is None,
+            "environment.reward is 'environment', so no reward function is used, but one was "
+            "given; leave it out, or set environment.reward to 'function'",
+        )
+        reward = environment_source(settings.environment)
     task = _with_reward(settings, settings.task, reward, split="train")
     tasks = settings.evaluation.tasks
     held_out = [_with_reward(settings, spec, reward, split="test") for spec in tasks]

@@ -103,6 +103,8 @@ REWARDS: Mapping[str, RewardSource] = MappingProxyType(
         "compact": RewardSource("sortedrl.rewards.knights:logic_reward", {"is_compact": True}),
         "maths": RewardSource("sortedrl.rewards.maths:math_reward"),
         "reasoning_gym": RewardSource("sortedrl.rewards.gym:gym_reward"),
+        "code": RewardSource("sortedrl.rewards.code:code_reward"),
+        "judge": RewardSource("sortedrl.rewards.judge:judge_reward"),
     }
 )
 """The rewards of the built-in tasks, by short names."""

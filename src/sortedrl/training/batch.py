@@ -31,10 +31,28 @@ from sortedrl.types import LARGEST_REWARD, TrainBatch, Trajectory, impossible_lo
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A prompt and an answer to it, whose tokens are to be scored."""
+    """A prompt and an answer to it, whose tokens are to be scored.
+
+    In a conversation, `answer` also holds what the environment said, which is read but not scored.
+    """
 
     prompt: Sequence[int]
     answer: Sequence[int]
+    loss_mask: Sequence[int] | None = None
+    """For each token of `answer`, 1 if it is scored; `None`: all of them are."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TokenSequence:
+        """What the model reads of a trajectory, with the tokens that the policy wrote scored."""
+        mask = trajectory.loss_mask if trajectory.num_given else None
+        return cls(trajectory.prompt.tokens, trajectory.response, mask)
+
+    @property
+    def scored_places(self) -> Sequence[int]:
+        """The places of scored tokens in `answer`."""
+        if self.loss_mask is None:
+            return range(len(self.answer))
+        return [place for place, is_scored in enumerate(self.loss_mask) if is_scored]
 
     @property
     def num_rows(self) -> int:

@@ -92,7 +92,7 @@ class PackedModel:
     ) -> tuple[Tensor, Tensor | None]:
         layer = self.output_layer
         targets_T = torch.tensor(
-            [token for sequence in sequences for token in sequence.answer],
+            [sequence.answer[place] for sequence in sequences for place in sequence.scored_places],
             device=self.model.device,
         )
         return token_logprobs(
@@ -109,7 +109,8 @@ class PackedModel:
         tokens: list[int] = []
         keep: list[int] = []
         for sequence in sequences:
-            keep += range(len(tokens) + len(sequence.prompt) - 1, len(tokens) + sequence.num_rows)
+            before_answer = len(tokens) + len(sequence.prompt) - 1
+            keep += [before_answer + place for place in sequence.scored_places]
             tokens += [*sequence.prompt, *sequence.answer[:-1]]
         device = self.model.device
         row = Row.of([sequence.num_rows for sequence in sequences], device=device)

@@ -68,7 +68,7 @@ def supervised_steps(
     for number, chosen in enumerate(rows):
         began = time.perf_counter()
         of_step = [sequences[row] for row in chosen]
-        answer_tokens = sum(len(sequence.answer) for sequence in of_step)
+        answer_tokens = sum(len(sequence.scored_places) for sequence in of_step)
         lengths = [sequence.num_rows for sequence in of_step]
         is_to_repeat = True
         while is_to_repeat:

@@ -377,7 +377,7 @@ class PolicyTrainer:
         algorithm, optimisation = self._settings.algorithm, self._settings.optimiser
         device = self._policy.model.device
         answers = Answers.of(trajectories, version=self.version)
-        sequences = [TokenSequence(t.prompt.tokens, t.tokens) for t in trajectories]
+        sequences = [TokenSequence.of(t) for t in trajectories]
         over_all = partial(
             in_micro_batches,
             answers,

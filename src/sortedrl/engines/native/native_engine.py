@@ -330,7 +330,7 @@ class NativeEngine:
         """The decoded text of an answer, without special tokens; needs a tokenizer."""
         if self._tokenizer is None:
             raise RequestError("the engine has no tokenizer; give it one to decode answers")
-        return self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(trajectory.response, skip_special_tokens=True)
 
     def release(self) -> None:
         """Free the memory of the KV cache until the next submit; the engine must be idle."""
@@ -381,6 +381,7 @@ class NativeEngine:
         return Request.resumed(
             trajectory,
             max_tokens=max_tokens,
+            max_context=self._limits.max_length,
             tolerance=tolerance,
             sampling=self.sampling if sampling is None else sampling,
             version=self.version,
@@ -470,7 +471,7 @@ class NativeEngine:
             return
         self._unreported = decoded
         prompt, sample = request.trajectory.key
-        position = len(request.tokens) - request.num_unverified - request.prompt_tokens
+        position = len(request.logprobs) + sum(len(s.tokens) for s in request.kept_segments)
         raise ModelError(
             f"{self.name}: {type(model).__name__} gives logits that are not finite for token "
             f"{position} (counted from 0) of the answer to prompt {prompt}, sample {sample}: "
@@ -492,6 +493,8 @@ def _has_applied(span: RowSpan, sampled: SampledTokens, row: int) -> bool:
             return False
         if not request.num_unverified:
             request.accept(token, logprob)
+        elif request.next_is_given:
+            request.confirm_given()
         elif gap <= request.tolerance:
             request.confirm(sampled.expected_logprobs[index], gap=gap)
         else:

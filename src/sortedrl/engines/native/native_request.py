@@ -1,6 +1,7 @@
 """One trajectory while the engine generates it: what the host knows, and what is in flight.
 
-    tokens               prompt and answer as far as the host has read them
+    tokens               prompt and answer as far as the host has read them; in a conversation,
+                         with the replies of its environment (`given_positions`)
     num_inflight_tokens  tokens sampled after those but not read yet: the device runs ahead
     num_computed_tokens  positions whose rows were launched, so that their keys are in the KV cache
 
@@ -11,8 +12,9 @@ sampled, it gives the token at `p + 1`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 
 from sortedrl.engines.native.kv_cache import EMPTY_PREFIX, PrefixId
 from sortedrl.engines.native.noise import stream
@@ -28,14 +30,18 @@ class Request:
     """A trajectory in the engine's queue or in one of its slots.
 
     `num_unverified` counts the cached tokens that the present weights may reject. While there are
-    any, the rows from the last verified token on are sampled and compared with them. `epoch`
-    increases whenever results that are still in flight become void.
+    any, the rows from the last verified token on are sampled and compared with them. A reply in
+    between stands if everything before it does. `epoch` increases whenever results that are still
+    in flight become void.
     """
 
     trajectory: Trajectory
     sampling: Sampling
     stop_tokens: frozenset[int]
     max_tokens: int
+    """Tokens that the policy may write."""
+    max_context: int
+    """Tokens of prompt, answer and replies."""
     stream: int
     tolerance: float
     tokens: list[int]
@@ -58,6 +64,10 @@ class Request:
     num_cached_blocks: int = 0
     prefix_id: PrefixId = EMPTY_PREFIX
     prompt_tokens: int = field(init=False)
+    given_positions: set[int] = field(init=False)
+    """Where tokens are that an environment said."""
+    turn_start: int = field(init=False)
+    """Where the present turn of the policy begins."""
     max_length: int = field(init=False)
     finish_reason_if_verified: FinishReason | None = None
     finish_reason: FinishReason | None = None
@@ -65,7 +75,11 @@ class Request:
     def __post_init__(self) -> None:
         """Notice an answer that comes complete: it is finished if all of its tokens stand."""
         self.prompt_tokens = len(self.trajectory.prompt.tokens)
-        self.max_length = self.prompt_tokens + self.max_tokens
+        mask = self.trajectory.loss_mask if self.trajectory.num_given else ()
+        self.given_positions = {
+            self.prompt_tokens + place for place, is_written in enumerate(mask) if not is_written
+        }
+        self._set_limits()
         if len(self.tokens) > self.prompt_tokens:
             self.finish_reason_if_verified = self._reason_to_finish()
         if not self.num_unverified:
@@ -77,6 +91,7 @@ class Request:
         trajectory: Trajectory,
         *,
         max_tokens: int,
+        max_context: int,
         tolerance: float | None,
         sampling: Sampling,
         version: int,
@@ -96,11 +111,12 @@ class Request:
             sampling=sampling,
             stop_tokens=stop_tokens if sampling.stop_tokens is None else sampling.stop_tokens,
             max_tokens=max_tokens,
+            max_context=max_context,
             stream=stream(trajectory.seed, trajectory.attempt),
             tolerance=tolerance,
-            tokens=[*trajectory.prompt.tokens, *trajectory.tokens],
+            tokens=[*trajectory.prompt.tokens, *trajectory.response],
             kept_segments=trajectory.segments if stands else (),
-            num_unverified=0 if stands else trajectory.num_tokens,
+            num_unverified=0 if stands else len(trajectory.response),
             decode=decode,
         )
 
@@ -112,11 +128,12 @@ class Request:
             sampling=replace(sampling, stop_strings=()),
             stop_tokens=frozenset(),
             max_tokens=trajectory.num_tokens,
+            max_context=len(trajectory.prompt.tokens) + len(trajectory.response),
             stream=stream(trajectory.seed, trajectory.attempt),
             tolerance=math.inf,
-            tokens=[*trajectory.prompt.tokens, *trajectory.tokens],
+            tokens=[*trajectory.prompt.tokens, *trajectory.response],
             kept_segments=(),
-            num_unverified=trajectory.num_tokens,
+            num_unverified=len(trajectory.response),
         )
 
     @property
@@ -131,18 +148,32 @@ class Request:
         """The first position whose row must be sampled."""
         return len(self.tokens) + self.num_inflight_tokens - self.num_unverified - 1
 
+    @property
+    def next_is_given(self) -> bool:
+        """Whether the next unverified token was said by an environment."""
+        return len(self.tokens) - self.num_unverified in self.given_positions
+
     def confirm(self, logprob: float, *, gap: float) -> None:
         """Keep the next cached token, with its log-probability under the present weights."""
         self.logprobs.append(logprob)
         self.gaps.append(gap)
+        self.confirm_given()
+
+    def confirm_given(self) -> None:
+        """Keep the next cached token, which needs no log-probability."""
         self.num_unverified -= 1
         if not self.num_unverified:
             self.finish_reason = self.finish_reason_if_verified
 
     def diverge(self, token: int, logprob: float) -> None:
-        """Reject the next cached token and all after it; the answer continues with this one."""
+        """Reject the next cached token and all after it; the answer continues with this one.
+
+        Replies to rejected tokens go with them. A reply right before the rejected token stays.
+        """
         del self.tokens[len(self.tokens) - self.num_unverified :]
         self.num_unverified = 0
+        self.given_positions = {p for p in self.given_positions if p < len(self.tokens)}
+        self._set_limits()
         self.finish_reason_if_verified = None
         self.epoch += 1
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.tokens))
@@ -167,27 +198,54 @@ class Request:
         if self.num_unverified:
             return self.trajectory
         segments = self.kept_segments
-        if self.logprobs:
-            fresh = self.tokens[len(self.tokens) - len(self.logprobs) :]
-            segments = joined(segments, Segment(tuple(fresh), tuple(self.logprobs), version))
+        start = self.prompt_tokens + sum(len(s.given) + len(s.tokens) for s in segments)
+        given: list[int] = []
+        logprobs = iter(self.logprobs)
+        for position, is_given in self._runs(start):
+            if is_given:
+                given = self.tokens[position]
+            else:
+                fresh = tuple(self.tokens[position])
+                new = tuple(islice(logprobs, len(fresh)))
+                segments = joined(segments, Segment(fresh, new, version, tuple(given)))
+                given = []
         return replace(
             self.trajectory,
             segments=segments,
+            given=() if self.finish_reason is not None else tuple(given),
             decoded_tokens=self.trajectory.decoded_tokens + self.num_decoded,
             finish_reason=self.finish_reason,
         )
 
+    def _runs(self, start: int) -> Iterator[tuple[slice, bool]]:
+        """The tokens from `start` on, as runs that were either all given or all written."""
+        if not self.given_positions:
+            if start < len(self.tokens):
+                yield slice(start, len(self.tokens)), False
+            return
+        positions = range(start, len(self.tokens))
+        for is_given, run in groupby(positions, key=self.given_positions.__contains__):
+            members = list(run)
+            yield slice(members[0], members[-1] + 1), is_given
+
+    def _set_limits(self) -> None:
+        """Note where the turn begins and where the answer must end, given its replies."""
+        self.turn_start = max(self.given_positions, default=self.prompt_tokens - 1) + 1
+        length = self.prompt_tokens + len(self.given_positions) + self.max_tokens
+        self.max_length = min(length, self.max_context)
+
     def _reason_to_finish(self) -> FinishReason | None:
-        if self.tokens[-1] in self.stop_tokens:
-            return "stop"
-        if self.sampling.stop_strings and self._ends_in_stop_string():
-            return "stop"
+        if len(self.tokens) > self.turn_start:
+            if self.tokens[-1] in self.stop_tokens:
+                return "stop"
+            if self.sampling.stop_strings and self._ends_in_stop_string():
+                return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
 
     def _ends_in_stop_string(self) -> bool:
         assert self.decode is not None, "stop strings need a tokenizer"
         # A token has at least one byte, so what the last token completed lies within this tail.
         longest = max(len(stop.encode()) for stop in self.sampling.stop_strings)
-        tail = self.tokens[self.prompt_tokens :][-longest - _MARGIN_TOKENS :]
+        tail = self.tokens[self.turn_start :][-longest - _MARGIN_TOKENS :]
         text = self.decode(tail)
         return any(stop in text for stop in self.sampling.stop_strings)

@@ -111,11 +111,13 @@ class OpenRequest:
         """The trajectory so far."""
         segments = self.trajectory.segments
         if self.tokens:
-            fresh = Segment(tuple(self.tokens), tuple(self.logprobs), self.version)
+            given = tuple(self.trajectory.given)
+            fresh = Segment(tuple(self.tokens), tuple(self.logprobs), self.version, given)
             segments = joined(segments, fresh)
         return replace(
             self.trajectory,
             segments=segments,
+            given=() if self.tokens else self.trajectory.given,
             decoded_tokens=self.trajectory.decoded_tokens + len(self.tokens),
             finish_reason=self.finish_reason,
         )
@@ -260,15 +262,18 @@ class StreamedEngine:
         """Start the stream of an answer, unless it came complete."""
         stop_tokens = sampling.stop_tokens
         stop_tokens = self._stop_tokens if stop_tokens is None else stop_tokens
-        reason = _reason_to_finish(trajectory, stop_tokens, limit)
+        tokens = (*trajectory.prompt.tokens, *trajectory.response)
+        room = self._limits.max_length - len(tokens)
+        max_tokens = min(limit - trajectory.num_tokens, room)
+        reason = _reason_to_finish(trajectory, stop_tokens, max_tokens)
         if reason is not None:
-            self._complete.append(replace(trajectory, finish_reason=reason))
+            self._complete.append(replace(trajectory, given=(), finish_reason=reason))
             return
         number, self._num_requests = self._num_requests, self._num_requests + 1
         request = GenerationRequest(
             id=f"{self._id_start}-{number:010d}",
-            tokens=(*trajectory.prompt.tokens, *trajectory.tokens),
-            max_tokens=limit - trajectory.num_tokens,
+            tokens=tokens,
+            max_tokens=max_tokens,
             stop_tokens=stop_tokens,
             sampling=sampling,
             priority=number,
@@ -363,9 +368,10 @@ class StreamedEngine:
 
 
 def _reason_to_finish(
-    trajectory: Trajectory, stop_tokens: frozenset[int], limit: int
+    trajectory: Trajectory, stop_tokens: frozenset[int], max_tokens: int
 ) -> FinishReason | None:
-    """Why an answer that comes with tokens is complete already; `None` if it is not."""
-    if trajectory.segments and trajectory.segments[-1].tokens[-1] in stop_tokens:
+    """Why an answer that may have `max_tokens` more is complete already; `None` if it is not."""
+    has_written = bool(trajectory.segments) and not trajectory.given
+    if has_written and trajectory.segments[-1].tokens[-1] in stop_tokens:
         return "stop"
-    return "length" if trajectory.num_tokens >= limit else None
+    return "length" if max_tokens <= 0 else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -197,3 +198,21 @@ def _stat(pid: int) -> list[str]:
 def _signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def limit_memory(extra_bytes: int) -> None:
+    """Limit the memory that the process may allocate beyond what it uses now."""
+    for used in _data_bytes():
+        most = used + extra_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or most < hard:
+            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def _data_bytes() -> Iterator[int]:
+    """The private memory of this process, if the system reports it."""
+    status = _PROC / "self" / "status"
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmData:"):
+                yield int(line.split()[1]) * 1024

@@ -12,22 +12,20 @@ import asyncio
 import inspect
 import os
 import queue
-import resource
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 from sortedrl.errors import ConfigError
 from sortedrl.rewards.functions import CallStyle, RewardSource, load
-from sortedrl.rewards.pool.limits import IS_GUARDED, guarded
+from sortedrl.rewards.pool.limits import limit_memory
+from sortedrl.rewards.pool.process import leave, served
 from sortedrl.rewards.pool.score import NoScoreError, Score, checked_score, values_of_batch
 from sortedrl.types import Prompt
 
@@ -85,9 +83,7 @@ class Report:
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of the socket until it closes."""
-    if IS_GUARDED:
-        guarded(descriptor)
-    connection = Connection(descriptor)
+    connection = served(descriptor)
     setup: Setup = connection.recv()
     try:
         reward = load(setup.source)
@@ -99,7 +95,7 @@ def main(descriptor: int) -> None:
         return
     call = partial(reward.function, **setup.source.options)
     if setup.memory_bytes is not None:
-        _limit_memory(setup.memory_bytes)
+        limit_memory(setup.memory_bytes)
     works: queue.SimpleQueue[Work] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
     connection.send(Ready(reward.style, reward.lowest))
@@ -116,9 +112,7 @@ def _receive(connection: Connection, works: queue.SimpleQueue[Work]) -> None:
         try:
             works.put(connection.recv())
         except (EOFError, OSError):
-            if os.getpgrp() == os.getpid():  # without a guard
-                os.killpg(os.getpid(), signal.SIGKILL)
-            os._exit(0)
+            leave()
 
 
 def _serve(
@@ -221,21 +215,3 @@ def _report_end(
         connection.send(
             Report(ticket, seconds, ending=ending, words=words, num_answers=len(work.tickets))
         )
-
-
-def _limit_memory(extra_bytes: int) -> None:
-    """Limit the memory that the process may allocate beyond what it uses now."""
-    for used in _data_bytes():
-        most = used + extra_bytes
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        if hard == resource.RLIM_INFINITY or most < hard:
-            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-def _data_bytes() -> Iterator[int]:
-    """The private memory of this process, if the system reports it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmData:"):
-                yield int(line.split()[1]) * 1024

@@ -12,56 +12,36 @@ worker that dies, or is killed because a call timed out, is replaced.
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Protocol
 
 from sortedrl.config.train import RewardSettings
 from sortedrl.errors import ConfigError, RewardError
 from sortedrl.rewards.functions import CallStyle, RewardSource
-from sortedrl.rewards.pool.limits import IS_GUARDED, ProcessTree, kill_descendants
+from sortedrl.rewards.pool.process import WorkerLostError, WorkerProcess
 from sortedrl.rewards.pool.score import Call, Failure, Score
 from sortedrl.rewards.pool.worker import Ready, Refused, Report, Setup, Work
 
 _LOAD_SECONDS = 300.0
 _GRACE_SECONDS = 1.0  # async workers time out their own calls; also for cancelled calls
 _MEASURE_SECONDS = 0.2
-
-
-_SEND_SECONDS = 5
-_END_SECONDS = 5.0
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; "
-    "from sortedrl.rewards.pool.worker import main; main({socket})"
-)
+_WORKER = "sortedrl.rewards.pool.worker"
 
 Said = Ready | Refused | Report
 
 
-class WorkerLostError(Exception):
-    """The process has ended, or does not receive."""
-
-
 @dataclass(slots=True, eq=False)
-class WorkerProcess:
-    """A process and our end of the socket to it."""
+class RewardWorker:
+    """A worker process and the answers it has."""
 
+    process: WorkerProcess
     number: int
-    process: subprocess.Popen[bytes]
-    """The worker, or its guard."""
-    connection: Connection
-    tree: ProcessTree
+    began: float
+    """When it was started, or got the oldest of its current work."""
     under_way: list[int] = field(default_factory=list)
     """Tickets of the answers being scored."""
     style: CallStyle | None = None
@@ -70,73 +50,20 @@ class WorkerProcess:
     """It ran out of memory and is exiting: it gets no more work."""
     loaded_bytes: int = 0
     """Memory in use after loading."""
-    began: float = 0.0
-    """When it was started, or got the oldest of its current work."""
 
     @classmethod
-    def start(cls, setup: Setup, *, number: int, now: float) -> WorkerProcess:
-        """A new process, in its own process group, that loads the function."""
-        ours, theirs = socket.socketpair()
-        # A worker whose socket stays full no longer receives: do not block on it.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
-        path = [part or str(Path.cwd()) for part in sys.path]
-        # One thread each: the engine needs the other cores.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        with theirs:
-            boot = _BOOT.format(path=path, socket=theirs.fileno())
-            process = subprocess.Popen(
-                [sys.executable, "-c", boot],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # output of a reward must not mix with the output of a command
-                start_new_session=True,
-                env=environment,
-            )
-        tree = ProcessTree(process.pid)
-        worker = cls(number, process, Connection(ours.detach()), tree, began=now)
-        worker.connection.send(setup)
-        return worker
+    def start(cls, setup: Setup, *, number: int, now: float) -> RewardWorker:
+        """A new process that loads the function."""
+        return cls(WorkerProcess.start(setup, module=_WORKER), number, began=now)
 
-    def send(self, work: Work) -> None:
-        """Send work; raises `WorkerLostError` if that fails."""
-        try:
-            self.connection.send(work)
-        except OSError as error:
-            raise WorkerLostError from error
-
-    def said(self) -> Sequence[Said]:
-        """All messages received since; raises `WorkerLostError` once it has ended."""
-        heard: list[Said] = []
-        try:
-            while self.connection.poll():
-                heard.append(self.connection.recv())
-        except (EOFError, OSError) as error:
-            if not heard:
-                raise WorkerLostError from error
-        return heard
+    @property
+    def connection(self) -> Connection:
+        """Our end of the socket to it."""
+        return self.process.connection
 
     def grown_bytes(self) -> int:
         """Memory of the process tree, beyond what loading the function took."""
-        return self.tree.memory_bytes() - self.loaded_bytes if IS_GUARDED else 0
-
-    def hang_up(self) -> None:
-        """Close the socket: the guard kills the process tree and exits."""
-        if IS_GUARDED:
-            self.tree.memory_bytes()  # the last look at its files in shared memory
-        self.connection.close()
-
-    def end(self) -> int:
-        """Kill the process tree; returns the exit status."""
-        self.hang_up()
-        if IS_GUARDED:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_SECONDS)
-            if self.process.returncode is None:
-                kill_descendants(self.process.pid)
-        with suppress(ProcessLookupError):  # it may have gone by itself
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.tree.remove_files()
-        return self.process.wait()
+        return self.process.memory_bytes() - self.loaded_bytes
 
 
 class Delivery(Protocol):
@@ -181,7 +108,7 @@ class WorkerGroup:
         self._calls: dict[int, Call] = {}
         self._waiting: deque[Call] = deque()
         self._alone: deque[Call] = deque()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[RewardWorker] = []
         self._num_works = 0
         self._next_measure = 0.0
         self.lowest: float | None = None
@@ -227,9 +154,9 @@ class WorkerGroup:
     def end(self) -> None:
         """Kill all workers."""
         for worker in self._workers:
-            worker.hang_up()
+            worker.process.hang_up()
         for worker in self._workers:
-            worker.end()
+            worker.process.end()
         self._workers = []
 
     def _fill_up(self) -> None:
@@ -242,7 +169,7 @@ class WorkerGroup:
         # a replacement gets the number of the worker it replaces
         missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
         for number in sorted(missing):
-            self._workers.append(WorkerProcess.start(setup, number=number, now=self._clock()))
+            self._workers.append(RewardWorker.start(setup, number=number, now=self._clock()))
             self.stats.started += 1
 
     def _hand_out(self) -> None:
@@ -255,7 +182,7 @@ class WorkerGroup:
             else:
                 return
 
-    def _work_for(self, worker: WorkerProcess) -> list[Call]:
+    def _work_for(self, worker: RewardWorker) -> list[Call]:
         """The calls this worker should be given now."""
         if worker.style is None or worker.is_ending:
             return []
@@ -280,10 +207,10 @@ class WorkerGroup:
             del self._calls[call.ticket]
         return None
 
-    def _holds_alone(self, worker: WorkerProcess) -> bool:
+    def _holds_alone(self, worker: RewardWorker) -> bool:
         return any(self._calls[ticket].is_alone for ticket in worker.under_way)
 
-    def _send(self, worker: WorkerProcess, calls: Sequence[Call]) -> None:
+    def _send(self, worker: RewardWorker, calls: Sequence[Call]) -> None:
         now = self._clock()
         if not worker.under_way:
             worker.began = now
@@ -292,7 +219,7 @@ class WorkerGroup:
             call.began, call.worker, call.work = now, worker.number, self._num_works
             worker.under_way.append(call.ticket)
         try:
-            worker.send(
+            worker.process.send(
                 Work(
                     [call.ticket for call in calls],
                     [replace(call.prompt, fields=dict(call.prompt.fields)) for call in calls],
@@ -302,14 +229,14 @@ class WorkerGroup:
         except WorkerLostError:
             self._lost(worker)
 
-    def _listen(self, worker: WorkerProcess) -> None:
+    def _listen(self, worker: RewardWorker) -> None:
         try:
-            for said in worker.said():
+            for said in worker.process.said():
                 self._heard(worker, said)
         except WorkerLostError:
             self._lost(worker)
 
-    def _heard(self, worker: WorkerProcess, said: Said) -> None:
+    def _heard(self, worker: RewardWorker, said: Said) -> None:
         if isinstance(said, Ready):
             worker.style, self.lowest = said.style, said.lowest
             if self._settings.memory_gib is not None:
@@ -323,7 +250,7 @@ class WorkerGroup:
         else:
             self._reported(worker, said)
 
-    def _reported(self, worker: WorkerProcess, report: Report) -> None:
+    def _reported(self, worker: RewardWorker, report: Report) -> None:
         call = self._calls[report.ticket]
         together = [c for t in worker.under_way if (c := self._calls[t]).work == call.work]
         is_shared = report.num_answers > 1
@@ -373,10 +300,10 @@ class WorkerGroup:
         call.is_alone = True
         self._alone.append(call)
 
-    def _lost(self, worker: WorkerProcess) -> None:
+    def _lost(self, worker: RewardWorker) -> None:
         """A worker has ended: each of its answers is retried once, alone."""
         calls = self._dismissed(worker)
-        status = worker.end()
+        status = worker.process.end()
         if worker.style is None:
             raise RewardError(
                 f"a worker ended with status {status} while it loaded the reward "
@@ -386,7 +313,7 @@ class WorkerGroup:
         for call in calls:
             self._crashed(call, "died", f"the worker ended with status {status}, twice")
 
-    def _dismissed(self, worker: WorkerProcess) -> list[Call]:
+    def _dismissed(self, worker: RewardWorker) -> list[Call]:
         """The calls of a worker that is leaving, without the cancelled ones."""
         self._workers.remove(worker)
         calls = [self._calls[ticket] for ticket in worker.under_way]
@@ -427,7 +354,7 @@ class WorkerGroup:
                 for call in calls:
                     self._crashed(call, "memory", self._too_much())
 
-    def _end_overdue(self, worker: WorkerProcess) -> None:
+    def _end_overdue(self, worker: RewardWorker) -> None:
         """A call timed out.
 
         If others are running too, any of them may be at fault: one in the same batch, or an async
@@ -442,10 +369,10 @@ class WorkerGroup:
             else:
                 self._fail(call, "timeout", self._too_long())
 
-    def _is_blocking(self, worker: WorkerProcess, now: float) -> bool:
+    def _is_blocking(self, worker: RewardWorker, now: float) -> bool:
         return self._could_block(worker) and now >= worker.began + _GRACE_SECONDS
 
-    def _could_block(self, worker: WorkerProcess) -> bool:
+    def _could_block(self, worker: RewardWorker) -> bool:
         """Whether a worker is only busy with cancelled answers while others wait."""
         return (
             bool(worker.under_way)
@@ -453,8 +380,8 @@ class WorkerGroup:
             and all(self._calls[ticket].is_cancelled for ticket in worker.under_way)
         )
 
-    def _kill(self, worker: WorkerProcess) -> None:
-        worker.end()
+    def _kill(self, worker: RewardWorker) -> None:
+        worker.process.end()
         self.stats.killed += 1
 
     def _limit(self, style: CallStyle) -> float:

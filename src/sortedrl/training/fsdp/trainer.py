@@ -152,6 +152,7 @@ def _digest(batch: TrainBatch) -> int:
     for trajectory in batch.trajectories:
         found = crc32(repr((trajectory.key, trajectory.reward)).encode(), found)
         for segment in trajectory.segments:
+            found = crc32(array("q", segment.given), found)
             found = crc32(array("q", segment.tokens), found)
             found = crc32(array("d", segment.logprobs), found)
     return found

@@ -1,0 +1,1 @@
+"""Conversations: environments that answer the policy, in worker processes."""

@@ -1,0 +1,553 @@
+"""The pool of environments: conversations are answered in worker processes, beside the rollout.
+
+    submit --> queue of its worker --> under way --> answered --> collect
+                     ^                    |  the worker died: tried once more
+                     +--------------------+
+
+A conversation stays with one worker, where its live environment is; a worker that hangs beyond the
+time limit or grows beyond the memory limit is killed and replaced, and the other conversations it
+held are replayed when they are answered next. Every conversation submitted comes back exactly once,
+unless it is cancelled: an environment that fails is handled as `environment.on_timeout` says.
+An exception in the code of an environment stops the run, with its traceback.
+
+A supervisor thread runs the workers; the other methods are called from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Literal, Self
+
+from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.core.protocols import Scorer
+from sortedrl.environments.protocol import Message, Opening, Reply
+from sortedrl.environments.rendering import Renderer
+from sortedrl.environments.worker import Answered, Call, Close, Failed, Ready, Refused, Setup, Turn
+from sortedrl.errors import ConfigError, EnvironmentFailed, SortedRLError
+from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.pool.process import WorkerLostError, WorkerProcess
+from sortedrl.types import Key, Trajectory
+
+_LOG = logging.getLogger(__name__)
+_LOAD_SECONDS = 300.0
+_MEASURE_SECONDS = 0.2
+_WORKER = "sortedrl.environments.worker"
+Failure = Literal["timeout", "memory", "died", "lost", "differs"]
+"""Why an environment did not answer; `differs`: it replied otherwise when it was replayed."""
+
+
+@dataclass(slots=True)
+class EnvironmentStats:
+    """Counters of the pool."""
+
+    answered: int = 0
+    seconds: float = 0.0
+    """Time spent inside environments, over all workers."""
+    replayed_turns: int = 0
+    failures: Counter[Failure] = field(default_factory=Counter)
+    workers_killed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Call
+    trajectory: Trajectory | None = None
+    began: float = 0.0
+    crashes: int = 0
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    process: WorkerProcess
+    began: float
+    is_ready: bool = False
+    under_way: _Job | None = None
+    loaded_bytes: int = 0
+
+
+class EnvironmentPool:
+    """Environments of a run; use it in a `with` block."""
+
+    def __init__(
+        self, source: RewardSource, settings: EnvironmentSettings, *, renderer: Renderer
+    ) -> None:
+        """Start the workers, and wait until one has loaded the environment."""
+        self.settings = settings
+        self.stats = EnvironmentStats()
+        self.is_replayable = True
+        """Whether every environment opened so far can be replayed."""
+        self._source = source
+        self._renderer = renderer
+        self._role = "user"
+        self._changed = threading.Condition()
+        self._queues: list[deque[_Job | Close]] = [deque() for _ in range(settings.num_workers)]
+        self._workers: dict[int, _Worker] = {}
+        self._homes: dict[Key, int] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._by_key: dict[Key, _Job] = {}
+        self._results: dict[int, Answered | Failure] = {}
+        self._skipped: set[Key] = set()
+        self._next_ticket = 0
+        self._next_measure = 0.0
+        self._error: SortedRLError | None = None
+        self._is_closing = False
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._wake_reader = Connection(reader, writable=False)
+        self._wake_writer = Connection(writer, readable=False)
+        self._thread = threading.Thread(target=self._supervise, name="environments", daemon=True)
+        self._thread.start()
+
+    @property
+    def limit(self) -> int | None:
+        """Conversations that may be begun at a time."""
+        return self.settings.max_open
+
+    def open_rows(self, rows: Sequence[Mapping[str, object]]) -> list[Opening]:
+        """How the conversation about each row begins."""
+        tickets = []
+        for place, row in enumerate(rows):
+            call = self._call((-1 - place, 0), row, (), is_last=True)
+            tickets.append(self._start(_Job(call)))
+        openings = []
+        for ticket, row in zip(tickets, rows, strict=True):
+            found = self._wait(ticket)
+            if not isinstance(found, Answered):
+                raise EnvironmentFailed(
+                    f"the environment {self._source.function!r} must open every row, but it failed "
+                    f"({self._reason(found)}) at {row.get('place', row)!r:.200}"
+                )
+            self.is_replayable &= found.is_replayable
+            self._role = "tool" if found.opening.tools else self._role
+            openings.append(found.opening)
+        self._renderer.check(self._role)
+        return openings
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Answer the last turn of a conversation; never waits."""
+        call = self._call(
+            trajectory.key,
+            trajectory.prompt.fields,
+            self._turns(trajectory),
+            is_last=self._is_last(trajectory),
+        )
+        job = _Job(call, trajectory)
+        self._by_key[trajectory.key] = job
+        self._start(job)
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Close the environment of a conversation whose tokens are thrown away, or that ended."""
+        key = trajectory.key
+        job = self._by_key.pop(key, None)
+        with self._changed:
+            if job is not None:
+                job.is_cancelled = True
+                self._jobs.pop(job.call.ticket, None)
+                self._results.pop(job.call.ticket, None)
+            home = self._homes.pop(key, None)
+            if home is not None:
+                self._queues[home].append(Close(key))
+        self._wake()
+
+    def collect(self, *, wait: bool) -> Sequence[Trajectory]:
+        """Conversations that were answered: with a reply in `given`, or with a finish reason."""
+        with self._changed:
+            if wait and self._by_key:
+                self._changed.wait_for(
+                    lambda: self._error is not None or bool(self._done_tickets())
+                )
+            self._raise_error()
+            done = [(self._jobs.pop(t), self._results.pop(t)) for t in self._done_tickets()]
+        return [self._replied(job, result) for job, result in done]
+
+    def reward(self, trajectory: Trajectory) -> float | None:
+        """The reward of a conversation that ended in the middle of a turn.
+
+        It is that of the last reply, 0 without any; `None` if the conversation is skipped.
+        """
+        if trajectory.key in self._skipped:
+            self._skipped.discard(trajectory.key)
+            return None
+        turns = self._turns(trajectory)[:-1]
+        if not turns:
+            self.cancel(trajectory)
+            return 0.0
+        call = self._call(trajectory.key, trajectory.prompt.fields, turns, is_last=True)
+        call = replace(call, is_answered=True)
+        found = self._wait(self._start(_Job(call)))
+        self._homes.pop(trajectory.key, None)
+        if isinstance(found, Answered):
+            return found.reward or 0.0
+        return None if self.settings.on_timeout == "skip" else 0.0
+
+    def close(self) -> None:
+        """Kill the workers; unanswered conversations are dropped."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(
+        self, key: Key, row: Mapping[str, object], turns: tuple[Turn, ...], *, is_last: bool
+    ) -> Call:
+        self._next_ticket += 1
+        return Call(ticket=self._next_ticket, key=key, row=dict(row), turns=turns, is_last=is_last)
+
+    def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
+        """What the policy wrote, turn by turn, without turns that were answered by an error."""
+        turns = self._renderer.turns(trajectory)
+        replies = [list(s.given) for s in trajectory.segments if s.given]
+        found: list[Turn] = [self._renderer.text(turn) for turn in turns]
+        for place, reply in enumerate(replies):
+            if reply in self._error_replies(turns[place][-1]):
+                found[place] = None
+        return tuple(found)
+
+    def _error_replies(self, last_token: int) -> list[list[int]]:
+        return [
+            self._renderer.reply([self._told(failure)], last_token=last_token)
+            for failure in ("timeout", "died")
+        ]
+
+    def _told(self, failure: Failure) -> Message:
+        return {"role": self._role, "content": f"Error: {self._reason(failure)}\n"}
+
+    def _reason(self, failure: Failure) -> str:
+        if failure == "timeout":
+            return f"no reply within {self.settings.reply_seconds:g} seconds"
+        return "the environment failed"
+
+    def _is_last(self, trajectory: Trajectory) -> bool:
+        return trajectory.num_turns >= self.settings.max_turns
+
+    def _replied(self, job: _Job, result: Answered | Failure) -> Trajectory:
+        trajectory = job.trajectory
+        assert trajectory is not None, "only conversations are collected"
+        self._by_key.pop(trajectory.key, None)
+        if not isinstance(result, Answered):
+            return self._failed(trajectory, result)
+        if not self._is_as_before(trajectory, result):
+            self.cancel(trajectory)
+            return self._failed(trajectory, "differs")
+        reply = result.replies[-1]
+        is_last = self._is_last(trajectory)
+        if reply.is_done or is_last:
+            self._homes.pop(trajectory.key, None)
+            has_reward = self.settings.reward == "environment"
+            if has_reward and reply.is_done and result.reward is None:
+                raise EnvironmentFailed(
+                    f"the environment {self._source.function!r} ended a conversation without a "
+                    "reward; give one with the reply, or set environment.reward to 'function'"
+                )
+            return replace(
+                trajectory,
+                finish_reason="stop" if reply.is_done else "length",
+                reward=(result.reward or 0.0) if has_reward else None,
+                reward_parts=dict(reply.metrics) if has_reward else trajectory.reward_parts,
+            )
+        return replace(trajectory, given=tuple(self._given(reply, trajectory)))
+
+    def _given(self, reply: Reply, trajectory: Trajectory) -> list[int]:
+        tokens = self._renderer.reply(reply.messages, last_token=trajectory.segments[-1].tokens[-1])
+        if not tokens:
+            raise EnvironmentFailed(
+                f"the environment {self._source.function!r} gave prompt {trajectory.prompt.id} a "
+                "reply without text; reply with at least one character, or end the conversation"
+            )
+        return tokens
+
+    def _is_as_before(self, trajectory: Trajectory, result: Answered) -> bool:
+        """Whether a replayed conversation is the one that was held."""
+        replayed = result.replies[:-1]
+        self.stats.replayed_turns += len(replayed)
+        kept = [list(s.given) for s in trajectory.segments if s.given]
+        turns = self._renderer.turns(trajectory)
+        for place in range(len(kept) - len(replayed), len(kept)):
+            reply = replayed[place - len(kept) + len(replayed)]
+            if not reply.messages and not reply.is_done:
+                continue  # a turn that was answered by an error
+            again = self._renderer.reply(reply.messages, last_token=turns[place][-1])
+            if again != kept[place] or reply.is_done:
+                if not self.stats.failures["differs"]:
+                    _LOG.warning(
+                        "the environment %r says that it is replayable, but gave prompt %d another "
+                        "reply to turn %d the second time; such conversations are cut off. Make it "
+                        "deterministic, or set its is_replayable to False",
+                        self._source.function,
+                        trajectory.prompt.id,
+                        place + 1,
+                    )
+                return False
+        return True
+
+    def _failed(self, trajectory: Trajectory, failure: Failure) -> Trajectory:
+        self.stats.failures[failure] += 1
+        policy = self.settings.on_timeout
+        if (
+            policy == "tell"
+            and failure not in ("lost", "differs")
+            and not self._is_last(trajectory)
+        ):
+            kind: Failure = "timeout" if failure == "timeout" else "died"
+            given = self._renderer.reply(
+                [self._told(kind)], last_token=trajectory.segments[-1].tokens[-1]
+            )
+            return replace(trajectory, given=tuple(given))
+        if policy == "skip":
+            self._skipped.add(trajectory.key)
+        return replace(trajectory, finish_reason="length")
+
+    def _start(self, job: _Job) -> int:
+        with self._changed:
+            self._raise_error()
+            self._jobs[job.call.ticket] = job
+            home = self._homes.get(job.call.key)
+            if home is None:
+                load = Counter(self._homes.values())
+                home = min(
+                    range(len(self._queues)), key=lambda n: (len(self._queues[n]), load[n], n)
+                )
+                if job.call.turns:
+                    self._homes[job.call.key] = home
+            self._queues[home].append(job)
+        self._wake()
+        return job.call.ticket
+
+    def _wait(self, ticket: int) -> Answered | Failure:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or ticket in self._results)
+            self._raise_error()
+            self._jobs.pop(ticket)
+            return self._results.pop(ticket)
+
+    def _done_tickets(self) -> list[int]:
+        return [ticket for ticket in self._results if self._jobs[ticket].trajectory is not None]
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_writer.fileno(), b".")
+        except (BlockingIOError, OSError):
+            return  # it is awake, or has ended
+
+    # From here on: the supervisor thread.
+
+    def _supervise(self) -> None:
+        try:
+            while not self._is_closing:
+                self._fill_up()
+                self._hand_out()
+                by_connection = {w.process.connection: n for n, w in self._workers.items()}
+                for found in wait([self._wake_reader, *by_connection], self._seconds_to_limit()):
+                    if isinstance(found, Connection) and found in by_connection:
+                        self._listen(by_connection[found])
+                while self._wake_reader.poll():
+                    os.read(self._wake_reader.fileno(), 4096)
+                self._enforce_limits()
+        except SortedRLError as error:
+            self._stop(error)
+        except Exception as error:  # noqa: BLE001  callers that wait must be released
+            broken = EnvironmentFailed(f"the pool of environments failed: {error!r}")
+            broken.__cause__ = error
+            self._stop(broken)
+        finally:
+            for worker in self._workers.values():
+                worker.process.hang_up()
+            for worker in self._workers.values():
+                worker.process.end()
+
+    def _stop(self, error: SortedRLError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _fill_up(self) -> None:
+        memory = self.settings.process_gib
+        options = dict(self._source.options)
+        for number in range(len(self._queues)):
+            if number not in self._workers:
+                setup = Setup(
+                    replace(self._source, options=options),
+                    None if memory is None else int(memory * (1 << 30)),
+                )
+                process = WorkerProcess.start(setup, module=_WORKER)
+                self._workers[number] = _Worker(process, time.monotonic())
+
+    def _hand_out(self) -> None:
+        for number, worker in list(self._workers.items()):
+            while worker.is_ready and worker.under_way is None:
+                with self._changed:
+                    if not self._queues[number]:
+                        break
+                    work = self._queues[number].popleft()
+                if isinstance(work, _Job):
+                    if work.is_cancelled:
+                        continue
+                    work.began = time.monotonic()
+                    worker.under_way = work
+                try:
+                    worker.process.send(work.call if isinstance(work, _Job) else work)
+                except WorkerLostError:
+                    self._lost(number)
+                    break
+
+    def _listen(self, number: int) -> None:
+        worker = self._workers[number]
+        try:
+            for said in worker.process.said():
+                if isinstance(said, Ready):
+                    worker.is_ready = True
+                    worker.loaded_bytes = worker.process.memory_bytes()
+                elif isinstance(said, Refused):
+                    if said.is_setting:
+                        raise ConfigError(said.message)
+                    raise EnvironmentFailed(
+                        f"the environment {self._source.function!r} cannot be loaded:\n"
+                        f"{said.message}"
+                    )
+                elif isinstance(said, Failed) and said.fault != "lost":
+                    self._broke(worker, said)
+                else:
+                    self._answered(worker, said)
+        except WorkerLostError:
+            self._lost(number)
+
+    def _answered(self, worker: _Worker, said: Answered | Failed) -> None:
+        job, worker.under_way = worker.under_way, None
+        assert job is not None, "a worker answers what it was given"
+        if isinstance(said, Answered):
+            self.stats.answered += 1
+            self.stats.seconds += said.seconds
+        self._deliver(job, said if isinstance(said, Answered) else "lost")
+
+    def _deliver(self, job: _Job, result: Answered | Failure) -> None:
+        with self._changed:
+            if not job.is_cancelled:
+                self._results[job.call.ticket] = result
+            self._changed.notify_all()
+
+    def _broke(self, worker: _Worker, said: Failed) -> None:
+        job = worker.under_way
+        assert job is not None, "a worker answers what it was given"
+        prompt, sample = job.call.key
+        row = str(job.call.row.get("place", ""))
+        what = "raised" if said.fault == "raised" else "gave no valid reply"
+        where = f"in conversation {sample} of prompt {prompt}" if prompt >= 0 else f"at {row}"
+        raise EnvironmentFailed(
+            f"the environment {self._source.function!r} {what} {where}:\n{said.words.rstrip()}"
+        )
+
+    def _lost(self, number: int) -> None:
+        """A worker has ended: what it was answering is tried once more."""
+        worker = self._workers.pop(number)
+        status = worker.process.end()
+        if not worker.is_ready:
+            raise EnvironmentFailed(
+                f"a worker ended with status {status} while it loaded the environment "
+                f"{self._source.function!r}; the module must not end the process"
+            )
+        job = worker.under_way
+        if job is None or job.is_cancelled:
+            return
+        job.crashes += 1
+        if job.crashes > 1:
+            self._deliver(job, "died")
+        else:
+            with self._changed:
+                self._queues[number].appendleft(job)
+
+    def _enforce_limits(self) -> None:
+        now = time.monotonic()
+        for number, worker in list(self._workers.items()):
+            if not worker.is_ready:
+                if now - worker.began > _LOAD_SECONDS:
+                    raise EnvironmentFailed(
+                        f"the environment {self._source.function!r} took more than "
+                        f"{_LOAD_SECONDS:.0f} seconds to load"
+                    )
+            elif worker.under_way is not None and now >= self._until(worker.under_way):
+                self._kill(number, "timeout")
+        memory = self.settings.process_gib
+        if memory is None or now < self._next_measure:
+            return
+        self._next_measure = now + _MEASURE_SECONDS
+        for number, worker in list(self._workers.items()):
+            if worker.under_way is None:
+                continue
+            if worker.process.memory_bytes() - worker.loaded_bytes > memory * (1 << 30):
+                self._kill(number, "memory")
+
+    def _kill(self, number: int, failure: Failure) -> None:
+        worker = self._workers.pop(number)
+        worker.process.end()
+        self.stats.workers_killed += 1
+        if worker.under_way is not None:
+            self._deliver(worker.under_way, failure)
+
+    def _until(self, job: _Job) -> float:
+        """When a call is overdue; replayed turns have their own time each."""
+        return job.began + self.settings.reply_seconds * max(1, len(job.call.turns))
+
+    def _seconds_to_limit(self) -> float | None:
+        moments = []
+        for worker in self._workers.values():
+            if not worker.is_ready:
+                moments.append(worker.began + _LOAD_SECONDS)
+            elif worker.under_way is not None:
+                moments.append(self._until(worker.under_way))
+                if self.settings.process_gib is not None:
+                    moments.append(self._next_measure)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+
+class EnvironmentScorer:
+    """Rewards of conversations: the environment's own, or a reward function over all of it."""
+
+    def __init__(self, pool: EnvironmentPool, scorer: Scorer | None) -> None:
+        """Without a scorer the rewards are the environment's."""
+        self._pool = pool
+        self._scorer = scorer
+
+    def submit(self, trajectory: Trajectory) -> None:
+        """Start to score a complete conversation."""
+        if self._scorer is not None:
+            self._pool.cancel(trajectory)
+            self._scorer.submit(trajectory)
+
+    def cancel(self, trajectory: Trajectory) -> None:
+        """Forget a conversation that will be renewed before it is trained on."""
+        if self._scorer is not None:
+            self._scorer.cancel(trajectory)
+
+    def collect(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """These conversations, in order, with their rewards."""
+        if self._scorer is not None:
+            return self._scorer.collect(trajectories)
+        return [
+            t if t.reward is not None else replace(t, reward=self._pool.reward(t))
+            for t in trajectories
+        ]

@@ -1,0 +1,264 @@
+"""A worker process: holds live environments, and answers one conversation after another.
+
+    parent -> worker    Setup, then Call after Call, and Close
+    worker -> parent    Ready or Refused, then one Opened, Answered or Failed for each Call
+
+A call names every turn of its conversation. If the environment at hand has heard exactly the turns
+before the last one, it answers that one. Otherwise a fresh environment is brought there by hearing
+them again: after turns were rejected, in a resumed run, in place of a worker that was killed.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Literal
+
+from sortedrl.environments.adapters import made
+from sortedrl.environments.protocol import Environment, Message, Opening, Reply
+from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.rewards.functions import RewardSource, load_module
+from sortedrl.rewards.pool.limits import limit_memory
+from sortedrl.rewards.pool.process import leave, served
+from sortedrl.types import LARGEST_REWARD, Key
+
+Turn = str | None
+"""What the policy wrote; `None` for a turn that the environment failed to answer."""
+Fault = Literal["raised", "invalid", "lost"]
+"""The code raised; it gave no valid reply; the environment is gone and cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a worker; the source of a reward and of an environment look alike."""
+
+    source: RewardSource
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The environment's module is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It cannot be loaded; `is_setting` if the address is wrong, not the code."""
+
+    message: str
+    is_setting: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A conversation to be answered; without turns, to be opened only."""
+
+    ticket: int
+    key: Key
+    row: Mapping[str, object]
+    turns: tuple[Turn, ...] = ()
+    is_last: bool = False
+    """Whether the conversation ends with this call, so that its environment is closed."""
+    is_answered: bool = False
+    """Whether the last turn was answered before, and only the reward is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the environment of a conversation."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The replies to all turns of a call that were heard now, the last of them the answer."""
+
+    ticket: int
+    opening: Opening
+    replies: tuple[Reply, ...]
+    reward: float | None
+    """That of the conversation so far."""
+    is_replayable: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The call came to nothing."""
+
+    ticket: int
+    fault: Fault
+    words: str
+
+
+class InvalidReplyError(ValueError):
+    """An environment gave something that is no opening or no reply."""
+
+
+@dataclass(slots=True)
+class _Live:
+    environment: Environment
+    opening: Opening
+    heard: list[Turn] = field(default_factory=list)
+    reward: float | None = None
+
+
+class Host:
+    """The live environments of a worker, by conversation."""
+
+    def __init__(self, factory: Callable[..., object]) -> None:
+        """None yet."""
+        self._factory = factory
+        self._live: dict[Key, _Live] = {}
+
+    def answer(self, call: Call) -> Answered | Failed:
+        """Bring the environment to the last turn of the call, and answer it."""
+        began = time.perf_counter()
+        live = self._live.get(call.key)
+        known = call.turns if call.is_answered else call.turns[:-1]
+        if live is None or tuple(live.heard) != known:
+            self.close(call.key)
+            live = self._opened(call)
+            if known and not live.environment.is_replayable:
+                self.close(call.key)
+                return Failed(call.ticket, "lost", "the environment is gone and not replayable")
+        replies = [self._heard(live, turn) for turn in call.turns[len(live.heard) :]]
+        is_replayable = live.environment.is_replayable
+        if call.is_last or (replies and replies[-1].is_done):
+            self.close(call.key)
+        return Answered(
+            ticket=call.ticket,
+            opening=live.opening,
+            replies=tuple(replies),
+            reward=live.reward,
+            is_replayable=bool(is_replayable),
+            seconds=time.perf_counter() - began,
+        )
+
+    def close(self, key: Key) -> None:
+        """Close an environment; what it raises then no longer matters."""
+        live = self._live.pop(key, None)
+        if live is not None:
+            with suppress(Exception):
+                live.environment.close()
+
+    def _opened(self, call: Call) -> _Live:
+        environment = made(self._factory, call.row)
+        live = _Live(environment, _checked_opening(environment.open(call.row)))
+        self._live[call.key] = live
+        return live
+
+    def _heard(self, live: _Live, turn: Turn) -> Reply:
+        live.heard.append(turn)
+        if turn is None:
+            return Reply()
+        reply = _checked_reply(live.environment.reply({"role": "assistant", "content": turn}))
+        live.reward = reply.reward if reply.reward is not None else live.reward
+        return reply
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent at the other end of the socket until it closes."""
+    connection = served(descriptor)
+    setup: Setup = connection.recv()
+    try:
+        factory = load(setup.source)
+    except ConfigError as error:
+        connection.send(Refused(str(error), is_setting=True))
+        return
+    except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
+        connection.send(Refused(traceback.format_exc(), is_setting=False))
+        return
+    if setup.memory_bytes is not None:
+        limit_memory(setup.memory_bytes)
+    works: queue.SimpleQueue[Call | Close] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
+    connection.send(Ready())
+    host = Host(factory)
+    while True:
+        work = works.get()
+        if isinstance(work, Close):
+            host.close(work.key)
+        else:
+            connection.send(_answered(host, work))
+
+
+def load(source: RewardSource) -> Callable[..., object]:
+    """The class or function that makes environments, with its options bound."""
+    what = f"environment {source.function!r}"
+    module = load_module(source.place, called=what, suffix="environment")
+    known = {name: value for name, value in vars(module).items() if callable(value)}
+    if source.name not in known:
+        raise ConfigError(
+            f"{what}: {unknown_name('class or function', source.name, known)} (in {source.place})"
+        )
+    factory: Callable[..., object] = known[source.name]
+    if not source.options:
+        return factory
+    return lambda: factory(**source.options)
+
+
+def _answered(host: Host, call: Call) -> Answered | Failed:
+    try:
+        return host.answer(call)
+    except InvalidReplyError as error:
+        return Failed(call.ticket, "invalid", str(error))
+    except ConfigError as error:
+        return Failed(call.ticket, "invalid", str(error))
+    except Exception:  # noqa: BLE001  the user's own; the parent shows it
+        return Failed(call.ticket, "raised", traceback.format_exc())
+
+
+def _receive(connection: Connection, works: queue.SimpleQueue[Call | Close]) -> None:
+    while True:
+        try:
+            works.put(connection.recv())
+        except (EOFError, OSError):
+            leave()
+
+
+def _checked_opening(opening: object) -> Opening:
+    if not isinstance(opening, Opening):
+        raise InvalidReplyError(f"open() must return an Opening, got {opening!r:.100}")
+    messages = _checked_messages(opening.messages)
+    if not messages:
+        raise InvalidReplyError("an Opening must have at least one message, got none")
+    return Opening(messages, [dict(tool) for tool in opening.tools])
+
+
+def _checked_reply(reply: object) -> Reply:
+    if not isinstance(reply, Reply):
+        raise InvalidReplyError(f"reply() must return a Reply, got {reply!r:.100}")
+    messages = _checked_messages(reply.messages)
+    if not messages and not reply.is_done:
+        raise InvalidReplyError("a Reply that does not end the conversation needs a message")
+    reward = None if reply.reward is None else float(reply.reward)
+    if reward is not None and not abs(reward) <= LARGEST_REWARD:
+        raise InvalidReplyError(
+            f"a reward must be a number within +-{LARGEST_REWARD:g}, got {reward}"
+        )
+    metrics = {str(name): float(value) for name, value in reply.metrics.items()}
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise InvalidReplyError(f"the metric {name!r} must be a finite number, got {value}")
+    return Reply(messages=messages, is_done=bool(reply.is_done), reward=reward, metrics=metrics)
+
+
+def _checked_messages(messages: Sequence[Message]) -> list[Message]:
+    for message in messages:
+        if not {"role", "content"} <= set(message):
+            raise InvalidReplyError(f"a message needs role and content, got {message!r:.100}")
+        for name, value in message.items():
+            if not isinstance(value, str):
+                raise InvalidReplyError(
+                    f"the {name} of a message must be text, got {type(value).__name__}"
+                )
+    return [dict(message) for message in messages]

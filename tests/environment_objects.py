@@ -1,0 +1,121 @@
+"""Environments for the tests: well-behaved ones of every kind, and hostile ones."""
+
+import os
+import time
+from typing import ClassVar
+
+from sortedrl.environments.protocol import Opening, Reply
+
+
+class Adding:
+    """Replies with the sum of all numbers so far; a message `done` ends the conversation."""
+
+    is_replayable = True
+
+    def open(self, row):
+        self.total = 0
+        return Opening([{"role": "user", "content": f"Count from {row['start']}. "}])
+
+    def reply(self, message):
+        text = message["content"].strip()
+        if text == "done":
+            return Reply(is_done=True, reward=self.total, metrics={"total": self.total})
+        if text == "raise":
+            raise RuntimeError("the environment is broken")
+        if text == "hang":
+            time.sleep(1000)
+        if text == "die":
+            os._exit(3)
+        if text == "empty":
+            return Reply()
+        self.total += len(text)
+        return Reply(messages=[{"role": "user", "content": f"={self.total};"}], reward=self.total)
+
+    def close(self):
+        pass
+
+
+class Forgetful(Adding):
+    """Cannot be replayed."""
+
+    is_replayable = False
+
+
+class Lying(Adding):
+    """Says that it can be replayed, and replies with the number of its process."""
+
+    def reply(self, message):
+        return Reply(messages=[{"role": "user", "content": f"{os.getpid()} {id(self)};"}])
+
+
+class Calculator:
+    """TRL's form."""
+
+    is_replayable = True
+
+    def reset(self, prompt, start=0, **row):
+        """Begin anew."""
+        self.value = start
+        return f" The display shows {start}."
+
+    def add(self, number: int, times: int = 1) -> str:
+        """Add a number to the display.
+
+        Args:
+            number: What to add.
+            times: How often.
+        """
+        self.value += number * times
+        return f"The display shows {self.value}."
+
+    def crash(self) -> str:
+        """Fail."""
+        raise ValueError("out of order")
+
+    def _hidden(self):
+        """Not a tool."""
+
+    def get_reward(self):
+        """Score the display."""
+        return float(self.value == 10)
+
+
+class Gym:
+    """Gym style: guess a number."""
+
+    secret: ClassVar[int] = 3
+
+    def reset(self):
+        return "Guess a digit.", {}
+
+    def step(self, action):
+        is_right = action.strip() == str(self.secret)
+        return ("Right." if is_right else "Wrong."), float(is_right), is_right, False, {}
+
+
+class SkyGym:
+    """The form of skyrl-gym, made from the row."""
+
+    def __init__(self, extras):
+        self.turns = 0
+        self.answer = extras["answer"]
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        is_right = action == self.answer
+        return {
+            "observations": [] if is_right else [{"role": "user", "content": "Try again."}],
+            "reward": 1.0 if is_right else 0.0,
+            "done": is_right or self.turns >= 3,
+            "metadata": {},
+        }
+
+    def close(self):
+        pass
+
+
+def sky_gym(row):
+    return SkyGym(row)

@@ -1,0 +1,103 @@
+"""The sandbox: what code may do, what it may not, and the rewards and tools that use it."""
+
+import pytest
+
+from sortedrl.environments.adapters import made
+from sortedrl.environments.python_tool import PythonTool
+from sortedrl.rewards.code import code_reward, program_of
+from sortedrl.rewards.sandbox import SandboxLimits, run_python
+from sortedrl.types import Prompt
+
+LIMITS = SandboxLimits(seconds=1.0, memory_mib=256, file_mib=1)
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("open('a', 'w').write('b'); print(open('a').read())", "b\n"),
+        ("import math; print(math.factorial(20))", "2432902008176640000\n"),
+        (
+            "import threading as t; x = t.Thread(target=print, args=(5,)); x.start(); x.join()",
+            "5\n",
+        ),
+        ("print(input()[::-1])", "cba\n"),
+    ],
+)
+def test_code_may_compute_and_use_its_folder(code, output):
+    result = run_python(code, SandboxLimits(seconds=20), input="abc\n")
+    assert (result.output, result.ending) == (output, "done"), result.errors
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import os; os.listdir('/home')", "PermissionError"),
+        ("open('/etc/passwd').read()", "PermissionError"),
+        ("import os; os.listdir('/proc')", "PermissionError"),
+        ("open('/tmp/left_behind', 'w')", "PermissionError"),
+        ("open(__import__('sys').executable, 'ab')", "Error"),
+        ("import socket; socket.create_connection(('127.0.0.1', 22), 1)", "Error"),
+        (
+            "import socket as n; n.socket(type=n.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
+            "Network is unreachable",
+        ),
+        ("import os; os.fork()", "Operation not permitted"),
+        ("import subprocess; subprocess.run(['true'])", "Operation not permitted"),
+        ("import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
+        ("x = bytearray(10**9)", "MemoryError"),
+    ],
+)
+def test_code_reaches_nothing_else(code, error):
+    result = run_python(code, SandboxLimits(seconds=20, memory_mib=256))
+    assert result.ending == "failed"
+    assert error in result.errors
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
+def test_code_ends_at_the_time_limit(code):
+    assert run_python(code, LIMITS).ending == "timeout"
+
+
+def test_output_is_limited():
+    result = run_python("print('x' * 10**7)", SandboxLimits(seconds=20, file_mib=1))
+    assert result.ending == "failed"
+    assert len(result.output) <= 65_536
+
+
+def scored(response, tests, **options):
+    prompt = Prompt(id=0, fields={"tests": tests})
+    return dict(code_reward(prompt, response, seconds=20.0, **options))
+
+
+def test_programs_are_scored_by_their_tests():
+    good = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+    assert scored(good, tests) == {"reward": 1.0, "correct": 1.0, "tests": 1.0}
+    half = good.replace("a + b", "3")
+    assert scored(half, tests, share=0.5) == {"reward": 0.25, "correct": 0.0, "tests": 0.5}
+    assert scored("import sys\nsys.exit(0)", tests)["reward"] == 0
+    assert program_of("no fence") == "no fence"
+
+
+def test_programs_are_scored_by_what_they_print():
+    tests = [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9"}]
+    assert scored("print(sum(map(int, input().split())), '')", tests)["correct"] == 1
+    assert scored("print(3)", tests)["tests"] == 0.5
+
+
+def test_the_python_tool_replies_with_the_output():
+    environment = made(PythonTool, {})
+    opening = environment.open({"prompt": "What is 12 * 12?"})
+    assert opening.tools[0]["function"]["name"] == "python"
+    assert environment.is_replayable
+
+    def replied(code):
+        text = '<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>'
+        reply = environment.reply({"role": "assistant", "content": text % code})
+        return reply.messages[0]["content"]
+
+    assert replied("print(12 * 12)") == "144\n"
+    assert replied("1 / 0") == "Error: ZeroDivisionError: division by zero"
+    assert "use print" in replied("x = 1")
+    assert environment.reply({"role": "assistant", "content": "It is 144."}).is_done
