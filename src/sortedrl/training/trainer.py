@@ -440,7 +440,7 @@ class PolicyTrainer:
             return None
         # The state after an answer is the one before a token that would follow it.
         texts = [trajectories[n] for n in cut.tolist()]
-        following = [TokenSequence((*t.prompt.tokens, *t.tokens), (0,)) for t in texts]
+        following = [TokenSequence((*t.prompt.tokens, *t.response), (0,)) for t in texts]
         single = Answers(
             lengths_N=torch.ones(len(cut), dtype=torch.long),
             rewards_N=answers.rewards_N[cut],
