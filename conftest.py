@@ -3,11 +3,14 @@
 `pytest --hypothesis-profile=hunt` looks for bugs for longer.
 On CI the examples are the same every time; elsewhere they are new ones.
 Modules that need Triton, Ray or TRL are collected only where these are installed.
+`--numprocesses auto` starts three test processes for every two cores: many tests wait for other
+processes, the disk or a timer, and the third uses the core meanwhile.
 """
 
 import os
 from importlib.util import find_spec
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.data_too_large)
@@ -34,3 +37,9 @@ _NEEDS = {
 }
 
 collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) for path in paths]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """The number of test processes."""
+    return (3 * (os.cpu_count() or 1) + 1) // 2

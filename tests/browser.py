@@ -18,7 +18,7 @@ ARTEFACTS = Path(__file__).resolve().parent.parent / "test-artefacts"
 """Where screenshots are kept, to be looked at."""
 
 WIDE, NARROW = 1280, 390
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
     "--no-sandbox",

@@ -27,7 +27,7 @@ from sortedrl.training.fsdp.trainer import sharded_trainer
 from sortedrl.types import TrainBatch
 from training_worlds import trainer_of, written
 
-_SECONDS = 60
+_SECONDS = 300
 
 
 class Pair:

@@ -19,7 +19,7 @@ def sortedrl(*words):
         [sys.executable, "-m", "sortedrl", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -53,7 +53,7 @@ def test_help_teaches_by_example_without_torch_or_numpy(words):
         [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -66,7 +66,7 @@ def test_a_simulation_runs_without_torch_or_numpy():
         "assert main(['simulate', 'six']) == 0\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=300, check=True)
 
 
 def test_the_version_is_printed(capsys):
@@ -227,7 +227,7 @@ def test_a_closed_pipe_is_not_an_error():
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert done.stderr == ""

@@ -59,8 +59,8 @@ TWO = Cluster(
     trainer_ranks=0,
     dashboard=False,
     object_store_gib=0.2,
-    worker_timeout_seconds=60,
-    start_seconds=60,
+    worker_timeout_seconds=300,
+    start_seconds=300,
 )
 pytestmark = [
     pytest.mark.slow,
@@ -98,7 +98,7 @@ def open_pool(ray_here, tmp_path):
     before = threading.active_count()
 
     def make(factory, cluster=TWO, **options):
-        placement = BundlePlacement(blueprint(cluster), seconds=60)
+        placement = BundlePlacement(blueprint(cluster), seconds=300)
         warnings, reports = [], []
         opened.append((placement, []))
         pool = WorkerPool(
@@ -157,7 +157,7 @@ def lawful(ray_here):
     one = WorkerPool(
         cluster,
         LawfulFactory(slots=conformance.SLOTS),
-        placement=(placement := BundlePlacement(blueprint(cluster), seconds=60)),
+        placement=(placement := BundlePlacement(blueprint(cluster), seconds=300)),
         source=LocalSource(),
         tell=pytest.fail,
         report=lambda _: None,
@@ -393,14 +393,14 @@ def test_a_bug_in_an_engine_reaches_the_caller_and_loses_nothing(open_pool):
 
 
 def test_a_worker_that_does_not_answer_is_lost(open_pool):
-    patient = Cluster(**fields(TWO) | {"worker_timeout_seconds": 1.0})
+    patient = Cluster(**fields(TWO) | {"worker_timeout_seconds": 4.0})
     pool = open_pool(simulated(pause_seconds=0.02), patient)
     os.kill(pool.workers[0].info.process, signal.SIGSTOP)
     work = fresh_all((1,) * 6)
     pool.submit(work, tolerance=None)
     assert finished_by(pool, 6).keys() == {t.key for t in work}
     (warning,) = pool.warnings
-    assert "it has not answered for 1 s" in warning
+    assert "it has not answered for 4 s" in warning
 
 
 def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_place(ray_here):
@@ -409,7 +409,7 @@ def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_p
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         # Ray sees sooner that a node is gone.
         env=os.environ
@@ -548,7 +548,9 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
         "from sortedrl.config.cluster import Cluster\n"
         "with connected(Cluster(rollout_workers=1, address='127.0.0.1:9'), tell=print): pass\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr
 
 

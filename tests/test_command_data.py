@@ -194,7 +194,7 @@ def test_an_encoding_without_the_characters_ends_nothing(mine):
         [sys.executable, "-m", "sortedrl", "data", "show", str(mine)],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
         capture_output=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert b"prompt: question 0" in done.stdout

@@ -6,12 +6,22 @@ from io import StringIO
 
 import pytest
 
+from sortedrl.cli import demo as command
 from sortedrl.cli import main
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.logs import read_metrics
 
 SMALL = ("--warm-steps", "4", "--answers", "8", "--held-out", "2")
+SMALLEST = ("--warm-steps", "1", "--answers", "1", "--held-out", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_puzzles():
+    """The warm start reads few puzzles: making all of them takes longer than everything else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_NUM_PUZZLES", 100)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +65,7 @@ def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(demo):
 
 def test_a_second_demo_replaces_the_first(demo, tmp_path, capsys):
     out = shutil.copytree(demo[0], tmp_path / "demo")
-    assert main(["demo", "--out", str(out), "--seed", "1", *SMALL]) == 0
+    assert main(["demo", "--out", str(out), "--seed", "1", *SMALLEST]) == 0
     capsys.readouterr()
     assert "seed=2" in read_toml(out / "sync" / "config.toml")["task"]
     assert read_metrics(out / "sync" / "metrics.jsonl")[0]["update"] == 0

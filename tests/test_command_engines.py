@@ -117,7 +117,7 @@ def test_the_bare_package_lists_too_and_says_what_is_missing():
             [sys.executable, "-c", program, *words],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 

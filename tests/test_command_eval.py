@@ -13,10 +13,16 @@ from transformers import PreTrainedTokenizerFast
 from knights_reading import ALPHABET
 from native_worlds import tiny_model
 from sortedrl.cli import main
+from sortedrl.evaluation import statistics
 from sortedrl.evaluation.results import read_results
 
 FUNCTIONS = str(Path(__file__).with_name("reward_functions.py"))
 PUZZLES = "knights_knaves:people=2-3,count=6,style=compact,split=test"
+
+
+@pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch):
+    monkeypatch.setattr(statistics, "RESAMPLES", 400)
 
 
 def save_model(folder, *, seed):

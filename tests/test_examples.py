@@ -52,7 +52,7 @@ def test_a_reward_of_ones_own_is_tried_out_and_a_call_that_hangs_is_ended():
         [sys.executable, EXAMPLES / "own_reward.py"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

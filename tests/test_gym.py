@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import process_time
 from types import ModuleType, SimpleNamespace
@@ -74,8 +75,12 @@ SILLY = [
 ]
 
 
-def rows_of(name, *, count=3, **options):
+def fresh_rows(name, *, count=3, **options):
     return gym_rows_here(GymSettings(name=name, count=count, **options))
+
+
+rows_of = cache(fresh_rows)
+"""Rows that several tests look at and none changes; some tasks take a second to make them."""
 
 
 def prompt_of(row):
@@ -145,8 +150,8 @@ def test_no_task_raises_over_a_silly_answer_or_takes_it_for_right(name):
 @pytest.mark.parametrize("name", ["countdown", "knights_knaves", "sudoku", "word_sorting"])
 def test_the_same_settings_give_the_same_rows_and_another_seed_others(name):
     rows, others = rows_of(name, count=20), rows_of(name, count=20, seed=1)
-    assert rows == rows_of(name, count=20)
-    assert rows[:5] == rows_of(name, count=5)
+    assert rows == fresh_rows(name, count=20)
+    assert rows[:5] == fresh_rows(name, count=5)
     assert not {row.text for row in rows} & {row.text for row in others}
 
 
@@ -196,7 +201,7 @@ def test_rows_are_the_same_on_another_day(monkeypatch):
     monkeypatch.setattr("reasoning_gym.arithmetic.time_intervals.date", Day)
     other = SimpleNamespace(**{**vars(datetime), "date": Day, "datetime": Moment})
     monkeypatch.setattr("dateutil.parser._parser.datetime", other)
-    assert rows_of("time_intervals", count=20) == today
+    assert fresh_rows("time_intervals", count=20) == today
 
 
 @pytest.mark.parametrize("name", ["boxnet", "time_intervals"])
@@ -256,7 +261,7 @@ def test_rows_have_a_place_and_may_go_without_an_instruction():
 
 
 def test_a_task_that_prints_is_silenced(capfd):
-    rows_of("bf")
+    fresh_rows("bf")
     assert capfd.readouterr().out == ""
 
 
@@ -381,7 +386,7 @@ def test_a_task_without_a_rule_is_refused(monkeypatch):
     others = {name: rule for name, rule in RULES.items() if name != "gcd"}
     monkeypatch.setattr(gym, "RULES", others)
     with pytest.raises(ConfigError, match="'gcd' must have a rule"):
-        rows_of("gcd", count=1)
+        fresh_rows("gcd", count=1)
     with pytest.raises(ConfigError, match="'gcd' must have a rule"):
         score(row, "1")
 
@@ -730,7 +735,7 @@ def test_rows_without_a_right_answer_are_left_out():
         if "Integral" in row.fields["answer"]
     ]
     rows = rows_of("propositional_logic", count=30)
-    assert rows[:10] == rows_of("propositional_logic", count=10)
+    assert rows[:10] == fresh_rows("propositional_logic", count=10)
     for row in rows:
         assert has_conclusion(entry_of(row))
 

@@ -335,7 +335,7 @@ def test_a_command_names_the_extra_it_lacks_before_anything_is_made(words, tmp_p
         [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         cwd=tmp_path,
     )

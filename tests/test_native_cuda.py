@@ -34,7 +34,9 @@ LENGTHS = (5, 21, 33, 70, 1, 150, 40, 90) * 4 if HAS_CUDA else (3, 1, 18)
 MAX_TOKENS = 60 if HAS_CUDA else 3
 TOLERANCES = (None, 0.0, math.inf) if HAS_CUDA else (None, 0.0)
 FAMILIES = ARCHITECTURES if HAS_CUDA else ("llama", "gemma3")
-SIZES = {} if HAS_CUDA else {"num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES = (
+    {} if HAS_CUDA else {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+)
 cuda_only = pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
 ignores_interpreter = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
@@ -65,7 +67,10 @@ def _no_gpu_needed(monkeypatch):
 
 
 def _model(architecture, dtype):
-    model = tiny_model(architecture, head_dim=16, **SIZES).to(dtype)
+    sizes = dict(SIZES)
+    if sizes and architecture == "gemma3":
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
+    model = tiny_model(architecture, head_dim=16, **sizes).to(dtype)
     return model.cuda() if HAS_CUDA else model
 
 

@@ -618,7 +618,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
                 line.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
                 assert line.recv(15) == b"HTTP/1.0 200 OK"
             command.send_signal(signal.SIGINT)
-            _, errors = command.communicate(timeout=20)
+            _, errors = command.communicate(timeout=120)
         finally:
             command.kill()
     assert command.returncode == 0

@@ -146,6 +146,10 @@ CASES = {
     "ppo": case("ppo", algorithm={"gae_lambda": 0.9}),
     "steps_and_epochs": case("ppo", steps=2, epochs=2),
     "sequence_correction": case(correction=Correction(kind="sequence_mis")),
+    "answer_ratios": case("gspo", steps=2),
+    "scaled_steps": case(
+        correction=Correction(kind="token_tis", mask="geometric", scale_by_ess="sequence"), steps=2
+    ),
     "one_long_answer": case(lengths=(1, 2, 1, 70, 2, 1)),
     "fewer_answers_than_ranks": case(lengths=(9,), algorithm={"entropy_coef": 0.1}),
     "tied_embeddings": case(architecture="qwen3"),

@@ -211,7 +211,7 @@ def test_the_real_weights_and_biases_takes_a_run_and_its_continuation_offline(tm
     (tmp_path / "logic").mkdir()
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command = [sys.executable, "-c", WANDB_OFFLINE]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
     written = sorted((tmp_path / "logic" / "wandb").glob("offline-run-*/run-*.wandb"))
     identity = (tmp_path / "logic" / "wandb_id").read_text()
     assert [path.stem for path in written] == [f"run-{identity}"] * 2

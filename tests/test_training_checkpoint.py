@@ -558,7 +558,7 @@ def reports_of(call):
     command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

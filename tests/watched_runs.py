@@ -13,7 +13,7 @@ from sortedrl.report.watch.server import Server
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 
 
 @cache

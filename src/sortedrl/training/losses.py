@@ -278,15 +278,12 @@ def policy_losses(
     if is_function(kind):
         assert lengths_N is not None, "a loss of the user is given the lengths of answers"
         return _of_user(kind, current_T, anchor_T, advantages_T, lengths_N=lengths_N)
-    if kind in ("clip", "cispo", "sapo"):
-        ratios_T = bounded_ratios(current_T, anchor_T)
-        if kind == "cispo":
-            return _weighted(ratios_T, current_T, advantages_T, algorithm=algorithm)
-        return (
-            _gated(ratios_T, advantages_T)
-            if kind == "sapo"
-            else _clipped(ratios_T, advantages_T, algorithm=algorithm)
-        )
+    if kind == "clip":
+        return _clipped(bounded_ratios(current_T, anchor_T), advantages_T, algorithm=algorithm)
+    if kind == "cispo":
+        return _weighted(current_T, anchor_T, advantages_T, algorithm=algorithm)
+    if kind == "sapo":
+        return _gated(bounded_ratios(current_T, anchor_T), advantages_T)
     assert lengths_N is not None, f"the loss {kind!r} needs the lengths of answers"
     if kind == "gmpo":
         return _clipped_mean(
@@ -334,11 +331,11 @@ def _clipped(ratios_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm) ->
 
 
 def _weighted(
-    ratios_T: Tensor, current_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm
+    current_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, *, algorithm: Algorithm
 ) -> TokenLosses:
     """CISPO: clipping bounds a token's weight and stops no gradient."""
     lowest, highest = 1 - algorithm.effective_clip, 1 + algorithm.effective_clip_high
-    weights_T = ratios_T.detach()
+    weights_T = bounded_ratios(current_T.detach(), anchor_T)
     return TokenLosses(
         loss_T=-advantages_T * weights_T.clamp(lowest, highest) * current_T,
         is_clipped_low_T=weights_T < lowest,
@@ -402,7 +399,8 @@ def _of_user(
     }
     nowhere_T = torch.zeros_like(current_T, dtype=torch.bool)
     return TokenLosses(
-        loss_T=token_losses(address, given),
+        # An empty micro-batch of a rank that has no answers left is no case for the user.
+        loss_T=token_losses(address, given) if len(current_T) else current_T,
         is_clipped_low_T=nowhere_T,
         is_clipped_high_T=nowhere_T,
         is_dual_clipped_T=nowhere_T,
