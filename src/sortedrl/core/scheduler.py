@@ -185,17 +185,25 @@ class Scheduler:
         self.journal.harvested(self.buffer)
         for stopped in trajectories:
             self._put_back(stopped)
-        keeps_stale = self.schedule.never_interrupts or self.schedule.keeps_stale_tokens
-        recalled = [] if keeps_stale else self.buffer.outside()
-        for stopped in recalled:
-            self._put_back(stopped)
         if self.buffer.num_running:
             raise BufferStateError(
                 f"{self.buffer.num_running} trajectories that were started are still missing at "
                 "the end of the rollout; give every unfinished one to interrupted()"
             )
         self.cut_batches()
+        recalled = [t for t in self.buffer.outside() if self._is_recalled(t)]
+        for stopped in recalled:
+            self._put_back(stopped)
         return recalled
+
+    def _is_recalled(self, paused: Trajectory) -> bool:
+        """Whether the updates of this round make the tokens of a conversation outside stale."""
+        if self.schedule.never_interrupts:
+            return False
+        if not self.schedule.keeps_stale_tokens:
+            return True
+        after = self.version + len(self._batches)
+        return self.controller.mode.renewed(paused, version=after) is not None
 
     def _put_back(self, stopped: Trajectory) -> None:
         after = self.controller.mode.interrupted(stopped)
