@@ -24,7 +24,7 @@ from sortedrl.config.train import PassSettings, TrainSettings
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
-from sortedrl.core.events import Event, EventFile, HandOver, Update
+from sortedrl.core.events import Event, EventFile, SyncWeights, Update
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import Metrics
@@ -159,7 +159,7 @@ class BenchWorld:
         def record(event: Event) -> None:
             meter(event)
             log(event)
-            if isinstance(event, Update | HandOver):
+            if isinstance(event, Update | SyncWeights):
                 took[event.kind] += event.took_seconds
 
         loop = Loop(

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from sortedrl.core.events import (
     Begin,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Load,
     Renew,
     Resume,
     Start,
+    SyncWeights,
     Trained,
     Update,
 )
@@ -120,7 +120,7 @@ def test_updates_and_hand_overs_count_in_the_idle_share_but_not_in_the_bubble():
         finish(6.0, tokens=6, decoded=6),
         harvest(6.0),
         update(8.0, trained(tokens=6), closed=(0,)),
-        HandOver(seconds=10.0, round=1, version=1, took_seconds=2.0),
+        SyncWeights(seconds=10.0, round=1, version=1, took_seconds=2.0),
     ]
     run = measure(log).run
     assert (run.seconds, run.rollout_seconds) == (10.0, 6.0)
@@ -302,7 +302,7 @@ def test_saving_and_taking_up_a_run_again_is_neither_rollout_nor_busy():
         begin(slots=1),
         *one_group(0, 0, 6),
         Resume(seconds=9.0, round=0, version=1),
-        HandOver(seconds=10.0, round=1, version=1, took_seconds=1.0),
+        SyncWeights(seconds=10.0, round=1, version=1, took_seconds=1.0),
         *one_group(1, 10, 14),
     ]
     run = measure(log).run

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SHOWN, Reader, any_runs, log, run_of
-from sortedrl.core.events import Begin, End, HandOver, Update, to_json
+from sortedrl.core.events import Begin, End, SyncWeights, Update, to_json
 from sortedrl.core.meter import measure
 from sortedrl.errors import DataError
 from sortedrl.report.advice.diagnosis import diagnose
@@ -414,7 +414,7 @@ def test_advice_does_not_take_the_time_of_saving_for_that_of_updates(schedule):
 
 def test_the_table_has_a_row_for_saving():
     events = list(log("partial"))
-    place = next(n for n, event in enumerate(events) if isinstance(event, HandOver) and n > 5)
+    place = next(n for n, event in enumerate(events) if isinstance(event, SyncWeights) and n > 5)
     late = [replace(event, seconds=event.seconds + 3) for event in events[place:]]
     text = numbers_section([measured(RunRecord(name="a", events=[*events[:place], *late]))])
     assert '<th scope="row">saving checkpoints and logs</th><td>3 s, ' in text

@@ -13,12 +13,12 @@ from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Pause,
     Resume,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.core.meter import measure
@@ -304,7 +304,7 @@ def test_bars_of_an_answer_hold_exactly_what_was_trained_on(log, run):
 def test_a_bar_has_the_version_of_the_last_hand_over_before_it(log, run):
     version, versions = 0, {}
     for event in log:
-        if isinstance(event, HandOver):
+        if isinstance(event, SyncWeights):
             version = event.version
         elif isinstance(event, Start):
             versions[event.prompt, event.sample, event.seconds] = version

@@ -178,9 +178,9 @@ def _print(
         print()
 
 
-def _table(told: Table) -> None:
+def _table(shown: Table) -> None:
     """Print a table with its levels under their tasks."""
-    (first, _, *columns), lines = told
+    (first, _, *columns), lines = shown
     rows = [[f"  {level}" if level else task, *numbers] for task, level, *numbers in lines]
     table([first, *columns], rows)
 

@@ -64,15 +64,15 @@ class Arguments:
     scheme: Scheme = "auto"
     """Colours: for a light page, for a dark one, or as the reader's theme asks (PNG: light)."""
     width: int | None = None
-    """PNG: pixels from left to right; 1720 unless told, twice the size of the SVG."""
+    """PNG: pixels from left to right; by default 1720, twice the size of the SVG."""
     seconds: tuple[float, float] | None = None
     """slots: draw only what lies between these seconds of the run."""
     groups: int | None = None
     """slots: draw until this many groups of prompts are trained on."""
     per: Per | None = None
-    """bubble: of every round, or of every group; rounds unless told."""
+    """bubble: of every round, or of every group; by default rounds."""
     by: By | None = None
-    """learning: what the score is drawn against; answers unless told."""
+    """learning: what the score is drawn against; by default answers."""
 
 
 def run(arguments: Sequence[str]) -> None:

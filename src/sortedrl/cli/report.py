@@ -37,9 +37,9 @@ class Arguments:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, or their events.jsonl."""
     out: Path | None = None
-    """The page; unless told, report.html in the folder of a single run, and here for several."""
+    """The page; by default report.html in the folder of a single run, and here for several."""
     title: str = ""
-    """The page's title; unless told, the names of the runs."""
+    """The page's title; by default the names of the runs."""
     open: bool = False
     """Open the page in the browser."""
     json: bool = False

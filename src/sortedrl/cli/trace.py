@@ -33,7 +33,7 @@ class Arguments:
     run: tyro.conf.Positional[Path]
     """The folder of a run, or its events.jsonl."""
     out: Path | None = None
-    """Where to write: trace.json beside the events unless told; .gz at the end packs it."""
+    """Where to write; by default trace.json beside the events. A name in .gz is compressed."""
     json: bool = False
     """Print one JSON object: path, bytes, seconds and counts."""
 

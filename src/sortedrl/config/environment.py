@@ -35,8 +35,8 @@ class EnvironmentSettings:
     """Memory limit of a worker and its child processes, beyond what loading took (on Linux)."""
     on_timeout: OnTimeout = "tell"
     """How a conversation is handled whose environment hit a limit or killed its worker twice.
-    tell: the policy is told, and goes on. end: the conversation ends, with the reward so far.
-    skip: it is not trained on."""
+    tell: the policy gets a message that says so, and continues.
+    end: the conversation ends, with the reward so far. skip: it is not trained on."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -51,7 +51,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOver:
+class SyncWeights:
     """Weight sync: the engine has the weights of `version`, after `took_seconds`."""
 
     kind: ClassVar = "hand_over"
@@ -260,7 +260,7 @@ class End:
 Event = (
     Begin
     | Resume
-    | HandOver
+    | SyncWeights
     | Renew
     | Load
     | Start
@@ -385,7 +385,7 @@ class Order:
         self._seconds = event.seconds
         if isinstance(event, Begin) and not 1 <= event.slots <= _MOST_SLOTS:
             raise ValueError(f"'begin' must have 1..{_MOST_SLOTS} slots, got {event.slots}")
-        if isinstance(event, HandOver | Load | Start | Harvest):
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
             self._refuse(event.round < self._round, event)
             self._round = event.round
             self._rounds.add(event.round)

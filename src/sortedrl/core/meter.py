@@ -14,7 +14,6 @@ from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Load,
@@ -22,6 +21,7 @@ from sortedrl.core.events import (
     Renew,
     Reply,
     Start,
+    SyncWeights,
     Trained,
     Update,
 )
@@ -110,10 +110,10 @@ class Meter:
 
     def __call__(self, event: Event) -> None:
         """Process the next event."""
-        if isinstance(event, HandOver):
+        if isinstance(event, SyncWeights):
             self._enter_round(event.round)
         self._pass_time(event)
-        if isinstance(event, HandOver | Load | Start | Harvest):
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
             self._enter_round(event.round)
             self._is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Start):

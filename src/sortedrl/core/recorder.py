@@ -16,7 +16,6 @@ from sortedrl.core.events import (
     Begin,
     End,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Landed,
@@ -29,6 +28,7 @@ from sortedrl.core.events import (
     Score,
     Scored,
     Start,
+    SyncWeights,
     Trained,
     Update,
 )
@@ -145,7 +145,7 @@ class Journal:
         now = self._seconds()
         took = now - self._since
         self.version = version
-        self._record(HandOver(seconds=now, round=self.round, version=version, took_seconds=took))
+        self._record(SyncWeights(seconds=now, round=self.round, version=version, took_seconds=took))
 
     def renewed(self, before: Trajectory, after: Trajectory) -> None:
         """A complete answer went back to waiting."""

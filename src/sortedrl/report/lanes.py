@@ -16,7 +16,6 @@ from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Landed,
@@ -25,6 +24,7 @@ from sortedrl.core.events import (
     Renew,
     Resume,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.types import Key
@@ -196,7 +196,7 @@ class _Tracer:
     def take(self, event: Event) -> None:
         """Take in the next event."""
         self._now = event.seconds
-        if isinstance(event, HandOver | Load | Start) and self._rollout_since is None:
+        if isinstance(event, SyncWeights | Load | Start) and self._rollout_since is None:
             self._rollout_since = event.seconds
         if isinstance(event, Start):
             self._queue.add((event.prompt, event.sample), event)
@@ -207,7 +207,7 @@ class _Tracer:
             self._cut((event.prompt, event.sample), event.kept)
         elif isinstance(event, Harvest):
             self._end_rollout()
-        elif isinstance(event, HandOver | Resume):
+        elif isinstance(event, SyncWeights | Resume):
             self._version = event.version
         self._wait(event)
         if isinstance(event, Update):
@@ -237,9 +237,9 @@ class _Tracer:
 
     def _wait(self, event: Event) -> None:
         """Until now the engine stood still for what has happened."""
-        kind: BandKind = "hand_over" if isinstance(event, HandOver) else "update"
+        kind: BandKind = "hand_over" if isinstance(event, SyncWeights) else "update"
         seconds = 0.0
-        if isinstance(event, Update | HandOver):
+        if isinstance(event, Update | SyncWeights):
             seconds = event.took_seconds
         elif isinstance(event, Landed):
             seconds = event.waited_seconds

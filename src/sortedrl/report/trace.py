@@ -21,7 +21,6 @@ from typing import IO, Literal, get_args
 from sortedrl.core.events import (
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Landed,
@@ -31,6 +30,7 @@ from sortedrl.core.events import (
     Score,
     Scored,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.core.files import refuse_foreign, writing_whole
@@ -311,7 +311,7 @@ class _Spans:
             yield ("rewards", f"worker {number}"), self._workers[number]
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, HandOver | Load | Start | Harvest):
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
             self._enter(event)
         if isinstance(event, Start):
             self.running.add((event.prompt, event.sample))
@@ -321,7 +321,7 @@ class _Spans:
             self._loads[event.group] = event
         elif isinstance(event, Harvest):
             self._end_rollout(event.seconds)
-        elif isinstance(event, HandOver):
+        elif isinstance(event, SyncWeights):
             self._begun = event.seconds
             name = f"hand-over of version {event.version}"
             args = {"version": event.version, "round": event.round}
@@ -346,7 +346,7 @@ class _Spans:
     ) -> None:
         self._found[kind].append(Span(kind=kind, name=name, start=start, end=end, args=args))
 
-    def _enter(self, event: HandOver | Load | Start | Harvest) -> None:
+    def _enter(self, event: SyncWeights | Load | Start | Harvest) -> None:
         """The numbers of rounds are in the order in which rounds are first named."""
         if event.round != self._round:
             self._round = event.round

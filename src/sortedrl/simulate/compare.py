@@ -10,7 +10,7 @@ from sortedrl.config.schedule import ModeName, Schedule, StrategyName
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.controller import Controller
-from sortedrl.core.events import Event, Finish, HandOver, Interrupt, Record, Start
+from sortedrl.core.events import Event, Finish, Interrupt, Record, Start, SyncWeights
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import LengthBias, Metrics, length_bias, numbers
@@ -148,7 +148,7 @@ def simulate(
         meter(event)
         if isinstance(event, Start | Finish | Interrupt):
             trajectory_events += 1
-        elif isinstance(event, HandOver):
+        elif isinstance(event, SyncWeights):
             weight_sync_seconds += event.took_seconds
         if record is not None:
             record(event)

@@ -20,12 +20,12 @@ from sortedrl.core.events import (
     Begin,
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Landed,
     Load,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.errors import DataError
@@ -148,7 +148,7 @@ class _Watch:
                 self.updates.append((self._given_tokens, event.took_seconds))
         elif isinstance(event, Landed):
             self.updates.append((self._given_tokens, event.took_seconds))
-        elif isinstance(event, HandOver):
+        elif isinstance(event, SyncWeights):
             self.weight_syncs.append(event.took_seconds)
         if isinstance(event, Finish | Interrupt):
             self._cached.pop((event.prompt, event.sample))

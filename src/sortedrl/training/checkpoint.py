@@ -72,7 +72,7 @@ def save(folder: Path, write: Callable[[Path], None], *, previous: Path | None =
         return f"{folder}: the checkpoint cannot be saved: {reason}; {last}; {advice}"
 
     with _partial(folder, why_not) as partial:
-        settle(folder)
+        recover(folder)
         write(partial)
         _seal(partial)
         _put_in_place(partial, folder)
@@ -119,7 +119,7 @@ def _partial(folder: Path, why_not: Callable[[str, int | None], str]) -> Iterato
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def settle(folder: Path) -> None:
+def recover(folder: Path) -> None:
     """Finish or undo a replacement that was interrupted by a kill."""
     replaced = folder.with_name(folder.name + _REPLACED)
     if not replaced.exists():
@@ -358,7 +358,7 @@ class Checkpoints:
             write(folder)
             (folder / _SCORE).write_text(json.dumps({"score": score}) + "\n")
 
-        self._settle()
+        self._recover()
         self._remove_leftovers()
         path = self.path_for(update)
         older = (folder for folder in self.complete() if folder != path)
@@ -378,7 +378,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest that is intact to the byte; warns about those that are skipped."""
-        self._settle()
+        self._recover()
         for folder in self._named():
             problem = _problem(folder, verify)
             if problem is None:
@@ -399,11 +399,11 @@ class Checkpoints:
         named = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(named, key=_update, reverse=True)
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         for path in self._folder.glob("update-*"):
             found = _NAME.match(path.name)
             if found:
-                settle(self._folder / found[0])
+                recover(self._folder / found[0])
 
     def _prune(self) -> None:
         complete = self.complete()

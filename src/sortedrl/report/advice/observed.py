@@ -21,7 +21,6 @@ from sortedrl.core.events import (
     End,
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Landed,
@@ -32,6 +31,7 @@ from sortedrl.core.events import (
     Resume,
     Score,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.core.metrics import Figures
@@ -104,7 +104,7 @@ class _AnswerCounter:
         observed = self.observed
         if isinstance(event, Begin):
             observed.slots = event.slots
-        elif isinstance(event, HandOver | Resume):
+        elif isinstance(event, SyncWeights | Resume):
             self._version = event.version
         elif isinstance(event, Load):
             observed.num_prompts += event.prompts
@@ -190,7 +190,7 @@ def idle(events: Iterable[Event]) -> Idle:
         full += 0.0 if free else passed
         tail += 0.0 if waiting else passed * free
         elsewhere += passed * free if waiting else 0.0
-        if isinstance(event, HandOver | Load | Start | Harvest):
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
             is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Begin):
             slots = event.slots
@@ -237,10 +237,10 @@ def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
         took = 0.0
         if isinstance(event, Score | Landed):
             took = event.waited_seconds
-        elif isinstance(event, HandOver | Update):
+        elif isinstance(event, SyncWeights | Update):
             took = event.took_seconds
         waiting += took if isinstance(event, Score) else 0.0
-        handing_over += took if isinstance(event, HandOver) else 0.0
+        handing_over += took if isinstance(event, SyncWeights) else 0.0
         updating += took if isinstance(event, Update | Landed) else 0.0
         if isinstance(before, Update | Landed) and not isinstance(event, Resume):
             saving += max(0.0, event.seconds - took - before.seconds)

@@ -16,13 +16,13 @@ from pathlib import Path
 from sortedrl.core.events import (
     Event,
     Finish,
-    HandOver,
     Harvest,
     Interrupt,
     Load,
     Pause,
     Renew,
     Start,
+    SyncWeights,
     Update,
 )
 from sortedrl.core.logs import Value
@@ -136,7 +136,7 @@ class LiveState:
 
     def __call__(self, event: Event) -> None:
         """Take in the next event."""
-        if isinstance(event, HandOver | Load | Start | Harvest):
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
             self._round = event.round
             self._is_rollout = not isinstance(event, Harvest)
         if isinstance(event, Start):

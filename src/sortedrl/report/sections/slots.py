@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sortedrl.core.events import HandOver, Harvest, Load, Start, Update
+from sortedrl.core.events import Harvest, Load, Start, SyncWeights, Update
 from sortedrl.core.metrics import Figures
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.axes import (
@@ -301,7 +301,7 @@ def closing_rounds(run: Run) -> list[int]:
 def _round_numbers(run: Run) -> list[int]:
     """What the log calls the rounds, in order."""
     events = run.record.events
-    named = (e.round for e in events if isinstance(e, HandOver | Load | Start | Harvest))
+    named = (e.round for e in events if isinstance(e, SyncWeights | Load | Start | Harvest))
     return list(dict.fromkeys(named))
 
 

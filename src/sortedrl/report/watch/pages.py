@@ -41,7 +41,7 @@ class PageSnapshot:
     is_ended: bool = False
     """Whether all runs have used up their prompts."""
     seconds: float | None = None
-    """Seconds of training of the run that has gone on longest; `None` while all are waited for."""
+    """Seconds of training of the run that has trained longest; `None` before any has begun."""
     written: float | None = None
     """When the newest of their logs was last written, in seconds since 1970."""
     notes: tuple[str, ...] = ()
@@ -76,13 +76,13 @@ class Pages:
         self._thread = threading.Thread(target=self._work, name="pages", daemon=True)
         self._thread.start()
 
-    def newest(self, *, patience_seconds: float = 0.0) -> PageSnapshot:
+    def newest(self, *, timeout_seconds: float = 0.0) -> PageSnapshot:
         """The newest page; where there was none yet, wait a while for the first."""
         with self._condition:
             self._wanted = time.monotonic()
             self._condition.notify_all()
             self._condition.wait_for(
-                lambda: self._has_tried or self._is_closed, timeout=patience_seconds
+                lambda: self._has_tried or self._is_closed, timeout=timeout_seconds
             )
             return self._newest
 

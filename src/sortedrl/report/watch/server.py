@@ -33,7 +33,7 @@ from sortedrl.report.watch.pages import Pages
 
 USUAL_PORT = 8642
 _PORTS_TRIED = 20
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 """How long a browser waits for the very first page before it must ask again."""
 _PIECE_BYTES = 1 << 16
 _TEXT = frozenset({".jsonl", ".json", ".toml", ".txt", ".log", ".md", ".csv"})
@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         return len(given) == 1 and re.fullmatch(known, given[0], re.IGNORECASE) is not None
 
     def _send_page(self) -> None:
-        snapshot = self.server.pages.newest(patience_seconds=_PATIENCE_SECONDS)
+        snapshot = self.server.pages.newest(timeout_seconds=_TIMEOUT_SECONDS)
         policy = head_value(snapshot.text, "Content-Security-Policy") + "; frame-ancestors 'none'"
         self._send(snapshot.text.encode(), kind="text/html; charset=utf-8", policy=policy)
 
