@@ -130,8 +130,8 @@ def test_a_model_that_is_not_finite_is_refused_and_nothing_is_written(world, cap
 def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stands(capsys):
     step = Optimiser.step
 
-    def ruinous(optimiser, *, loss=0.0):
-        outcome = step(optimiser, loss=loss)
+    def ruinous(optimiser, **given):
+        outcome = step(optimiser, **given)
         if optimiser.num_steps == 2:
             next(iter(optimiser._parameters.values())).data[0] = math.nan
         return outcome
@@ -586,9 +586,12 @@ REFUSALS = [
     ("[schedule]\nmode = 'couplet'\n", "did you mean 'coupled'?"),
     ("[engine]\nslots = 0\n", "engine.slots must be at least 1, got 0"),
     ("epochs = 0\n", "epochs must be at least 1, got 0"),
-    ("[algorithm]\nname = 'grpo'\n", "samples_per_prompt must be at least 2, got 1"),
     (
-        "[algorithm]\nname = 'rloo'\n[schedule]\nsamples_per_prompt = 4\n",
+        "[algorithm]\nname = 'grpo'\n[schedule]\nsamples_per_prompt = 1\n",
+        "samples_per_prompt must be at least 2, got 1",
+    ),
+    (
+        "[algorithm]\nname = 'rloo'\n[schedule]\nharvest_unit = 'trajectory'\n",
         "schedule.harvest_unit must be 'prompt', got 'trajectory'",
     ),
     ("[schedule]\nupdate_batch = 4096\n", "lower update_batch or raise group_prompts"),
@@ -632,6 +635,7 @@ for words in [[path] for path in sys.argv[1:]] + [["nowhere"], ["nowhere.toml"]]
         check=True,
         cwd=tmp_path,
         env={"PATH": "", "COLUMNS": "400"},
+        timeout=300,  # settings that are not refused would be trained with
     )
     parts = ended.stderr.split("==== code")
     assert parts[1:] != []

@@ -115,6 +115,7 @@ NATIVE: Mapping[str, str] = {
     "transformers": ">=5.12",
     "safetensors": ">=0.5",
     "numpy": ">=1.26",
+    "cloudpickle": ">=3.0",
 }
 """The requirements of the extra `native`."""
 

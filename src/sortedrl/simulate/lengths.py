@@ -98,7 +98,7 @@ def is_event_log(path: Path) -> bool:
     """Whether a file is the log of a run of ours."""
     if path.suffix != ".jsonl" or path.is_dir():
         return False
-    with path.open(encoding=_TEXT) as file:
+    with path.open(encoding=_TEXT, errors="replace") as file:
         return file.readline(64).startswith('{"event":"begin"')
 
 
