@@ -479,7 +479,7 @@ def test_a_page_is_made_only_for_someone_who_looks_and_only_of_something_new(tmp
     with closing(Pages([run], tell=print, refresh_seconds=0.01)) as pages:
         time.sleep(0.1)
         assert not made
-        first = pages.newest(patience_seconds=10)
+        first = pages.newest(timeout_seconds=10)
         assert len(made) == 1
         time.sleep(0.1)
         assert len(made) == 1
@@ -511,9 +511,9 @@ def test_the_state_never_waits_for_a_page(tmp_path, monkeypatch):
     (run,) = followed([write_run(tmp_path / "mine", first_updates(1))])
     with closing(Pages([run], tell=print, refresh_seconds=0.01)) as pages:
         assert pages.newest().notes == ("the page is being built",)
-        assert "the page is being built" in pages.newest(patience_seconds=0.05).text
+        assert "the page is being built" in pages.newest(timeout_seconds=0.05).text
         go_on.set()
-        assert "made at last" in pages.newest(patience_seconds=20).text
+        assert "made at last" in pages.newest(timeout_seconds=20).text
 
 
 def test_a_slow_page_is_made_for_at_most_a_fifth_of_the_time(tmp_path, monkeypatch):
@@ -550,7 +550,7 @@ def test_a_page_that_cannot_be_made_is_told_and_the_old_one_stays(tmp_path, monk
     good = len(first_updates(1).splitlines())
     monkeypatch.setattr(pages_module, "runs_page", make)
     with closing(Pages([run], tell=told.append, refresh_seconds=0.01)) as pages:
-        assert "does not exist yet" in pages.newest(patience_seconds=10).text
+        assert "does not exist yet" in pages.newest(timeout_seconds=10).text
         write_run(run.path, first_updates(2))
         broken = until(lambda: (now := pages.newest()).notes and told and now)
         assert "Nothing to show yet" in broken.text
