@@ -115,9 +115,8 @@ NATIVE: Mapping[str, str] = {
     "transformers": ">=5.12",
     "safetensors": ">=0.5",
     "numpy": ">=1.26",
-    "cloudpickle": ">=3.0",
 }
-"""The requirements of the extra `native`."""
+"""The requirements of the extra `native` that the engine itself needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
