@@ -607,8 +607,8 @@ def test_a_join_that_fails_gives_its_resources_back_and_is_asked_for_less_and_le
 
 
 def test_a_worker_that_starts_slowly_is_waited_for_while_it_makes_progress(open_pool):
-    brief = Cluster(**fields(TWO) | {"rollout_workers": 1, "start_seconds": 4})
-    pool = open_pool(SlowFactory(seconds=12, is_busy=True), brief)
+    brief = Cluster(**fields(TWO) | {"rollout_workers": 1, "start_seconds": 15})
+    pool = open_pool(SlowFactory(seconds=24, is_busy=True), brief)
     assert pool.slots == 4
     with pytest.raises(EngineError, match=r"rollout worker 0 did not start: .*timed out"):
-        open_pool(SlowFactory(seconds=60, is_busy=False), brief)
+        open_pool(SlowFactory(seconds=300, is_busy=False), brief)
