@@ -88,7 +88,7 @@ def call_tool(tools: Mapping[str, Callable[..., object]], call: ToolCall) -> str
         return f"Error: {call.name}{inspect.signature(tool)}: {error}"
     try:
         result = tool(**arguments)
-    except Exception as error:  # noqa: BLE001  the policy caused it, and is told
+    except Exception as error:  # noqa: BLE001  the policy caused it and gets the error as its reply
         return f"Error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, default=str)
 

@@ -206,7 +206,7 @@ def results_of(
 ) -> list[SimulationResult]:
     """The runs to compare, sync first; a schedule that the simulation itself asks for is in it.
 
-    `advance` is told which one runs, and how many are done.
+    `advance` is called with the name of the one that runs and the number done.
     """
     schedules = list(
         variants(
