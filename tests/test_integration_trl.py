@@ -16,8 +16,9 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset, IterableDataset
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
+import sortedrl
 from sortedrl.cli import main
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import read_events
@@ -641,8 +642,6 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(schedule, given, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tools": [len]}, "not supported yet"),
-        ({"environment_factory": dict}, "not supported yet"),
         ({"rollout_func": len}, "leave rollout_func out"),
         ({"train_dataset": None}, "must be a datasets.Dataset"),
         ({"slots": 4, "engine": NativeEngine}, "leave slots out, got 4"),
@@ -667,3 +666,28 @@ def test_every_rank_needs_whole_prompts(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=6, num_generations=2)
     with pytest.raises(ConfigError, match="each of the 2 processes needs whole prompts"):
         schedule_for(None, args, world=2)
+
+
+def test_trls_own_trainer_is_measured_without_changing_what_it_learns(tmp_path, capsys):
+    """The reward that gives nothing: `sortedrl compare` says what a schedule would bring."""
+    lengths, answers = tmp_path / "lengths.jsonl", Answers()
+    trainer = GRPOTrainer(
+        model=model_of(),
+        processing_class=tiny_tokenizer(),
+        reward_funcs=[answers, sortedrl.measure(lengths)],
+        args=arguments(tmp_path / "out", per_device_train_batch_size=8, num_generations=4),
+        train_dataset=dataset(),
+    )
+    trainer.train()
+
+    noted = [json.loads(line) for line in lengths.read_text().splitlines()]
+    given = [len(ids) for batch in answers.batches for _, ids in batch]
+    assert [row["tokens"] for row in noted] == given
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    own = [row["rewards/answers/mean"] for row in trainer.state.log_history if "reward" in row]
+    assert rewards == own
+    capsys.readouterr()
+    assert main(["compare", str(lengths), "--strategies", "sorted"]) == 0
+    out, err = capsys.readouterr()
+    assert "steps of 8 answers, 4 to a prompt" in err
+    assert "x the tokens of sync per second of rollout" in out

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` with answers from SortedRL's scheduler: docs/trl.md.
+"""TRL's `GRPOTrainer` with answers from SortedRL's scheduler: docs/how-to/trl.md.
 
 settings   TRL's arguments -> schedule and sampling; refuses what cannot work
 prompts    dataset -> prompts, shared out over the ranks

@@ -55,6 +55,15 @@ class SyncedServer:
     async def load_weights(self, weights: Weights) -> None:
         """TRL has sent them already."""
 
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on."""
+        scores: list[float] = await self._server.score(tokens, start=start)
+        return scores
+
+    async def sleep(self) -> bool:
+        """Do nothing: a server does not share its GPU."""
+        return False
+
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
         await self._server.close()

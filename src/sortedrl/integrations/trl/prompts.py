@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -30,7 +30,7 @@ class DatasetPrompts:
     def __init__(
         self,
         dataset: Dataset,
-        tokenize: Callable[[list[Any]], Sequence[Sequence[int]]],
+        tokenize: Callable[[list[Mapping[str, Any]]], Sequence[Sequence[int]]],
         *,
         total: int,
         shuffle: bool,
@@ -62,7 +62,7 @@ class DatasetPrompts:
         if not ids:
             return []
         rows = [self._row_at(number) for number in ids]
-        tokens = self._tokenize([self._dataset[row]["prompt"] for row in rows])
+        tokens = self._tokenize([self._dataset[row] for row in rows])
         return [
             Prompt(id=number, tokens=tuple(ids_T), fields={"row": row})
             for number, ids_T, row in zip(ids, tokens, rows, strict=True)
@@ -73,11 +73,11 @@ class DatasetPrompts:
         row: dict[str, Any] = dict(self._dataset[prompt.fields["row"]])
         return row
 
-    def longest(self) -> int:
+    def longest(self, *, sampled_rows: int = _SAMPLED_ROWS) -> int:
         """Tokens of the longest prompt among a sample of the rows."""
-        step = max(1, len(self._dataset) // _SAMPLED_ROWS)
+        step = max(1, len(self._dataset) // sampled_rows)
         rows = range(0, len(self._dataset), step)
-        return max(map(len, self._tokenize([self._dataset[row]["prompt"] for row in rows])))
+        return max(map(len, self._tokenize([self._dataset[row] for row in rows])))
 
     @property
     def fingerprint(self) -> str:
@@ -85,7 +85,9 @@ class DatasetPrompts:
         size = len(self._dataset)
         digest = hashlib.sha256(str(size).encode())
         for row in range(0, size, max(1, size // _SAMPLED_ROWS)):
-            digest.update(json.dumps(self._dataset[row]["prompt"], default=str).encode())
+            # A row without a prompt gets one from its environment.
+            prompt = self._dataset[row].get("prompt")
+            digest.update(json.dumps(prompt, default=str).encode())
         return digest.hexdigest()
 
     def _row_at(self, number: int) -> int:

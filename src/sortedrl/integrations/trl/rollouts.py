@@ -31,6 +31,7 @@ from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.errors import CheckpointError, ConfigError
+from sortedrl.integrations.trl.conversations import ToolConversations
 from sortedrl.integrations.trl.prompts import DatasetPrompts
 from sortedrl.simulate.survival import Stretch, written_lengths
 from sortedrl.types import Key, TrainBatch, Trajectory
@@ -168,12 +169,15 @@ class Rollouts:
         seed: int,
         saved: Saved | None = None,
         is_cut: bool = False,
+        conversations: ToolConversations | None = None,
     ) -> None:
         """Begin a run, or continue the saved one; `is_cut`: in the middle of a batch.
 
         `sync` gives the engine the present weights under a version, where it does not have them.
         """
         self.prompts = prompts
+        self._conversations = conversations
+        self._batch = TrainBatch(0, ())
         self._engine, self._submit, self._sync = engine, submit, sync
         self._place, self._seed, self._schedule = place, seed, schedule
         self.meter, self._lengths = Meter(), LengthWindow()
@@ -202,12 +206,16 @@ class Rollouts:
             buffer=None if saved is None else saved.buffer,
             journal=self._journal,
             version=0 if saved is None else saved.state["version"],
+            max_begun=None if conversations is None else conversations.limit,
         )
         self._is_resumed = saved is not None
         if saved is None:
             self.scheduler.begin(version=0)
         else:
             self._journal.resumed(self.scheduler.version)
+            if conversations is not None:
+                for paused in self.scheduler.buffer.outside():
+                    conversations.submit(paused)
             if schedule.splits_rollouts or is_cut:
                 self.scheduler.cut_batches()
 
@@ -220,7 +228,9 @@ class Rollouts:
                     "a new run, or resume with more num_train_epochs or max_steps"
                 )
             self._roll_out()
-        return TrainBatch(batch.version, tuple(sorted(batch.trajectories, key=lambda t: t.key)))
+        by_key = sorted(batch.trajectories, key=lambda t: t.key)
+        self._batch = TrainBatch(batch.version, tuple(by_key))
+        return self._batch
 
     def scored(self, batch: TrainBatch, rewards: Sequence[float | None]) -> None:
         """TRL has scored the answers of this batch."""
@@ -230,6 +240,9 @@ class Rollouts:
     def trained(self, *, update: int, rewards: Sequence[float | None]) -> dict[str, float]:
         """TRL's optimiser step on the last batch is done; gives the numbers of its window."""
         self.scheduler.weights_changed()
+        if self._conversations is not None:
+            for over in self._batch.trajectories:
+                self._conversations.cancel(over)
         figures, run = self.meter.window(), self.meter.run
         known = [reward for reward in rewards if reward is not None]
         row: dict[str, Value] = {
@@ -277,6 +290,8 @@ class Rollouts:
         self._events.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._conversations is not None:
+            self._conversations.close()
 
     def _record(self, event: Event) -> None:
         self._events(event)
@@ -300,8 +315,30 @@ class Rollouts:
                 step = self._engine.step()
                 self._journal.stepped(step)
                 for trajectory in step.finished:
-                    scheduler.finished(trajectory)
-        scheduler.interrupted(self._engine.interrupt() if scheduler.num_running else ())
+                    self._end_turn(trajectory)
+            self._take_replies()
+        running = self._engine.interrupt() if scheduler.num_running else ()
+        for recalled in scheduler.interrupted(running):
+            assert self._conversations is not None, "only conversations are outside"
+            self._conversations.cancel(recalled)
+
+    def _end_turn(self, trajectory: Trajectory) -> None:
+        if self._conversations is None:
+            self.scheduler.finished(trajectory)
+            return
+        # TRL makes the calls of a turn that was cut off too.
+        turn = replace(trajectory, finish_reason=None)
+        self.scheduler.paused(turn)
+        self._conversations.submit(turn)
+
+    def _take_replies(self) -> None:
+        if self._conversations is None or not self.scheduler.num_outside:
+            return
+        for trajectory in self._conversations.collect(wait=not self.scheduler.num_running):
+            if trajectory.finish_reason is None:
+                self.scheduler.replied(trajectory)
+            else:
+                self.scheduler.finished(trajectory)
 
 
 def identity_of(

@@ -10,13 +10,19 @@ Nothing of TRL is patched. A generation batch has exactly the size TRL plans its
 nothing is generated between two steps, so a checkpoint of TRL's is complete with our files in it.
 With several ranks, each schedules every n-th prompt on its own copy of the model, and all of them
 reach a batch of the same size.
+
+With tools or an environment_factory an answer is a conversation, and slots belong to turns: see
+`conversations`. TRL is given whole conversations, with the tokens of tools masked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from sortedrl.config.checks import require
 from sortedrl.config.schedule import EngineSettings, Schedule
@@ -41,7 +48,9 @@ from sortedrl.engines.generation import RolloutEngine, run_to_end
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.streaming.backend import ServerRequirements
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
+from sortedrl.environments.adapters import is_declared_replayable
 from sortedrl.errors import ConfigError
+from sortedrl.integrations.trl.conversations import Talk, ToolConversations, ToolRules
 from sortedrl.integrations.trl.engines import (
     base_model,
     cache_bytes,
@@ -60,6 +69,19 @@ _EVALUATION = 0x6576616C
 _SUMMED = ("goodput", "throughput", "discarded_tokens")
 _AVERAGED = ("bubble", "mean_staleness", "length_bias")
 _LARGEST = ("max_staleness",)
+_PROBED_ROWS = 8
+"""Rows whose environments are reset to learn how long prompts are."""
+
+
+class _OpenedAlready:
+    """Stands for an environment whose conversation is over, where TRL would reset it."""
+
+    def __init__(self, observation: str | None) -> None:
+        self._observation = observation
+
+    def reset(self, **row: object) -> str | None:
+        """What the environment said when it was reset."""
+        return self._observation
 
 
 class _StepEnd(TrainerCallback):
@@ -86,9 +108,17 @@ class SortedGRPOTrainer(GRPOTrainer):
     follow from the `GRPOConfig`. The native engine generates with the weights that TRL trains, or
     TRL's vLLM server where `use_vllm` is set; `engine` makes another one on the model. `slots` are
     the answers that each process generates at once, by default as many as it trains per step.
+
+    The methods of environments run in `tool_threads` threads, those of one object never at the
+    same time. At most `max_open` conversations are begun at a time, which bounds the live
+    environments; with as many as slots, a conversation keeps its slot while it waits for a tool.
+    `is_replayable` says whether the same tool calls give the same results again, by
+    default what the classes of the environments say.
     """
 
     _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
+    environments: Any
+    _environment_pool: Any
 
     def __init__(
         self,
@@ -110,13 +140,13 @@ class SortedGRPOTrainer(GRPOTrainer):
         schedule: Schedule | Mapping[str, object] | None = None,
         engine: EngineFactory | None = None,
         slots: int | None = None,
+        tool_threads: int = 16,
+        max_open: int | None = None,
+        is_replayable: bool | None = None,
     ) -> None:
         """Refuse what cannot work, then make TRL's trainer."""
-        if tools or environment_factory is not None:
-            raise ConfigError(
-                "tools and environment_factory are not supported yet; use TRL's GRPOTrainer for "
-                "conversations"
-            )
+        require(tool_threads >= 1, f"tool_threads must be at least 1, got {tool_threads}")
+        require(max_open is None or max_open >= 1, f"max_open must be at least 1, got {max_open}")
         if rollout_func is not None:
             raise ConfigError(
                 "rollout_func and SortedRL's scheduler both generate the answers; leave "
@@ -146,12 +176,24 @@ class SortedGRPOTrainer(GRPOTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            tools,
+            None,
+            environment_factory,
         )
         self.schedule = schedule_for(schedule, self.args, world=self.args.world_size)
         self._refuse_setup()
         self._make_engine = engine
         self._slots = self.schedule.update_batch if slots is None else slots
         self._sampling = sampling_of(self.args, stop_tokens=self.eos_token_ids)
+        self._tool_threads = tool_threads
+        self._max_open = max_open
+        self._talks: list[Talk] = []
+        self._conversations: ToolConversations | None = None
+        self._is_replayable = self._says_replayable() if is_replayable is None else is_replayable
+        self._refuse_mode()
+        if self._has_conversations:
+            limit = self.max_completion_length
+            self._sampling = replace(self._sampling, max_response_tokens=limit)
         self._engine: RolloutEngine | None = None
         self._shares_weights = True
         self._synced_step: int | None = None
@@ -206,6 +248,8 @@ class SortedGRPOTrainer(GRPOTrainer):
         every = self.args.steps_per_generation * self.num_iterations
         if self._step % every == 0 or self._buffered_inputs is None:
             self._batch = rollouts.next_batch()
+            if self._conversations is not None:
+                self._talks = self._conversations.talks(self._batch.trajectories)
             generation_batch = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
         return super()._prepare_inputs(generation_batch)
 
@@ -219,19 +263,79 @@ class SortedGRPOTrainer(GRPOTrainer):
     ) -> tuple[list[list[int]], list[list[float]]]:
         if self.model.training:
             answers: Sequence[Trajectory] = self._batch.trajectories
-            assert [list(t.prompt.tokens) for t in answers] == list(map(list, prompt_ids))
+            require(
+                [list(t.prompt.tokens) for t in answers] == list(map(list, prompt_ids)),
+                "the same row must give the same prompt, but TRL made another one of it; reset() "
+                "of an environment must say the same whenever it is given the same row",
+            )
         else:
             answers = self._evaluated(prompt_ids)
+        if self.model.training and self._conversations is not None:
+            if self.environment_factories is not None:
+                self.environments = [talk.environment for talk in self._talks]
+            # The first turns only: TRL parses them, and then asks for the rest.
+            firsts = [talk.turns[0] for talk in self._talks]
+            pairs = zip(firsts, answers, strict=True)
+            return firsts, [t.logprobs[: len(turn)] for turn, t in pairs]
         return [t.tokens for t in answers], [t.logprobs for t in answers]
 
+    def _tool_call_loop(
+        self,
+        prompts: Any,  # noqa: ANN401
+        prompt_ids: Any,  # noqa: ANN401
+        completion_ids: Any,  # noqa: ANN401
+        completions: Any,  # noqa: ANN401
+        logprobs: Any,  # noqa: ANN401
+        images: Any,  # noqa: ANN401
+        multimodal_fields: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """The conversations that were held; an evaluation is TRL's own loop on our engine."""
+        if not self.model.training:
+            return super()._tool_call_loop(
+                prompts,
+                prompt_ids,
+                completion_ids,
+                completions,
+                logprobs,
+                images,
+                multimodal_fields,
+            )
+        answers, talks = self._batch.trajectories, self._talks
+        return (
+            [t.loss_mask for t in answers],
+            [list(talk.messages) for talk in talks],
+            [t.response for t in answers],
+            [_logprobs_of_all(t) for t in answers],
+            sum(talk.calls for talk in talks),
+            sum(talk.failures for talk in talks),
+            [[] for _ in answers],
+        )
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:  # noqa: ANN401
-        output = super()._generate_and_score_completions(inputs)
+        with self._opened_already(inputs):
+            output = super()._generate_and_score_completions(inputs)
         # With vLLM, TRL corrects for the sampling log-probabilities itself.
         is_corrected = self.use_vllm and self.vllm_importance_sampling_correction
         is_stale = self.schedule.staleness_bound != 0 or self._is_batch_cut
         if self.model.training and is_stale and not is_corrected:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
+
+    @contextmanager
+    def _opened_already(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Inside, TRL draws environments that say again what they said, and are not reset."""
+        if not self.model.training or self.environment_factories is None:
+            yield
+            return
+        own = self._environment_pool
+        drawn: dict[str | None, list[_OpenedAlready]] = {name: [] for name in own}
+        for row, talk in zip(inputs, self._talks, strict=True):
+            drawn[self._environment_name(row)].append(_OpenedAlready(talk.observation))
+        self._environment_pool = drawn
+        try:
+            yield
+        finally:
+            self._environment_pool = own
 
     def _calculate_rewards(
         self,
@@ -286,6 +390,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             f"max_steps must be a multiple of num_iterations = {self.num_iterations}, got "
             f"{self.state.max_steps}; every generation batch is trained on that often",
         )
+        self._open_conversations()
         prompts = DatasetPrompts(
             self.train_dataset,
             self._tokenized,
@@ -299,6 +404,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         if self._resume_from is not None:
             saved = Saved.read(place.state(self._resume_from))
             saved.refuse_others(identity_of(schedule, prompts, place, seed=seed))
+            self._refuse_begun(saved)
             prompts.position = saved.state["position"]
         place.folder.mkdir(parents=True, exist_ok=True)
         engine = self._opened_engine(prompts)
@@ -316,6 +422,7 @@ class SortedGRPOTrainer(GRPOTrainer):
             seed=seed,
             saved=saved,
             is_cut=self._is_batch_cut,
+            conversations=self._conversations,
         )
         if place.rank == 0:
             self._write_config(place, engine)
@@ -357,7 +464,94 @@ class SortedGRPOTrainer(GRPOTrainer):
             f"got {len(self.train_dataset)}; lower the batch size",
         )
 
-    def _tokenized(self, prompts: list[Any]) -> Sequence[Sequence[int]]:
+    # --- conversations ----------------------------------------------------------------------------
+
+    @property
+    def _has_conversations(self) -> bool:
+        return bool(self.tools) or self.environment_factories is not None
+
+    def _says_replayable(self) -> bool:
+        """Whether all environments say so; nothing is known about tools without one."""
+        if self.environment_factories is None:
+            return False
+        probes = [instances[0] for instances in self._environment_pool.values()]
+        return not self._standalone_tools and all(map(is_declared_replayable, probes))
+
+    def _refuse_mode(self) -> None:
+        schedule = self.schedule
+        require(
+            not self._has_conversations
+            or self._is_replayable
+            or schedule.mode != "coupled"
+            or schedule.never_interrupts,
+            "mode 'coupled' verifies turns and makes their tool calls again, but the environments "
+            "do not say that they are replayable; set is_replayable = True on their classes (or "
+            "is_replayable=True here) if the same calls give the same results, or set mode "
+            "'partial', 'redraw' or 'on_policy'",
+        )
+
+    def _refuse_begun(self, saved: Saved) -> None:
+        """Refuse conversations that were begun and cannot be held again."""
+        if not self._has_conversations or self._is_replayable:
+            return
+        state = saved.buffer.state()
+        begun = [*state.returned, *state.ready, *state.outside]
+        count = sum(bool(trajectory.segments) for trajectory in begun)
+        require(
+            count == 0,
+            f"{saved.path.parent.parent} holds {count} conversations whose environments are gone, "
+            "and they are not replayable; set is_replayable if the same tool calls give the same "
+            "results, or start a new run with this checkpoint as the model",
+        )
+
+    def _environment_name(self, row: Mapping[str, Any]) -> str | None:
+        return row.get("environment") if self._multi_environment else None
+
+    def _open_conversations(self) -> None:
+        if not self._has_conversations:
+            return
+        config = self.model.config.get_text_config()
+        self._conversations = ToolConversations(
+            ToolRules(
+                parse=self._parsed_turn,
+                suffix=self._get_tool_suffix_ids,
+                run_async=self._run_async,
+                max_iterations=min(self.max_tool_calling_iterations, sys.maxsize),
+                max_response_tokens=self.max_completion_length,
+                max_context=config.max_position_embeddings,
+                stop_tokens=frozenset(self.eos_token_ids),
+            ),
+            factories=self.environment_factories,
+            tools=self._standalone_tools,
+            row_of=self._row_of,
+            threads=self._tool_threads,
+            limit=self._max_open,
+            is_replayable=self._is_replayable,
+        )
+
+    def _row_of(self, prompt: Prompt) -> dict[str, Any]:
+        row: dict[str, Any] = dict(self.train_dataset[prompt.fields["row"]])
+        return row
+
+    def _parsed_turn(
+        self, tokens: list[int], before: list[int], name: str | None
+    ) -> dict[str, Any]:
+        tools = self.tools if self.environment_factories is None else self._env_tools[name]
+        message: dict[str, Any] = parse_response(
+            self._tokenizer, tokens, prefix=before, tools=tools
+        )
+        return message
+
+    def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
+        return asyncio.run_coroutine_threadsafe(coroutine, self.async_loop).result()
+
+    def _tokenized(self, rows: list[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
+        if self._has_conversations and self._conversations is None:
+            self._open_conversations()
+        talk = self._conversations
+        prompts = [row["prompt"] if talk is None else talk.prompt_of(row) for row in rows]
+        if self.environment_factories is not None:
+            self._batch_environments = [self._environment_name(row) for row in rows]
         ids, _, _ = self._tokenize_prompts(prompts)
         tokens: Sequence[Sequence[int]] = ids
         return tokens
@@ -387,7 +581,7 @@ class SortedGRPOTrainer(GRPOTrainer):
                 cache_bytes=cache_bytes(
                     own,
                     slots=self._slots,
-                    tokens=prompts.longest() + self.max_completion_length,
+                    tokens=self._longest(prompts) + self.max_completion_length,
                     trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
                 ),
             )
@@ -407,7 +601,7 @@ class SortedGRPOTrainer(GRPOTrainer):
         url = args.vllm_server_base_url or (
             f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         )
-        longest = prompts.longest() + self.max_completion_length
+        longest = self._longest(prompts) + self.max_completion_length
         required = ServerRequirements(
             vocabulary=config.vocab_size,
             context=min(config.max_position_embeddings, longest),
@@ -424,6 +618,11 @@ class SortedGRPOTrainer(GRPOTrainer):
             stop_tokens=self.eos_token_ids,
             sampling=self._sampling,
         )
+
+    def _longest(self, prompts: DatasetPrompts) -> int:
+        if self.environment_factories is None:
+            return prompts.longest()
+        return prompts.longest(sampled_rows=_PROBED_ROWS)
 
     def _sync_engine(self, version: int) -> None:
         """Give the engine the present weights, unless it has them."""
@@ -465,3 +664,9 @@ class SortedGRPOTrainer(GRPOTrainer):
         ]
         self._submit(fresh, None)
         return run_to_end(engine, [t.key for t in fresh], show_progress=False)
+
+
+def _logprobs_of_all(trajectory: Trajectory) -> list[float]:
+    """For each token after the prompt its log-probability, and 0 for those of tools, as in TRL."""
+    written = iter(trajectory.logprobs)
+    return [next(written) if is_written else 0.0 for is_written in trajectory.loss_mask]
