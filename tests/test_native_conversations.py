@@ -28,6 +28,7 @@ from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.conformance import logprob_gap
 from sortedrl.engines.native import NativeEngine, Sampling
+from sortedrl.engines.native.kv_cache import EMPTY_PREFIX, BlockPool, Prefix
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.forward import PackedModel
 from sortedrl.types import Prompt, Segment, Weights
@@ -233,6 +234,70 @@ def test_a_verified_conversation_is_the_one_that_new_weights_would_have_had(lear
         assert one.num_turns == other.num_turns
     changed = sum(said(a) != said(b) for a, b in zip(before, expected, strict=True))
     assert changed > 0
+
+
+class Slow(Echo):
+    """Answers one conversation at a time, the one that waited longest."""
+
+    def collect(self, *, wait):
+        if not self._answered:
+            return []
+        key = next(iter(self._answered))
+        return [self._answered.pop(key)]
+
+
+def held(monkeypatch, kind):
+    """The same run with a cache that is kept while there is room, that is small, and with none."""
+    size, options = 8, {}
+    if kind == "small":
+        token_bytes = engine_of(shared_model()).cache.token_bytes
+        options["cache_bytes"] = 200 * token_bytes
+    with monkeypatch.context() as patch:
+        engine = engine_of(shared_model(), block_tokens=size, **options)
+        if kind == "none":
+            empty = Prefix((), EMPTY_PREFIX)
+            patch.setattr(BlockPool, "match_prefix", lambda *args, **limit: empty)
+        events = []
+        loop = Loop(
+            prompts=ListedPrompts(random_texts(PROMPTS)),
+            buffer=Buffer(unit_size=1),
+            controller=Controller(Schedule(strategy="sync", group_prompts=12, update_batch=12)),
+            engine=engine,
+            scorer=CountingScorer(),
+            trainer=FrozenTrainer(),
+            journal=Journal(events.append, clock=VirtualClock()),
+            seed=5,
+            environments=Slow(),
+        )
+        trained = [t for batch in loop.run() for t in batch.trajectories]
+    return {t.key: t for t in trained}, engine
+
+
+def test_the_cache_of_conversations_outside_saves_prefill_and_changes_nothing(monkeypatch):
+    none, without = held(monkeypatch, "none")
+    for kind in ("ample", "small"):
+        kept, engine = held(monkeypatch, kind)
+        assert kept.keys() == none.keys()
+        for key, conversation in kept.items():
+            assert said(conversation) == said(none[key])
+            assert conversation.logprobs == pytest.approx(none[key].logprobs, abs=1e-5)
+        saved = 1 - engine.stats.prefilled_tokens / without.stats.prefilled_tokens
+        # Full blocks are found again; of a small cache the oldest ones were given away.
+        assert saved > (0.5 if kind == "ample" else 0.1)
+
+
+def test_the_cache_of_the_conversation_longest_outside_is_given_away_first():
+    pool = BlockPool(7, block_tokens=2)
+    pool.keeps_cached = True
+    first, second = pool.allocate(2, near=1), pool.allocate(2, near=3)
+    for blocks, tokens in ((first, (1, 2, 3, 4)), (second, (5, 6, 7, 8))):
+        parent = pool.cache_block(blocks[0], parent=EMPTY_PREFIX, tokens=tokens[:2])
+        pool.cache_block(blocks[1], parent=parent, tokens=tokens[2:])
+        pool.release(blocks)
+    assert pool.allocate(2, near=second[0]) == [5, 6]
+    assert set(pool.allocate(2, near=second[0])) == set(first)
+    assert len(pool.match_prefix((5, 6, 7, 8), limit=4).blocks) == 2
+    assert not pool.match_prefix((1, 2, 3, 4), limit=4).blocks
 
 
 def spoken(*segments, given=()):

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
@@ -971,12 +972,18 @@ def test_closing_frees_the_cache_and_ends_all_work():
     engine = NativeEngine(tiny_model(), slots=2, max_tokens=9)
     engine.submit(fresh_all((3, 5, 4)), tolerance=None)
     engine.step()
+    runner, tensors = weakref.ref(engine._runner), engine._runner._cache.tensors
     engine.close()
     engine.close()
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine._runner._cache.tensors)
+    engine.sleep()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    assert runner() is None
     assert not engine._hf_model.replaced
+    assert not engine.interrupt()
+    assert not engine.step().finished
     for call in (
         lambda: engine.submit(fresh_all((3,)), tolerance=None),
+        lambda: engine.load_weights(Weights(1)),
         lambda: engine.generate([[1]], progress=False),
     ):
         with pytest.raises(EngineError, match="is closed; make a new one"):

@@ -22,8 +22,8 @@ if not HAS_CUDA:
 
 from sortedrl.engines.native import attention_kernels as kernels  # noqa: E402
 from sortedrl.engines.native import noise  # noqa: E402
-from sortedrl.engines.native.sampler import SamplerInputs  # noqa: E402
-from sortedrl.engines.native.sampler_kernels import sample  # noqa: E402
+from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters, floors  # noqa: E402
+from sortedrl.engines.native.sampler_kernels import filter_floors, sample  # noqa: E402
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -365,6 +365,72 @@ def test_a_floor_keeps_tokens_from_being_chosen_and_nothing_else():
     assert choices.tokens_Q.tolist() == best_Q.tolist()
     assert choices.gaps_Q.tolist() == [torch.inf] * 6
     _assert_same_bits(choices.expected_logprobs_Q, free.expected_logprobs_Q)
+
+
+FILTERS = (
+    # top-k, top-p, min-p, inverse temperature
+    (9000, 1.0, 0.0, 1.0),
+    (50, 1.0, 0.0, 1.0),
+    (9000, 0.9, 0.0, 1.3),
+    (9000, 0.05, 0.0, 0.5),
+    (200, 0.7, 0.0, 2.0),
+    (9000, 1.0, 0.02, 1.0),
+    (3000, 0.999, 0.001, 0.8),
+    (1, 0.5, 0.5, 0.0),
+)
+
+
+def _filtered(logits_QV, filters):
+    top_k, top_p, min_p, inverse = zip(*filters, strict=True)
+    rows = len(filters)
+    draw = SamplerInputs(
+        streams_Q=torch.zeros(rows, dtype=torch.long, device=DEVICE),
+        positions_Q=_ints(range(rows)),
+        inverse_temperatures_Q=torch.tensor(inverse, device=DEVICE),
+        expected_Q=_ints([-1] * rows),
+    )
+    keep = TokenFilters(
+        torch.tensor(top_k, device=DEVICE),
+        torch.tensor(top_p, device=DEVICE),
+        torch.tensor(min_p, device=DEVICE),
+    )
+    return logits_QV, draw, keep
+
+
+@pytest.mark.parametrize("vocabulary", [50, 9000])
+def test_floors_without_a_sort_are_those_of_a_sort(vocabulary):
+    logits_QV = _logits(len(FILTERS), vocabulary)
+    logits_QV[1, :30] = 2.5
+    logits_QV[2, ::2] = -0.0
+    logits_QV[2, 1::2] = 0.0
+    inputs = _filtered(logits_QV, FILTERS)
+    kept_QV = logits_QV >= filter_floors(*inputs)[:, None]
+    sorted_QV = logits_QV >= floors(*inputs)[:, None]
+    # Exponentials may differ in the last bit, so one token at the border may fall to either side.
+    assert ((kept_QV != sorted_QV).sum(-1) <= 1).all()
+    assert kept_QV.any(-1).all()
+    assert kept_QV[0].all()
+    assert kept_QV[-1].all()
+    assert kept_QV[1].sum() == 50
+    assert kept_QV[2].all()
+
+
+def test_a_floor_does_not_feel_its_batch():
+    order = [6, 4, 2]
+    logits_QV = _logits(len(FILTERS), 9000)
+    together_Q = filter_floors(*_filtered(logits_QV, FILTERS))
+    alone_Q = filter_floors(*_filtered(logits_QV[order], [FILTERS[row] for row in order]))
+    _assert_same_bits(alone_Q, together_Q[order])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_floor_of_logits_that_are_not_finite_leaves_the_others_alone(poison):
+    logits_QV, filters = _logits(3, 500), FILTERS[2:5]
+    healthy_Q = filter_floors(*_filtered(logits_QV, filters))
+    logits_QV[1] = poison
+    broken_Q = filter_floors(*_filtered(logits_QV, filters))
+    _assert_same_bits(broken_Q[[0, 2]], healthy_Q[[0, 2]])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 from random import Random
 
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +16,7 @@ from native_worlds import fresh
 from sortedrl.engines.native.kv_cache import BlockPool
 from sortedrl.engines.native.native_request import Request
 from sortedrl.engines.native.planner import Planner
+from sortedrl.engines.native.slot_state import BlockTables, SlotState
 from sortedrl.engines.sampling import Sampling
 from sortedrl.types import Segment
 
@@ -104,6 +106,7 @@ class Planning(RuleBasedStateMachine):
         self.planner = Planner(
             slots=slots, pool=self.pool, max_rows=self.max_rows, max_sampled=self.max_sampled
         )
+        self.slot_state = SlotState(slots, usable + 1, torch.device("cpu"))
         self.in_flight = deque()
         self.inside = {}
         self.num_submitted = self.num_out = 0
@@ -186,6 +189,7 @@ class Planning(RuleBasedStateMachine):
         assert plan.num_unsampled == sum(span.num_rows for span in plan.unsampled)
         assert plan.num_rows <= self.max_rows
         assert plan.num_running == len(self.running)
+        self.check_slot_state(plan)
         written = Counter(
             self.device.place(span, position)
             for span in plan.spans
@@ -195,6 +199,15 @@ class Planning(RuleBasedStateMachine):
         for span in plan.spans:
             assert span.slot == span.request.slot
             assert span.start + span.num_rows < span.request.max_length, "the last is not fed"
+
+    def check_slot_state(self, plan):
+        """What the plan says has changed is all that the device must be sent."""
+        for request in plan.changed:
+            self.slot_state.update(request)
+        self.slot_state.send()
+        for span in plan.spans:
+            blocks = span.request.blocks
+            assert self.slot_state.block_tables[span.slot, : len(blocks)].tolist() == blocks
 
     @rule(
         prompt=texts,
@@ -336,3 +349,68 @@ def test_a_full_cache_costs_the_youngest_its_blocks_and_no_token():
     assert ours.num_preemptions == 1
     assert (young.slot, young.blocks, young.tokens) == (None, [], [1, 1, 1, 0, 0])
     assert ours.clear() == [old, young]
+
+
+def test_a_pass_that_only_decodes_sends_the_new_blocks_and_nothing_else():
+    ours = planner(slots=3, usable=30, block_tokens=2, chunk=20)
+    requests = [request_for(fresh([n] * (3 + n % 2)), limit=9) for n in range(3)]
+    ours.enqueue(requests)
+    plan = ours.plan()
+    assert plan.changed == requests
+    absorbed(plan)
+    plan = ours.plan()
+    assert plan.changed == []
+    absorbed(plan)
+    plan = ours.plan()
+    assert plan.changed == [requests[0], requests[2]]
+    assert len(plan.decode) == 3
+    assert plan.verified == plan.unsampled == []
+
+
+def test_only_changed_cells_of_the_block_tables_are_sent_and_the_last_value_wins():
+    tables = BlockTables((3, 4), torch.device("cpu"))
+    tables.write(1, 0, [5, 6])
+    tables.write(2, 3, [7])
+    tables.write(1, 0, [8])
+    tables.send()
+    assert tables.device.tolist() == [[0] * 4, [8, 6, 0, 0], [0, 0, 0, 7]]
+    tables.device.zero_()
+    tables.write(0, 0, [1, 2, 3, 4])
+    tables.send()
+    tables.send()
+    assert tables.device.tolist() == [[1, 2, 3, 4], [0] * 4, [0] * 4]
+
+
+class SlicedList(list):
+    """Remembers the longest slice that was taken of it."""
+
+    longest = 0
+
+    def __getitem__(self, place):
+        taken = super().__getitem__(place)
+        if isinstance(place, slice):
+            self.longest = max(self.longest, len(taken))
+        return taken
+
+
+def test_the_search_for_stop_strings_takes_no_longer_in_a_long_answer():
+    request = Request(
+        trajectory=fresh([0] * 50),
+        sampling=Sampling(stop_strings=("ab", "xyz")),
+        stop_tokens=frozenset(),
+        max_tokens=3000,
+        max_context=10_000,
+        stream=0,
+        tolerance=0.0,
+        tokens=[0] * 50,
+        kept_segments=(),
+        num_unverified=0,
+        decode=lambda tokens: "".join(map(chr, tokens)),
+    )
+    request.tokens = SlicedList(request.tokens)
+    for _ in range(2000):
+        request.accept(ord("a"), 0.0)
+    assert request.finish_reason is None
+    assert request.tokens.longest < 20
+    request.accept(ord("b"), 0.0)
+    assert request.finish_reason == "stop"

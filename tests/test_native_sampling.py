@@ -20,7 +20,13 @@ from transformers import (
 from native_worlds import chi_square_p, fresh, plain_logits, roll_out, shared_model
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.engines.native.noise import random_bits, row_keys
-from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters, choose, floors
+from sortedrl.engines.native.sampler import (
+    SamplerInputs,
+    TokenFilters,
+    _floors_few,
+    choose,
+    floors,
+)
 from sortedrl.errors import ConfigError
 
 NEVER = 1e-4
@@ -104,6 +110,60 @@ def test_the_allowed_tokens_are_those_of_transformers(seed, temperature, top_k, 
     # Sums of probabilities are rounded, so a token right at the border may fall to either side.
     assert (ours != theirs).sum() <= 1
     assert ours.any(-1).all()
+
+
+def reference_kept(logits, sampling):
+    """The filters by a sort and sums in float64, and the distance of each token from the border.
+
+    The distance is in probability: from `top_p` to the mass above the token.
+    """
+    scaled = (logits / torch.tensor(sampling.temperature)).double()
+    order = scaled.argsort(-1, descending=True)
+    ordered = scaled.gather(-1, order)
+    if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
+        lowest = ordered[:, sampling.top_k - 1 : sampling.top_k]
+        ordered = ordered.masked_fill(ordered < lowest, -math.inf)
+    mass = ordered.softmax(-1)
+    above = mass.cumsum(-1) - mass
+    kept = (above < sampling.top_p) | (sampling.top_p >= 1)
+    kept &= (ordered > -math.inf) & (mass >= sampling.min_p * mass[:, :1])
+    away = (above - sampling.top_p).abs()
+    back = order.argsort(-1)
+    return kept.gather(-1, back), away.gather(-1, back)
+
+
+@pytest.mark.parametrize(
+    ("scale", "sampling"),
+    [
+        (3.0, Sampling(top_p=0.9)),
+        (0.01, Sampling(top_p=0.9)),
+        (0.01, Sampling(top_k=5000, top_p=0.5)),
+        (3.0, Sampling(temperature=0.7, top_k=5000)),
+        (0.3, Sampling(temperature=1.3, top_k=2000, top_p=0.97, min_p=0.05)),
+    ],
+    ids=str,
+)
+def test_the_kept_tokens_of_a_large_vocabulary_are_those_of_a_sort_in_float64(scale, sampling):
+    """Flat rows keep more tokens than are sorted at first, steep ones fewer."""
+    logits = random_logits(6, 20_000, scale=scale)
+    logits[:3] *= 3
+    lowest = floors(
+        logits,
+        draw_for(6, temperature=sampling.temperature),
+        filter_for(6, sampling, vocabulary=20_000),
+    )
+    kept, away = reference_kept(logits, sampling)
+    differs = (logits >= lowest[:, None]) != kept
+    assert not (differs & (away > 1e-6)).any()
+    assert differs.sum() <= 6
+
+
+def test_a_floor_has_the_same_bits_whether_a_row_is_sorted_in_part_or_as_a_whole():
+    logits = random_logits(4, 20_000, scale=0.5)
+    keep = filter_for(4, Sampling(top_p=0.3, top_k=15_000), vocabulary=20_000)
+    whole = _floors_few(logits, torch.ones(4), keep, num_sorted=20_000)
+    for num_sorted in (1, 100, 4096):
+        assert torch.equal(_floors_few(logits, torch.ones(4), keep, num_sorted=num_sorted), whole)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=3), Sampling(top_p=0.5), Sampling(min_p=0.5)])

@@ -27,10 +27,16 @@ from sortedrl.engines.native.attention_kernels import (
     write_cache,
 )
 from sortedrl.engines.native.hf_model import HFModel, attention_shape
-from sortedrl.engines.native.matmul import ProductTimer, fewest_rows, fp32_logits, no_split_k
-from sortedrl.engines.native.planner import Plan, RowSpan
-from sortedrl.engines.native.sampler import SampledTokens, floors
-from sortedrl.engines.native.sampler_kernels import sample
+from sortedrl.engines.native.matmul import (
+    ProductTimer,
+    fewest_rows,
+    fp32_logits,
+    invariant_products,
+    no_split_k,
+)
+from sortedrl.engines.native.planner import DecodeRows, Plan, RowSpan
+from sortedrl.engines.native.sampler import SampledTokens
+from sortedrl.engines.native.sampler_kernels import filter_floors, sample
 from sortedrl.engines.native.slot_state import BUFFERS, SlotState, pinned
 from sortedrl.engines.sampling import CacheSize
 from sortedrl.models.attention_interface import AttentionInputs
@@ -108,6 +114,12 @@ class CudaRunner:
         self._recorded: dict[_Size, _Recorded | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
+        if device.type == "cuda":
+            sizes = [size for size in _SIZES if size <= self._max_rows]
+            with no_split_k():
+                hf_model.replaced |= invariant_products(
+                    hf_model.model, hf_model.replaced, sizes=sizes
+                )
         self._fewest = self._measured_fewest()
         if is_compiled:
             hf_model.compile_layers()
@@ -164,21 +176,19 @@ class CudaRunner:
         host[_TOKENS : _TILE_COUNTS + 1] = 0
         host[_SLOTS] = self._slots.padding_slot
         host[_EXPECTED:] = -1
-        spans = plan.spans
-        for span in spans:
-            self._slots.update(span.slot, span.request)
-        singles = next((i for i, p in enumerate(spans) if p.num_rows > 1), len(spans))
-        _fill_singles(host, spans[:singles])
-        row = tile = singles
-        for span in spans[singles:]:
+        for request in plan.changed:
+            self._slots.update(request)
+        row = tile = len(plan.decode)
+        _fill_decoding(host, plan.decode)
+        for span in plan.verified + plan.unsampled:
             _fill_span(host, span, row)
             for start in range(0, span.num_rows, self._tile_tokens):
                 host[_TILE_STARTS, tile] = row + start
                 host[_TILE_COUNTS, tile] = min(self._tile_tokens, span.num_rows - start)
                 tile += 1
             row += span.num_rows
-        longest = max(span.start + span.num_rows for span in spans)
-        is_filtered = any(span.request.sampling.is_filtered for span in plan.sampled)
+        longest = int(host[_POSITIONS, : plan.num_rows].max()) + 1
+        is_filtered = self._slots.is_any_filtered(host[_SLOTS, : plan.num_sampled])
         self._rows.copy_(self._host_rows[0], non_blocking=True)
         self._slots.send()
         rows = _rounded(max(plan.num_rows, self._fewest))
@@ -228,7 +238,7 @@ class CudaRunner:
             expected_Q=rows[_EXPECTED, : size.sampled],
         )
         if size.is_filtered:
-            floors_Q = floors(logits_QV, draw, keep)
+            floors_Q = filter_floors(logits_QV, draw, keep)
         else:
             floors_Q = torch.full_like(draw.inverse_temperatures_Q, -torch.inf)
         chosen = sample(
@@ -281,23 +291,18 @@ class _CudaPagedAttention:
         )
 
 
-def _fill_singles(host: NDArray[numpy.int32], spans: Sequence[RowSpan]) -> None:
-    """Fill spans of one row, a tile each: in most passes that is all of them."""
-    count = len(spans)
-    starts = [span.start for span in spans]
-    slots = [span.slot for span in spans]
+def _fill_decoding(host: NDArray[numpy.int32], rows: DecodeRows) -> None:
+    """Fill the rows of requests that only decode, a tile each: in most passes that is all."""
+    count = len(rows)
+    # The host knows the token of a row only if it is not in flight.
     host[_TOKENS, :count] = [
-        _TAKE_LAST if start >= len(span.request.tokens) else span.request.tokens[start]
-        for start, span in zip(starts, spans, strict=True)
+        _TAKE_LAST if request.num_inflight_tokens > 1 else request.tokens[-1]
+        for request in rows.requests
     ]
-    host[_POSITIONS, :count] = starts
-    host[_SLOTS, :count] = slots
-    host[_COMMIT, :count] = [span.slot if span.is_speculative else -1 for span in spans]
-    host[_TILE_STARTS, :count] = range(count)
+    host[_POSITIONS, :count] = rows.starts
+    host[_SLOTS, :count] = host[_COMMIT, :count] = rows.slots
+    host[_TILE_STARTS, :count] = numpy.arange(count)
     host[_TILE_COUNTS, :count] = 1
-    for row, span in enumerate(spans):
-        if not span.is_speculative:
-            _fill_expected(host, span, row)
 
 
 def _fill_span(host: NDArray[numpy.int32], span: RowSpan, row: int) -> None:

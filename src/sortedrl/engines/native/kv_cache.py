@@ -6,6 +6,8 @@ A block is used by at least one request or free, never both. Block 0 is never al
 rows write to it. A full block can be *cached* under the tokens from the start of the sequence to
 its end, so that another request with the same prefix uses it too instead of computing it again.
 Free blocks keep their contents until they are allocated, least recently freed first.
+So the cache of a conversation that waits for its environment is kept while there is room. Only
+without conversations are contiguous blocks preferred to the least recently freed ones.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class BlockPool:
         """All blocks free and empty."""
         self.block_tokens = block_tokens
         self.num_usable = num_blocks - 1
+        self.keeps_cached = False
+        """Whether a cached block is allocated only when it is the least recently freed one."""
         self._free: dict[int, None] = dict.fromkeys(range(PADDING_BLOCK + 1, num_blocks))
         self._ref_counts = [0] * num_blocks
         self._cached: dict[tuple[PrefixId, tuple[int, ...]], tuple[int, PrefixId]] = {}
@@ -58,11 +62,12 @@ class BlockPool:
         return -(-num_tokens // self.block_tokens)
 
     def allocate(self, count: int, *, near: int) -> list[int]:
-        """Empty blocks, contiguous from `near` on where those are free."""
+        """Empty blocks, contiguous from `near` on where those are free, and may be forgotten."""
         assert count <= len(self._free), "ask num_free first"
         blocks = []
         for _ in range(count):
-            block = near if near in self._free else next(iter(self._free))
+            is_kept = self.keeps_cached and near in self._key_of
+            block = near if near in self._free and not is_kept else next(iter(self._free))
             self._drop_cached(block)
             self._acquire(block)
             blocks.append(block)

@@ -4,6 +4,9 @@ cuBLAS sums a row in the same order for any number of rows, as long as it does n
 split-K is disabled while the engine runs or captures a pass. That holds for 16-bit weights; in
 fp32, small batches still differ in the last bits.
 
+That is checked when an engine starts: the product of every shape is compared over numbers of rows.
+One that depends on them is replaced by one that always has the same number of rows.
+
 With sums that may not be split, the products for few rows can be several times slower than those
 for a hundred. So the products of the model are timed once for each size, and a pass with fewer rows
 than pays is padded, which costs little: a decode step is bound by reading the weights.
@@ -11,14 +14,18 @@ than pays is padded, which costs little: a decode step is bound by reading the w
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
+Product = Callable[[Tensor], Tensor]
+
+_LOG = logging.getLogger(__name__)
 _cuda = torch.backends.cuda
 
 
@@ -67,6 +74,72 @@ def widened_fp32_logits(output: nn.Linear) -> Callable[[Tensor], Tensor]:
     bias: Tensor | None = output.bias
     wide = bias.detach().float() if bias is not None else None
     return lambda x: linear(x.float(), weight, wide)
+
+
+_FIXED_ROWS = 64
+_MOST_COMPARED_BYTES = 256 << 20
+
+
+def invariant_products(
+    model: nn.Module, replaced: Mapping[nn.Module, Product], *, sizes: Sequence[int]
+) -> dict[nn.Module, Product]:
+    """Replacements for the linear layers whose rows have other bits at another number of rows.
+
+    `replaced` maps layers to the products that they use already. One layer of each shape is tried.
+    If rows differ even in products of a fixed size, that is logged as a warning.
+    """
+    alike: dict[tuple[int, int, bool, bool], list[nn.Linear]] = {}
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            alike.setdefault((*_kind(layer), layer in replaced), []).append(layer)
+    like = next(model.parameters())
+    found: dict[nn.Module, Product] = {}
+    for (width, height, _, _), layers in alike.items():
+        product = replaced.get(layers[0], layers[0])
+        if _is_invariant(product, like, width=width, height=height, sizes=sizes):
+            continue
+        if not _is_invariant(fixed_rows(product), like, width=width, height=height, sizes=sizes):
+            _LOG.warning(
+                "products of %s x %s weights in %s give a row other bits in another batch on %s: "
+                "answers may depend on what else is generated, and verification of unchanged "
+                "weights may reject tokens; use another dtype or another build of torch",
+                width, height, like.dtype, like.device,
+            )  # fmt: skip
+            continue
+        _LOG.info(
+            "products of %s x %s weights depend on the number of rows; computing %s rows at a time",
+            width, height, _FIXED_ROWS,
+        )  # fmt: skip
+        found |= {layer: fixed_rows(replaced.get(layer, layer.forward)) for layer in layers}
+    return found
+
+
+def fixed_rows(product: Product) -> Product:
+    """A product in parts of always the same number of rows, so that nothing depends on how many."""
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        padded = pad(rows, (0, 0, 0, -len(rows) % _FIXED_ROWS))
+        parts = [product(part) for part in padded.split(_FIXED_ROWS)]
+        result: Tensor = torch.cat(parts)[: len(rows)].unflatten(0, x.shape[:-1])
+        return result
+
+    # Compiled, the loop would be unrolled anew for every number of rows.
+    outside_of_graphs: Product = torch.compiler.disable(forward)
+    return outside_of_graphs
+
+
+@torch.inference_mode()
+def _is_invariant(
+    product: Product, like: Tensor, *, width: int, height: int, sizes: Sequence[int]
+) -> bool:
+    """Whether rows of random numbers come out with the same bits at all of these sizes."""
+    most = max(min(sizes), _MOST_COMPARED_BYTES // (4 * height))
+    sizes = sorted(size for size in sizes if size <= most)
+    generator = torch.Generator(like.device).manual_seed(width)
+    x = torch.randn(sizes[-1], width, generator=generator, device=like.device).to(like.dtype)
+    whole = product(x)
+    return all(torch.equal(product(x[:size]), whole[:size]) for size in sizes[:-1])
 
 
 _REPEATS = 5

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sortedrl.config.checks import require
 from sortedrl.data.chat import Tokenizer
-from sortedrl.engines.generation import fresh_trajectories, run_to_end
+from sortedrl.engines.generation import TokenScores, fresh_trajectories, run_to_end
 from sortedrl.engines.native.cpu_runner import CpuRunner
 from sortedrl.engines.native.hf_model import (
     HFModel,
@@ -30,7 +30,7 @@ from sortedrl.engines.native.hf_model import (
 )
 from sortedrl.engines.native.kv_cache import BlockPool, cache_size
 from sortedrl.engines.native.native_request import Request
-from sortedrl.engines.native.planner import Plan, Planner, RowSpan
+from sortedrl.engines.native.planner import DecodeRows, Plan, Planner, RowSpan
 from sortedrl.engines.native.sampler import SampledTokens
 from sortedrl.engines.sampling import CacheSize, MaxTokens, RequestLimits, Sampling
 from sortedrl.errors import EngineError, ModelError, RequestError
@@ -73,15 +73,6 @@ class Stats:
     decoded_tokens: int = 0
     prefilled_tokens: int = 0
     slot_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """The tokens of one answer under the present weights, each given those before it."""
-
-    logprobs: list[float]
-    gaps: list[float]
-    """Nats by which each token falls short of the one that the engine would sample."""
 
 
 class NativeEngine:
@@ -154,7 +145,7 @@ class NativeEngine:
         self._complete: list[Request] = []
         self._unreported = 0
         self._fault: Request | None = None
-        self._is_released = False
+        self._is_asleep = False
         self._is_closed = False
         self._verify_model(model)
 
@@ -250,6 +241,7 @@ class NativeEngine:
         Running requests are stopped and queued again: their cached tokens stand or are verified, as
         they were submitted.
         """
+        self._require_open()
         if weights.tensors is not None:
             checked_weights(self._hf_model.model, weights.tensors)
         stopped = [(request, request.result(self.version)) for request in self._stop()]
@@ -332,26 +324,43 @@ class NativeEngine:
             raise RequestError("the engine has no tokenizer; give it one to decode answers")
         return self._tokenizer.decode(trajectory.response, skip_special_tokens=True)
 
-    def release(self) -> None:
-        """Free the memory of the KV cache until the next submit; the engine must be idle."""
+    def sleep(self) -> bool:
+        """Free the memory of the KV cache until the next submit; the engine must be idle.
+
+        The weights stay: `False`.
+        """
         if self._planner.has_work or self._in_flight:
             raise EngineError(
-                "the native engine must be idle to release its KV cache, but it is generating; "
+                "the native engine must be idle to free its KV cache, but it is generating; "
                 "call interrupt() first"
             )
-        if not self._is_released:
+        if not self._is_asleep:
             self._planner.pool.reset_prefix_cache()
             self._runner.release()
-            self._is_released = True
+            self._is_asleep = True
+        return False
+
+    def wake(self) -> None:
+        """Allocate the KV cache again, empty."""
+        if self._is_asleep:
+            self._runner.restore()
+            self._is_asleep = False
 
     def close(self) -> None:
-        """Drop all work and free the KV cache; the model itself belongs to the caller."""
+        """Drop all work and free all memory but the model, which belongs to the caller.
+
+        The KV cache, CUDA graphs, packed weights and buffers go; then the engine is of no use.
+        """
         if self._is_closed:
             return
         self._stop()
-        self.release()
-        self._hf_model.replaced.clear()
+        self.sleep()
         self._is_closed = True
+        self._hf_model.replaced.clear()
+        # Nobody else refers to the runner, so all that it holds is freed here.
+        del self._runner
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reset_stats(self) -> None:
         """Set all counters to zero."""
@@ -378,12 +387,13 @@ class NativeEngine:
         tolerance: float | None,
         sampling: Sampling | None,
     ) -> Request:
+        sampling = self.sampling if sampling is None else sampling
         return Request.resumed(
             trajectory,
             max_tokens=max_tokens,
-            max_context=self._limits.max_length,
+            max_context=self._limits.max_length_of(trajectory, sampling),
             tolerance=tolerance,
-            sampling=self.sampling if sampling is None else sampling,
+            sampling=sampling,
             version=self.version,
             stop_tokens=self._stop_tokens,
             decode=None if self._tokenizer is None else self._tokenizer.decode,
@@ -392,9 +402,8 @@ class NativeEngine:
     def _enqueue(self, requests: Sequence[Request]) -> None:
         """Queue requests behind those that wait; complete ones need no slot."""
         self._complete += [r for r in requests if r.finish_reason is not None]
-        if self._is_released and requests:
-            self._runner.restore()
-            self._is_released = False
+        if requests:
+            self.wake()
         self._planner.enqueue(r for r in requests if r.finish_reason is None)
 
     def _encoded(self, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -438,7 +447,10 @@ class NativeEngine:
         plan, ticket = self._in_flight.popleft()
         sampled = self._runner.collect(ticket)
         row = decoded = 0
-        for span in plan.sampled:
+        if impossible_logprob(sampled.logprobs[: len(plan.decode)]) is None:
+            row = len(plan.decode)
+            decoded = self._accept(plan.decode, sampled)
+        for span in plan.verified if row else plan.sampled:
             request = span.request
             request.num_inflight_passes -= 1
             request.num_inflight_tokens -= span.is_speculative
@@ -454,6 +466,23 @@ class NativeEngine:
                     self._complete.append(request)
             row += span.num_rows
         self.stats.decoded_tokens += decoded
+        return decoded
+
+    def _accept(self, rows: DecodeRows, sampled: SampledTokens) -> int:
+        """Apply the results of rows that only decode: in most passes that is all of them."""
+        decoded = 0
+        # The results go on with those of other rows, and of padding.
+        for request, epoch, token, logprob in zip(
+            rows.requests, rows.epochs, sampled.tokens, sampled.logprobs, strict=False
+        ):
+            request.num_inflight_passes -= 1
+            request.num_inflight_tokens -= 1
+            if epoch == request.epoch and request.finish_reason is None:
+                request.accept(token, logprob)
+                decoded += 1
+                if request.finish_reason is not None:
+                    self._planner.finish(request)
+                    self._complete.append(request)
         return decoded
 
     def _stop(self) -> list[Request]:

@@ -69,6 +69,8 @@ class Request:
     turn_start: int = field(init=False)
     """Where the present turn of the policy begins."""
     max_length: int = field(init=False)
+    longest_stop: int = field(init=False)
+    """Bytes of the longest stop string; 0 without any."""
     finish_reason_if_verified: FinishReason | None = None
     finish_reason: FinishReason | None = None
 
@@ -79,6 +81,7 @@ class Request:
         self.given_positions = {
             self.prompt_tokens + place for place, is_written in enumerate(mask) if not is_written
         }
+        self.longest_stop = max((len(s.encode()) for s in self.sampling.stop_strings), default=0)
         self._set_limits()
         if len(self.tokens) > self.prompt_tokens:
             self.finish_reason_if_verified = self._reason_to_finish()
@@ -184,7 +187,10 @@ class Request:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.num_decoded += 1
-        self.finish_reason = self._reason_to_finish()
+        if token in self.stop_tokens or (self.longest_stop and self._ends_in_stop_string()):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_length:
+            self.finish_reason = "length"
 
     def release_cache(self) -> None:
         """Give up the slot and the blocks, but no token."""
@@ -238,14 +244,13 @@ class Request:
         if len(self.tokens) > self.turn_start:
             if self.tokens[-1] in self.stop_tokens:
                 return "stop"
-            if self.sampling.stop_strings and self._ends_in_stop_string():
+            if self.longest_stop and self._ends_in_stop_string():
                 return "stop"
         return "length" if len(self.tokens) >= self.max_length else None
 
     def _ends_in_stop_string(self) -> bool:
         assert self.decode is not None, "stop strings need a tokenizer"
         # A token has at least one byte, so what the last token completed lies within this tail.
-        longest = max(len(stop.encode()) for stop in self.sampling.stop_strings)
-        tail = self.tokens[self.turn_start :][-longest - _MARGIN_TOKENS :]
-        text = self.decode(tail)
+        start = len(self.tokens) - self.longest_stop - _MARGIN_TOKENS
+        text = self.decode(self.tokens[max(start, self.turn_start) :])
         return any(stop in text for stop in self.sampling.stop_strings)

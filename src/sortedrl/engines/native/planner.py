@@ -37,15 +37,63 @@ class RowSpan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
-    """The rows of one forward pass, the sampled ones first."""
+class DecodeRows:
+    """The next row of every request that only decodes, in columns.
 
-    sampled: list[RowSpan] = field(default_factory=list)
+    Every slot has one in most passes, so there is no object for a row: a thousand new ones per pass
+    would keep Python's garbage collector busy.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.requests)
+
+    def append(self, request: Request, slot: int) -> None:
+        """Plan the next row of a request, which is in flight from now on."""
+        start = request.num_computed_tokens
+        self.requests.append(request)
+        self.slots.append(slot)
+        self.starts.append(start)
+        self.epochs.append(request.epoch)
+        request.num_inflight_tokens += 1
+        request.num_inflight_passes += 1
+        request.num_computed_tokens = start + 1
+
+    def spans(self) -> list[RowSpan]:
+        """The same, row by row."""
+        return [
+            RowSpan(request, slot, start, 1, True, True, epoch)
+            for request, slot, start, epoch in zip(
+                self.requests, self.slots, self.starts, self.epochs, strict=True
+            )
+        ]
+
+
+@dataclass(slots=True)
+class Plan:
+    """The rows of one forward pass: those that decode, the other sampled ones, the others.
+
+    `changed` are the requests that were given a slot or blocks since the last plan with rows.
+    """
+
+    decode: DecodeRows = field(default_factory=DecodeRows)
+    verified: list[RowSpan] = field(default_factory=list)
     unsampled: list[RowSpan] = field(default_factory=list)
+    changed: list[Request] = field(default_factory=list)
     num_sampled: int = 0
     num_unsampled: int = 0
     num_prefilled: int = 0
     num_running: int = 0
+
+    @property
+    def sampled(self) -> list[RowSpan]:
+        """The spans that are sampled, in the order of their rows."""
+        return self.decode.spans() + self.verified
 
     @property
     def spans(self) -> list[RowSpan]:
@@ -56,16 +104,6 @@ class Plan:
     def num_rows(self) -> int:
         """Rows of the pass."""
         return self.num_sampled + self.num_unsampled
-
-    def add_decode(self, request: Request, slot: int) -> None:
-        """Plan the next row of a request that only decodes."""
-        start = request.num_computed_tokens
-        self.sampled.append(RowSpan(request, slot, start, 1, True, True, request.epoch))
-        self.num_sampled += 1
-        self.num_prefilled += start < request.prefill_end
-        request.num_inflight_tokens += 1
-        request.num_inflight_passes += 1
-        request.num_computed_tokens = start + 1
 
     def add_chunk(self, request: Request, slot: int, *, count: int) -> None:
         """Plan the next `count` rows of a request, sampled where needed."""
@@ -78,7 +116,7 @@ class Plan:
         if split < end:
             rows = end - split
             is_speculative = not request.num_unverified
-            self.sampled.append(
+            self.verified.append(
                 RowSpan(request, slot, split, rows, True, is_speculative, request.epoch)
             )
             self.num_sampled += rows
@@ -102,6 +140,7 @@ class Planner:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._room_per_slot = max(1, pool.num_usable // slots)
         self._admissions = 0
+        self._changed: list[Request] = []
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +154,10 @@ class Planner:
 
     def enqueue(self, requests: Iterable[Request]) -> None:
         """Append requests to the queue."""
-        self._queue.extend(requests)
+        for request in requests:
+            # Those that come back with a reply find their blocks, if nobody was given them.
+            self.pool.keeps_cached |= bool(request.given_positions)
+            self._queue.append(request)
 
     def plan(self) -> Plan:
         """The rows of the next pass; empty if all requests wait for results in flight."""
@@ -132,11 +174,15 @@ class Planner:
             elif end < request.max_length and (
                 computed < len(request.blocks) * size or self._grow(request)
             ):
-                plan.add_decode(request, slot)
+                plan.num_prefilled += computed < request.prefill_end
+                plan.decode.append(request, slot)
+        plan.num_sampled = len(plan.decode)
         for request in chunked:
             self._add_chunk(plan, request)
         self._admit(plan)
         plan.num_running = len(self._running)
+        if plan.num_rows:
+            plan.changed, self._changed = self._changed, []
         return plan
 
     def finish(self, request: Request) -> None:
@@ -195,6 +241,7 @@ class Planner:
         request.admission = self._admissions
         request.prefill_end = len(request.tokens)
         self._running[request.admission] = request
+        self._changed.append(request)
         return True
 
     def _grow(self, request: Request) -> bool:
@@ -207,6 +254,7 @@ class Planner:
             if youngest is request:
                 return False
         request.blocks += self.pool.allocate(1, near=request.blocks[-1] + 1)
+        self._changed.append(request)
         return True
 
     def _evict(self, request: Request) -> None:

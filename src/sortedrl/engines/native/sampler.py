@@ -19,6 +19,9 @@ from sortedrl.engines.native.noise import exponential, random_bits, row_keys
 
 _NOTHING_EXPECTED = -1
 _CACHED_NUMBERS = 1 << 16
+_SORTED_TOKENS = 4096
+MASS_UNITS = 2.0**40
+"""The probability of the most likely token, in units in which filters add probabilities."""
 
 
 class SamplerInputs(NamedTuple):
@@ -64,21 +67,65 @@ class SampledTokens:
 
 
 def floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor:
-    """The lowest logit that passes the filters: top-k first, then top-p, then min-p."""
-    inverse_Q1 = draw.inverse_temperatures_Q[:, None]
-    sorted_QV, _ = (logits_QV * inverse_Q1).sort(dim=-1, descending=True)
-    ranks_V = torch.arange(logits_QV.shape[1], device=logits_QV.device)
-    sorted_QV = sorted_QV.masked_fill(ranks_V >= keep.top_k_Q[:, None], -math.inf)
-    mass_QV = sorted_QV.softmax(-1)
-    before_QV = mass_QV.cumsum(-1) - mass_QV
-    top_p_Q1 = keep.top_p_Q[:, None]
-    is_kept_QV = ((before_QV < top_p_Q1) | (top_p_Q1 >= 1)) & (ranks_V < keep.top_k_Q[:, None])
-    is_kept_QV &= mass_QV >= keep.min_p_Q[:, None] * mass_QV[:, :1]
-    last_Q1 = is_kept_QV.long().cumsum(-1).argmax(-1, keepdim=True)
-    lowest_Q = sorted_QV.gather(-1, last_Q1)[:, 0]
-    # Slightly lower: rounding in the division must not exclude the last kept token.
-    lowest_Q = (lowest_Q - lowest_Q.abs() * 1e-6) / draw.inverse_temperatures_Q
-    return torch.where(draw.inverse_temperatures_Q > 0, lowest_Q, -math.inf)
+    """The lowest logit that passes the filters: top-k first, then top-p, then min-p.
+
+    Top-p keeps a token if the tokens above it have less than `top_p` of the probability. Equal
+    logits are kept or left out together. Probabilities are added as integers, in units of 2**-40 of
+    the largest one: such sums are exact in any order, so a floor depends on its row alone. The
+    tokens kept are those of a sort and a sum in float64, but for a token within 1e-6 of the
+    border.
+    """
+    size = max(1, _CACHED_NUMBERS // logits_QV.shape[1])
+    parts = [
+        _floors_few(
+            logits_QV[rows],
+            draw.inverse_temperatures_Q[rows],
+            TokenFilters(keep.top_k_Q[rows], keep.top_p_Q[rows], keep.min_p_Q[rows]),
+            num_sorted=_SORTED_TOKENS,
+        )
+        for rows in (slice(start, start + size) for start in range(0, len(logits_QV), size))
+    ]
+    return torch.cat(parts) if parts else logits_QV.new_empty(0)
+
+
+def _floors_few(
+    logits_QV: Tensor, inverse_Q: Tensor, keep: TokenFilters, *, num_sorted: int
+) -> Tensor:
+    """The floors of a few rows, from their largest `num_sorted` logits where those suffice."""
+    vocabulary = logits_QV.shape[1]
+    num_sorted = min(num_sorted, vocabulary)
+    scaled_QV = logits_QV * inverse_Q[:, None]
+    ratios_QV = (scaled_QV - scaled_QV.amax(-1, keepdim=True)).exp_()
+    masses_QV = (ratios_QV * MASS_UNITS).long()
+    sorted_QC, tokens_QC = scaled_QV.topk(num_sorted)
+
+    last_Q1 = keep.top_k_Q[:, None].clamp(max=num_sorted) - 1
+    is_cut_Q1 = keep.top_k_Q[:, None] < vocabulary
+    lowest_Q1 = sorted_QC.gather(-1, last_Q1).where(is_cut_Q1, -math.inf)
+    is_known_Q = ~is_cut_Q1[:, 0] | (keep.top_k_Q <= num_sorted)
+    masses_QV = masses_QV.where(scaled_QV >= lowest_Q1, 0)
+
+    top_p_Q1 = keep.top_p_Q[:, None].double()
+    enough_Q1 = top_p_Q1 * masses_QV.sum(-1, keepdim=True).double()
+    above_QC = masses_QV.gather(-1, tokens_QC)
+    above_QC = above_QC.cumsum(-1) - above_QC
+    num_kept_Q1 = (above_QC < enough_Q1).sum(-1, keepdim=True)
+    lowest_p_Q1 = sorted_QC.gather(-1, (num_kept_Q1 - 1).clamp(min=0))
+    lowest_Q1 = torch.where(top_p_Q1 < 1, torch.maximum(lowest_Q1, lowest_p_Q1), lowest_Q1)
+    is_known_Q &= (keep.top_p_Q >= 1) | (num_kept_Q1[:, 0] < num_sorted)
+
+    is_kept_QV = (scaled_QV >= lowest_Q1) & (ratios_QV >= keep.min_p_Q[:, None])
+    floors_Q = logits_QV.where(is_kept_QV, math.inf).amin(-1)
+    floors_Q = floors_Q.where(inverse_Q > 0, -math.inf)
+    is_open_Q = ~is_known_Q & (inverse_Q > 0)
+    if num_sorted < vocabulary and is_open_Q.any():
+        rest = TokenFilters(
+            keep.top_k_Q[is_open_Q], keep.top_p_Q[is_open_Q], keep.min_p_Q[is_open_Q]
+        )
+        floors_Q[is_open_Q] = _floors_few(
+            logits_QV[is_open_Q], inverse_Q[is_open_Q], rest, num_sorted=vocabulary
+        )
+    return floors_Q
 
 
 def choose(

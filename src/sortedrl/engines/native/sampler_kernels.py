@@ -1,7 +1,9 @@
 """Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
 
-The twin of `sampling.choose` and `noise`: the same bits, and the same token up to the rounding of
-two logarithms.
+`sample` computes what `sampler.choose` and `noise` do: the same bits, and the same token up to the
+rounding of two logarithms. `filter_floors` computes what `sampler.floors` does, without a sort: it
+bisects the logits of a row, and adds probabilities as integers, so that no order of summation and
+no other row can touch the result.
 
 Axes: Q rows to choose for, S slots, V tokens of the vocabulary, C chunks of the vocabulary.
 """
@@ -17,9 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sortedrl.engines.native import noise
-from sortedrl.engines.native.sampler import SamplerInputs, SamplerOutput
+from sortedrl.engines.native.sampler import (
+    MASS_UNITS,
+    SamplerInputs,
+    SamplerOutput,
+    TokenFilters,
+)
 
 CHUNK_TOKENS = 4096
+_FILTERED_CHUNK_TOKENS = 8192
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -31,6 +39,10 @@ _MASK_31 = tl.constexpr(noise.MASK_31)
 _LARGEST = tl.constexpr(noise.LARGEST)
 _SERIES_BELOW = tl.constexpr(noise.SERIES_BELOW)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_MASS_UNITS = tl.constexpr(MASS_UNITS)
+_LOWEST_KEY = tl.constexpr(-(2**31))
+_HALVINGS = tl.constexpr(16)
+"""Passes that narrow 2**32 keys down to one, by a quarter each."""
 
 
 def sample(
@@ -75,6 +87,118 @@ def sample(
         chunks, C_PAD=triton.next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
     return SamplerOutput(*results)
+
+
+def filter_floors(logits_QV: Tensor, draw: SamplerInputs, keep: TokenFilters) -> Tensor:
+    """The lowest logit of each row that passes its filters; see `sampler.floors`."""
+    num_rows, vocabulary = logits_QV.shape
+    floors_Q = torch.empty_like(draw.inverse_temperatures_Q)
+    inputs = (
+        draw.inverse_temperatures_Q,
+        keep.top_k_Q.contiguous(),
+        keep.top_p_Q.contiguous(),
+        keep.min_p_Q.contiguous(),
+    )
+    assert logits_QV.stride(1) == 1
+    chunk = min(_FILTERED_CHUNK_TOKENS, triton.next_power_of_2(vocabulary))
+    _filter_row[(num_rows,)](
+        logits_QV, *inputs, floors_Q, vocabulary, logits_QV.stride(0), CHUNK=chunk, num_warps=16
+    )
+    return floors_Q
+
+
+@_kernel
+def _ordered(scaled: tl.tensor) -> tl.tensor:
+    """Integers in the order of the numbers; adding 0 makes -0 the same as 0."""
+    bits = (scaled + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@_kernel
+def _masses(scaled: tl.tensor, best: tl.tensor) -> tl.tensor:
+    return (tl.exp(scaled - best) * _MASS_UNITS).to(tl.int64)
+
+
+@_kernel
+def _lowest_key(
+    logits_V: tl.tensor, scale: tl.tensor, best: tl.tensor, vocabulary: tl.tensor,
+    least: tl.tensor, limit: tl.tensor, IS_MASS: tl.constexpr, CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The smallest key such that the tokens above it weigh less than `limit`.
+
+    A token weighs its mass, or 1; keys below `least` weigh nothing.
+    """
+    lowest = tl.full((), _LOWEST_KEY, tl.int64)
+    quarter = tl.full((), 2**30, tl.int64)
+    for _ in range(_HALVINGS):
+        first = tl.full((), 0, tl.int64)
+        second = tl.full((), 0, tl.int64)
+        third = tl.full((), 0, tl.int64)
+        for start in range(0, vocabulary, CHUNK):
+            tokens = start + tl.arange(0, CHUNK)
+            mask = tokens < vocabulary
+            logits = tl.load(logits_V + tokens, mask=mask, other=float("-inf"))
+            scaled = logits.to(tl.float32) * scale
+            keys = _ordered(scaled)
+            if IS_MASS:
+                weights = tl.where(mask & (keys >= least), _masses(scaled, best), 0)
+            else:
+                weights = mask.to(tl.int64)
+            first += tl.sum(tl.where(keys > lowest + quarter - 1, weights, 0), 0)
+            second += tl.sum(tl.where(keys > lowest + 2 * quarter - 1, weights, 0), 0)
+            third += tl.sum(tl.where(keys > lowest + 3 * quarter - 1, weights, 0), 0)
+        above = (first.to(tl.float64) >= limit).to(tl.int64)
+        above += (second.to(tl.float64) >= limit).to(tl.int64)
+        above += (third.to(tl.float64) >= limit).to(tl.int64)
+        lowest += above * quarter
+        quarter = quarter // 4
+    return lowest
+
+
+@_kernel
+def _filter_row(
+    logits_QV: tl.tensor, inverse_temperatures_Q: tl.tensor,
+    top_k_Q: tl.tensor, top_p_Q: tl.tensor, min_p_Q: tl.tensor, floors_Q: tl.tensor,
+    vocabulary: tl.tensor, logits_stride: tl.tensor, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_V = logits_QV + row * logits_stride
+    inverse = tl.load(inverse_temperatures_Q + row)
+    scale = tl.where(inverse > 0.0, inverse, 1.0)
+    top_k = tl.where(inverse > 0.0, tl.load(top_k_Q + row).to(tl.int64), vocabulary)
+    top_p = tl.where(inverse > 0.0, tl.load(top_p_Q + row), 1.0)
+    min_p = tl.load(min_p_Q + row)
+    best = tl.full((), float("-inf"), tl.float32)
+    for start in range(0, vocabulary, CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        logits = tl.load(logits_V + tokens, mask=tokens < vocabulary, other=float("-inf"))
+        best = tl.maximum(best, tl.max(logits.to(tl.float32) * scale, 0))
+    lowest = tl.full((), _LOWEST_KEY, tl.int64)
+    if top_k < vocabulary:
+        lowest = _lowest_key(
+            logits_V, scale, best, vocabulary, lowest, top_k.to(tl.float64), False, CHUNK
+        )
+    if top_p < 1.0:
+        total = tl.full((), 0, tl.int64)
+        for start in range(0, vocabulary, CHUNK):
+            tokens = start + tl.arange(0, CHUNK)
+            mask = tokens < vocabulary
+            logits = tl.load(logits_V + tokens, mask=mask, other=float("-inf"))
+            scaled = logits.to(tl.float32) * scale
+            is_in = mask & (_ordered(scaled) >= lowest)
+            total += tl.sum(tl.where(is_in, _masses(scaled, best), 0), 0)
+        limit = top_p.to(tl.float64) * total.to(tl.float64)
+        lowest_p = _lowest_key(logits_V, scale, best, vocabulary, lowest, limit, True, CHUNK)
+        lowest = tl.maximum(lowest, lowest_p)
+    floor = tl.full((), float("inf"), tl.float32)
+    for start in range(0, vocabulary, CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        mask = tokens < vocabulary
+        logits = tl.load(logits_V + tokens, mask=mask, other=float("-inf")).to(tl.float32)
+        scaled = logits * scale
+        is_kept = mask & (_ordered(scaled) >= lowest) & (tl.exp(scaled - best) >= min_p)
+        floor = tl.minimum(floor, tl.min(tl.where(is_kept, logits, float("inf")), 0))
+    tl.store(floors_Q + row, tl.where(inverse > 0.0, floor, float("-inf")))
 
 
 @_kernel

@@ -9,9 +9,11 @@ Axes: S slots, Q sampled rows.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sortedrl.engines.native.native_request import Request
@@ -28,8 +30,9 @@ class SlotState:
     def __init__(self, slots: int, max_blocks: int, device: torch.device) -> None:
         """Empty slots."""
         self.padding_slot = slots
-        self._tables = Mirror((slots + 1, max_blocks), torch.int32, device)
+        self._tables = BlockTables((slots + 1, max_blocks), device)
         self._params = Mirror((slots + 1, 6), torch.int64, device)
+        self._is_filtered = numpy.zeros(slots + 1, dtype=bool)
         self._admissions = [0] * (slots + 1)
         self._num_blocks = [0] * (slots + 1)
 
@@ -38,8 +41,15 @@ class SlotState:
         """The blocks of each slot."""
         return self._tables.device
 
-    def update(self, slot: int, request: Request) -> None:
+    def is_any_filtered(self, slots: NDArray[numpy.int32]) -> bool:
+        """Whether a request in one of these slots has filters."""
+        return bool(self._is_filtered[slots].any())
+
+    def update(self, request: Request) -> None:
         """Note a request that is new in its slot, or has new blocks."""
+        slot = request.slot
+        if slot is None:  # preempted since
+            return
         if self._admissions[slot] != request.admission:
             self._admissions[slot] = request.admission
             self._num_blocks[slot] = 0
@@ -53,11 +63,11 @@ class SlotState:
                 *bits.view(numpy.int32),
             )
             self._params.is_dirty = True
+            self._is_filtered[slot] = sampling.is_filtered
         known = self._num_blocks[slot]
         if known < len(request.blocks):
-            self._tables.host[slot, known : len(request.blocks)] = request.blocks[known:]
+            self._tables.write(slot, known, request.blocks[known:])
             self._num_blocks[slot] = len(request.blocks)
-            self._tables.is_dirty = True
 
     def send(self) -> None:
         """Copy what has changed to the device."""
@@ -77,6 +87,44 @@ class SlotState:
             expected_Q=expected_Q,
         )
         return draw, TokenFilters(params_Q6[:, 2], numbers_Q3[:, 1], numbers_Q3[:, 2])
+
+
+class BlockTables:
+    """The blocks of each slot on the device; only the cells that changed are sent."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        """Zeros."""
+        self.device = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._cells: list[int] = []
+        self._blocks: list[int] = []
+        self._travelling: deque[Tensor] = deque()
+
+    def write(self, slot: int, start: int, blocks: Sequence[int]) -> None:
+        """Set the blocks of a slot from place `start` on, with the next `send`."""
+        first = slot * self.device.shape[1] + start
+        self._cells += range(first, first + len(blocks))
+        self._blocks += blocks
+
+    def send(self) -> None:
+        """Copy the changed cells, behind the passes in flight that still read the old ones."""
+        count = len(self._cells)
+        if not count:
+            return
+        if not self._travelling or self._travelling[0].shape[1] < 2 * count:
+            shape = (1, 4 * count)
+            self._travelling = deque(
+                pinned(shape, torch.int64, self.device.device) for _ in range(BUFFERS)
+            )
+        # A slot may have had two requests since: the later block of a cell must win.
+        changed = dict(zip(self._cells, self._blocks, strict=True))
+        count = len(changed)
+        self._travelling.rotate(1)
+        staged = self._travelling[0][0, : 2 * count].view(2, count)
+        staged.numpy()[:] = [list(changed), list(changed.values())]
+        sent = staged.to(self.device.device, non_blocking=True)
+        self.device.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+        self._cells.clear()
+        self._blocks.clear()
 
 
 class Mirror:

@@ -1,0 +1,91 @@
+"""Matrix products that depend on the number of rows are noticed and replaced, or reported."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from sortedrl.engines.native.matmul import fixed_rows, invariant_products
+
+SIZES = (8, 16, 64, 96, 128, 256)
+
+
+class Layers(nn.Module):
+    """Three layers of two shapes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(32, 48)
+        self.again = nn.Linear(32, 48)
+        self.down = nn.Linear(48, 32, bias=False)
+
+    def products(self, product):
+        """The same kind of product for every layer."""
+        return {layer: product(layer) for layer in (self.up, self.again, self.down)}
+
+
+def row_by_row(layer):
+    """Every row alone: nothing can depend on the others."""
+    return lambda x: torch.cat([linear(row, layer.weight, layer.bias) for row in x.split(1)])
+
+
+def with_a_split_for_few_rows(layer):
+    """As cuBLAS with split-K: the sum over K is cut in two where there are few rows."""
+
+    def product(x):
+        if len(x) >= 96:
+            return row_by_row(layer)(x)
+        half = x.shape[1] // 2
+        left = linear(x[:, :half], layer.weight[:, :half], layer.bias)
+        return torch.cat(
+            [part + linear(row[:, half:], layer.weight[:, half:])
+             for part, row in zip(left.split(1), x.split(1), strict=True)]
+        )  # fmt: skip
+
+    return product
+
+
+def test_products_that_do_not_depend_on_the_rows_stay():
+    model = Layers()
+    assert invariant_products(model, model.products(row_by_row), sizes=SIZES) == {}
+
+
+def test_a_product_that_depends_on_the_rows_is_replaced_by_one_that_does_not(caplog):
+    model = Layers()
+    products = model.products(row_by_row) | {
+        layer: with_a_split_for_few_rows(layer) for layer in (model.up, model.again)
+    }
+    with caplog.at_level(logging.WARNING):
+        found = invariant_products(model, products, sizes=SIZES)
+    assert found.keys() == {model.up, model.again}
+    assert not caplog.records
+    x = torch.randn(200, 32)
+    whole = found[model.again](x)
+    torch.testing.assert_close(whole, model.again(x))
+    for rows in (1, 7, 64, 65, 130):
+        assert torch.equal(found[model.again](x[:rows]), whole[:rows])
+    wrong = products[model.again]
+    assert not torch.equal(wrong(x[:7]), wrong(x)[:7]), "else this shows nothing"
+
+
+def test_a_product_that_is_never_the_same_is_reported(caplog):
+    model = Layers()
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(layer):
+        return lambda x: layer(x) + torch.rand(1, generator=generator)
+
+    with caplog.at_level(logging.WARNING):
+        assert invariant_products(model, model.products(noisy), sizes=SIZES) == {}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "32 x 48 weights in torch.float32 give a row other bits" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 32), (130, 32), (2, 3, 4, 32)])
+def test_a_product_of_fixed_rows_keeps_the_shape_of_its_input(shape):
+    layer = nn.Linear(32, 48)
+    x = torch.randn(shape)
+    torch.testing.assert_close(fixed_rows(layer)(x), layer(x))
