@@ -87,6 +87,8 @@ class Script:
     ends_unasked: int | None = None
     """The place where a stream ends without a finish reason."""
     refuses_weights: BaseException | None = None
+    drops_weights: bool = False
+    """Whether it has no weights after it slept."""
     says_length: bool = False
     """Whether a stop token that is the last one allowed is called the limit."""
 
@@ -115,6 +117,7 @@ class ScriptedBackend:
         self.script = script
         self.limits = BackendLimits(slots=script.slots, context=CONTEXT, vocabulary=VOCABULARY)
         self.version = 0
+        self.is_asleep = False
         self.asked = []
         self.most_at_once = 0
         self.is_closed = False
@@ -182,6 +185,15 @@ class ScriptedBackend:
         if self.script.refuses_weights is not None:
             raise self.script.refuses_weights
         self.version = weights.version
+        self.is_asleep = False
+
+    async def score(self, tokens, *, start):
+        return [logprob_at(self.version, place) for place in range(len(tokens) - start)]
+
+    async def sleep(self):
+        assert all(job.is_over for job in self._jobs.values()), "nothing is being written"
+        self.is_asleep = self.script.drops_weights
+        return self.script.drops_weights
 
     async def close(self):
         if self.script.hangs_at_close:

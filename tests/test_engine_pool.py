@@ -585,7 +585,7 @@ def test_without_a_member_everything_can_still_be_taken_back(open_pool):
 @pytest.mark.parametrize("call", ["step", "submit"])
 def test_a_member_that_hangs_is_left_behind_and_its_work_taken_as_it_was_submitted(call, open_pool):
     hung, sound = Scripted("hung", slots=2), Scripted("sound", slots=2)
-    pool = open_pool(hung, sound, timeout_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1, load_seconds=1)
     hung.hangs_at.add(call)
     pool.submit([begun(answer_to(prompt)) for prompt in range(6)], tolerance=None)
     done = finished_by(pool, 6)
@@ -598,6 +598,21 @@ def test_a_member_that_hangs_is_left_behind_and_its_work_taken_as_it_was_submitt
     ]
     hung.gate.set()
     assert pool.interrupt() == []
+
+
+def test_a_member_that_loads_weights_for_long_is_not_lost(open_pool):
+    """A server may read weights for half an hour; it must not be buried meanwhile."""
+    slow, sound = Scripted("slow"), Scripted("sound")
+    pool = open_pool(slow, sound, timeout_seconds=0.2, load_seconds=30)
+    slow.hangs_at.add("load_weights")
+    threading.Timer(1.0, slow.gate.set).start()
+    pool.load_weights(Weights(1))
+    assert (slow.version, sound.version) == (1, 1)
+    assert pool.slots == slow.slots + sound.slots
+    hung = open_pool(Scripted("hung"), Scripted("other"), timeout_seconds=0.1, load_seconds=0.5)
+    hung._replicas.replicas[0].engine.hangs_at.add("load_weights")
+    hung.load_weights(Weights(1))
+    assert hung.slots == 2
 
 
 def test_a_member_that_hangs_when_interrupted_gives_its_work_back_as_it_was_submitted(open_pool):
@@ -618,7 +633,7 @@ def test_a_member_that_hangs_when_interrupted_gives_its_work_back_as_it_was_subm
 
 def test_a_member_that_hangs_with_new_weights_does_not_keep_them_from_the_others(open_pool):
     hung, sound = Scripted("hung"), Scripted("sound")
-    pool = open_pool(hung, sound, timeout_seconds=1)
+    pool = open_pool(hung, sound, timeout_seconds=1, load_seconds=1)
     hung.hangs_at.add("load_weights")
     pool.load_weights(Weights(1))
     assert (pool.version, sound.version, hung.version) == (1, 1, 0)

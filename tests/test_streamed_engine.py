@@ -45,7 +45,7 @@ def quick():
 
 
 @contextmanager
-def scripted(silence_seconds=5.0, **script):
+def scripted(silence_seconds=5.0, is_seeded=False, **script):
     """An engine over a script, and the script; no thread is left of it."""
     before = set(threading.enumerate())
     opened = []
@@ -55,7 +55,11 @@ def scripted(silence_seconds=5.0, **script):
         return opened[0]
 
     engine = StreamedEngine(
-        opening, max_tokens=limit_of, stop_tokens=[STOP], silence_seconds=silence_seconds
+        opening,
+        max_tokens=limit_of,
+        stop_tokens=[STOP],
+        is_seeded=is_seeded,
+        silence_seconds=silence_seconds,
     )
     try:
         yield engine, opened[0]
@@ -325,6 +329,93 @@ def test_an_engine_with_nothing_to_do_says_so_at_once():
         step = engine.step()
         assert (step.finished, step.decoded_tokens, step.prefilled_tokens) == ((), 0, 0)
         assert not engine.interrupt()
+
+
+# --- seeds, scores and sleep ----------------------------------------------------------------------
+
+
+def test_an_answer_is_asked_for_again_with_the_same_seed_and_goes_on_with_another():
+    with scripted(is_seeded=True) as (engine, backend):
+        engine.submit([fresh(5)], tolerance=None)
+        backend.grant(3)
+        (part,) = interrupted_after(engine, tokens=3)
+        redrawn = replace(part, segments=(), interruptions=1)
+        engine.submit([redrawn], tolerance=None)
+        assert engine.interrupt()
+        engine.submit([replace(redrawn, attempt=1)], tolerance=None)
+        assert engine.interrupt()
+        engine.submit([part], tolerance=None)
+        finish(engine, backend, 1)
+        first, again, other, rest = [request.seed for request in backend.asked]
+    assert first == again
+    assert len({first, other, rest}) == 3
+    assert all(0 <= seed < 2**63 for seed in (first, other, rest))
+    assert engine.request_limits[0].no_seeds is None
+
+
+def test_siblings_have_other_seeds_and_an_engine_without_seeds_says_so():
+    with scripted(is_seeded=True, slots=4) as (engine, backend):
+        engine.submit([replace(fresh(5), sample_index=n, seed=n) for n in range(4)], tolerance=None)
+        engine.interrupt()
+        assert len({request.seed for request in backend.asked}) == 4
+    with scripted() as (engine, backend):
+        engine.submit([fresh(5)], tolerance=None)
+        engine.interrupt()
+        assert [request.seed for request in backend.asked] == [None]
+        assert "its own random numbers" in engine.request_limits[0].no_seeds
+
+
+def test_the_tokens_of_the_policy_are_scored_and_those_of_the_environment_are_not():
+    spoken = (Segment((1, 2), (-1.0,) * 2, 0), Segment((6,), (-1.0,), 0, given=(3, 4, 5)))
+    talk = replace(fresh(1), segments=spoken)
+    with scripted() as (engine, _):
+        engine.load_weights(Weights(3))
+        scores = engine.score([talk, fresh(2), stale((7,))])
+    assert [score.logprobs for score in scores] == [
+        [logprob_at(3, 0), logprob_at(3, 1), logprob_at(3, 5)],
+        [],
+        [logprob_at(3, 0)],
+    ]
+    assert scores[0].gaps is None
+
+
+def test_tokens_are_scored_at_temperature_1_by_an_idle_engine_within_the_context():
+    with scripted() as (engine, _):
+        with pytest.raises(RequestError, match="at temperature 1"):
+            engine.score([stale()], sampling=GREEDY)
+        with pytest.raises(RequestError, match="needs one more to score it"):
+            engine.score([stale((1,) * (CONTEXT - 2))])
+        engine.submit([fresh(1)], tolerance=None)
+        with pytest.raises(EngineError, match="must be idle to score"):
+            engine.score([stale()])
+
+
+def test_an_engine_that_dropped_its_weights_takes_work_when_it_has_new_ones():
+    with scripted(drops_weights=True) as (engine, backend):
+        engine.submit([fresh(5)], tolerance=None)
+        with pytest.raises(EngineError, match="must be idle to sleep"):
+            engine.sleep()
+        engine.interrupt()
+        assert engine.sleep()
+        assert engine.sleep(), "a second time changes nothing"
+        assert backend.is_asleep
+        with pytest.raises(EngineError, match=r"has dropped its weights; call load_weights"):
+            engine.submit([fresh(5)], tolerance=None)
+        engine.submit([], tolerance=None)
+        engine.load_weights(Weights(1))
+        engine.submit([fresh(5)], tolerance=None)
+        assert finish(engine, backend, 1)
+    with scripted() as (engine, backend):
+        assert not engine.sleep()
+        engine.submit([fresh(5)], tolerance=None)
+        assert finish(engine, backend, 1)
+
+
+def interrupted_after(engine, *, tokens):
+    """What comes back of answers that have so many tokens."""
+    while tokens > 0:
+        tokens -= engine.step().decoded_tokens
+    return engine.interrupt()
 
 
 # --- refusals -------------------------------------------------------------------------------------

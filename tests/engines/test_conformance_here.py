@@ -91,6 +91,14 @@ class PlainBackend:
         assert not self._open, "nothing is being written"
         self._model.load_state_dict(weights.tensors)
 
+    async def score(self, tokens, *, start):
+        with torch.no_grad():
+            logprobs = self._model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return [logprobs[place - 1, tokens[place]].item() for place in range(start, len(tokens))]
+
+    async def sleep(self):
+        return False
+
     async def close(self):
         pass
 

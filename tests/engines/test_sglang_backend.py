@@ -372,6 +372,19 @@ def test_new_weights_write_from_the_next_answer_on_and_old_prefixes_are_forgotte
         assert answer.tokens == plain_TV.argmax(-1).tolist()
 
 
+def test_the_tokens_of_an_answer_are_scored(engine, loop):
+    tokens = [*PROMPT, *greedy_tokens(engine.model, PROMPT, 10), 77, 3]
+    scores = loop.call(engine.backend.score(tokens, start=len(PROMPT)))
+    with torch.no_grad():
+        logprobs = engine.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = [logprobs[n - 1, tokens[n]].item() for n in range(len(PROMPT), len(tokens))]
+    assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_it_says_that_seeds_have_no_effect_on_a_cpu(engine, loop):
+    assert "deterministic" in engine.backend.limits.no_seeds
+
+
 def test_an_option_that_sglang_does_not_have_is_refused(engine, folder, loop):
     for option, words in {"page_sise": "did you mean 'page_size'", "dtype": "leave it out"}.items():
         with pytest.raises(EngineError, match=words):

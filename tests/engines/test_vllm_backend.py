@@ -20,6 +20,8 @@ from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
 from sortedrl.engines.streaming.http_client import Server
+from sortedrl.engines.streaming.weight_files import weight_buckets
+from sortedrl.engines.vllm import vllm_process
 from sortedrl.engines.vllm.vllm_process import VllmProcess
 from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
@@ -56,6 +58,42 @@ def loop():
     loop.close()
 
 
+def test_weights_reach_both_shards_of_an_engine_in_small_buckets(folder, loop, monkeypatch):
+    monkeypatch.setattr(vllm_process, "_BUCKET_BYTES", 40_000)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    # Without it vLLM wants a NUMA node for each shard.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"0|{1 % os.cpu_count()}")
+    before = children()
+    backend = loop.call(
+        VllmProcess.start(
+            model=str(folder),
+            slots=SLOTS,
+            context=CONTEXT,
+            dtype="float32",
+            tensor_parallel=2,
+            options={"enforce_eager": True},
+        )
+    )
+    try:
+        shards = [pid for pid in children() - before if "Worker" in name_of(pid)]
+        asks = [make_request([7, n], sampling=GREEDY) for n in range(2)]
+        assert all(is_true_to(model(), a) for a in loop.call(all_written(backend, asks)))
+        new = model(seed=5)
+        weights = Weights(1, dict(new.state_dict()))
+        sizes = [len(bucket) for bucket in weight_buckets(weights, bucket_bytes=40_000)]
+        loop.call(backend.load_weights(weights))
+        asks = [make_request([7, n], sampling=GREEDY) for n in range(2)]
+        answers = loop.call(all_written(backend, asks))
+        assert not list(backend._folder.iterdir()), "a bucket is gone when it was read"
+    finally:
+        loop.call(backend.close())
+    assert len(shards) == 2
+    assert len(sizes) > 5
+    assert all(is_true_to(new, answer) for answer in answers)
+    assert [a.tokens for a in answers] == [greedy(new, [7, n], 20) for n in range(2)]
+    assert children() <= before, "no process is left behind"
+
+
 @pytest.fixture(scope="module", params=["process", "server"])
 def engine(request, folder, loop, tmp_path_factory):
     """A backend that writes with `engine.model`, and the process that must not die."""
@@ -74,6 +112,7 @@ def process(folder, loop, _):
             slots=SLOTS,
             context=CONTEXT,
             dtype="float32",
+            is_seeded=True,
             options={"enforce_eager": True},
         )
     )
@@ -317,6 +356,48 @@ def test_new_weights_write_from_then_on_and_no_prefix_of_the_old_ones_is_left(en
         engine.model = new
     if engine.kind == "process":
         assert again.reused > 0, "a prefix is reused as long as the weights stay"
+
+
+def test_the_same_seed_draws_the_same_answer_in_any_batch(engine, loop):
+    """Mode redraw: an interrupted answer is drawn again from its own seed."""
+    prompts = [[5, 9, n] for n in range(6)]
+    hot = Sampling(temperature=1.0)
+
+    def asked(numbers):
+        return [
+            make_request(prompts[n], seed=2**62 + n, sampling=hot, max_tokens=40) for n in numbers
+        ]
+
+    together = loop.call(all_written(engine.backend, asked(range(6))))
+    backwards = loop.call(all_written(engine.backend, asked(reversed(range(6)))))[::-1]
+    alone = [loop.call(all_written(engine.backend, asked([n])))[0] for n in (0, 3)]
+    assert [a.tokens for a in backwards] == [a.tokens for a in together]
+    assert [a.tokens for a in alone] == [together[0].tokens, together[3].tokens]
+    others = [make_request(prompts[n], seed=9 + n, sampling=hot, max_tokens=40) for n in range(6)]
+    unlike = loop.call(all_written(engine.backend, others))
+    assert not {tuple(a.tokens) for a in unlike} & {tuple(a.tokens) for a in together}
+    assert all(is_true_to(engine.model, answer) for answer in together)
+
+
+def test_seeds_hold_for_more_prompts_than_a_step_reads(engine, loop):
+    """vLLM for CPUs dies of a prompt with a seed that it reads in pieces."""
+    if engine.kind == "server":
+        pytest.skip("a server has the settings it was started with")
+    long = [[(n * place) % 128 for place in range(200)] for n in range(2, 2 + 2 * SLOTS)]
+    asks = [make_request(tokens, seed=n, max_tokens=8) for n, tokens in enumerate(long)]
+    together = loop.call(all_written(engine.backend, asks))
+    again = [make_request(tokens, seed=n, max_tokens=8) for n, tokens in enumerate(long)]
+    alone = [loop.call(all_written(engine.backend, [request]))[0] for request in again]
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+
+
+def test_the_tokens_of_an_answer_are_scored(engine, loop):
+    tokens = [*PROMPT, *greedy(engine.model, PROMPT, 10), 77, 3]
+    scores = loop.call(engine.backend.score(tokens, start=len(PROMPT)))
+    with torch.no_grad():
+        logprobs = engine.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = [logprobs[n - 1, tokens[n]].item() for n in range(len(PROMPT), len(tokens))]
+    assert scores == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_server_that_does_not_fit_is_refused_with_what_was_found(engine, loop, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
@@ -47,11 +48,38 @@ class RolloutEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class Releasable(Protocol):
-    """An engine that shares its memory with a trainer, in turns."""
+class Sleeping(Protocol):
+    """An engine that shares its GPU with a trainer, in turns."""
 
-    def release(self) -> None:
-        """Free what only generation needs, until the next submit; the engine must be idle."""
+    def sleep(self) -> bool:
+        """Free the memory that only generation needs; the engine must be idle.
+
+        Returns whether it has dropped its weights: then `load_weights` must come before the next
+        submit, and wakes it.
+        """
+
+    def wake(self) -> None:
+        """Take the memory again, if the weights are still there; the next submit does it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The tokens of one answer under the present weights, each given those before it."""
+
+    logprobs: list[float]
+    gaps: list[float] | None = None
+    """Nats by which each token falls short of the one that the engine would sample; `None` where
+    the noise of the engine is not ours."""
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """An engine that computes the log-probabilities of given answers."""
+
+    def score(
+        self, trajectories: Sequence[Trajectory], *, sampling: Sampling | None = None
+    ) -> list[TokenScores]:
+        """Score the tokens of answers under the present weights; the engine must be idle."""
 
 
 class SamplingOverride:

@@ -33,6 +33,8 @@ class Sampling:
     """Strings that end an answer as soon as they appear in it; needs a tokenizer."""
     max_tokens: int | None = None
     """How many tokens an answer may have; `None` for the limit of the engine."""
+    max_response_tokens: int | None = None
+    """How many tokens may follow the prompt of a conversation, replies included."""
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
@@ -47,6 +49,10 @@ class Sampling:
         require(
             self.max_tokens is None or self.max_tokens >= 1,
             f"sampling.max_tokens must be at least 1, got {self.max_tokens}",
+        )
+        require(
+            self.max_response_tokens is None or self.max_response_tokens >= 1,
+            f"sampling.max_response_tokens must be at least 1, got {self.max_response_tokens}",
         )
 
     @property
@@ -92,6 +98,8 @@ class RequestLimits:
     """Why stop strings are refused; `None` where they work."""
     no_verification: str | None = None
     """Why cached tokens of other weights cannot be verified; `None` where they can."""
+    no_seeds: str | None = None
+    """Why an answer cannot be drawn again from its own seed; `None` where it can."""
     cache: CacheSize | None = None
     """The KV cache that one request must fit into, where its size is known."""
 
@@ -99,6 +107,13 @@ class RequestLimits:
     def max_length(self) -> int:
         """Tokens of a conversation, prompt included, at which it ends."""
         return self.context if self.cache is None else min(self.context, self.cache.tokens)
+
+    def max_length_of(self, trajectory: Trajectory, sampling: Sampling) -> int:
+        """Tokens at which this conversation ends, prompt included."""
+        most = sampling.max_response_tokens
+        if most is None:
+            return self.max_length
+        return min(self.max_length, len(trajectory.prompt.tokens) + most)
 
     def check(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from sortedrl.engines.sglang.sglang_server import SglangServer
 from sortedrl.engines.streaming.backend import Backend, ServerRequirements
 from sortedrl.engines.streaming.http_client import Refused, Server
+from sortedrl.engines.streaming.weight_files import WeightFolder
 from sortedrl.engines.vllm.vllm_server import VllmServer
 from sortedrl.errors import EngineError, EngineLost
 
@@ -16,7 +17,7 @@ _SIZE = re.compile(r"Vocabulary size: (\d+)|valid range is \[0, (\d+)\)")
 
 
 async def connect_server(
-    url: str, required: ServerRequirements, *, weights_folder: Path
+    url: str, required: ServerRequirements, *, weights_folder: Path | WeightFolder
 ) -> Backend:
     """A vLLM or SGLang server that meets the requirements."""
     kind = SglangServer if await _is_sglang(url) else VllmServer
@@ -31,7 +32,7 @@ async def _is_sglang(url: str) -> bool:
         return False
     except EngineLost as error:
         raise EngineError(
-            f"{error}; start a vLLM or SGLang server there first (docs/engines.md has the "
+            f"{error}; start a vLLM or SGLang server there first (docs/how-to/engines.md has the "
             "commands), or give the address of one that runs"
         ) from error
     finally:

@@ -43,6 +43,9 @@ from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost, RequestError
 from sortedrl.types import Key, Step, Trajectory, Weights
 
+# More than a server has to read its weights.
+_LOAD_SECONDS = 1860.0
+
 
 class Router:
     """Routes work by cached prefix, then by load."""
@@ -91,10 +94,12 @@ class ReplicaSet:
         names: Sequence[str],
         warn: Callable[[str], None],
         timeout_seconds: float,
+        load_seconds: float,
     ) -> None:
         """Start a thread for each engine."""
         self._warn = warn
         self._timeout = timeout_seconds
+        self._load_timeout = max(timeout_seconds, load_seconds)
         self._inbox: Inbox = SimpleQueue()
         self.replicas: list[Replica] = []
         for engine, name in zip(engines, names, strict=True):
@@ -182,16 +187,14 @@ class ReplicaSet:
         """Handle all reports, after waiting for the first; replicas that time out are lost."""
         with suppress(Empty):
             if is_waiting:
-                due = [r.waiting_since for r in self.alive if r.waiting_since is not None]
-                seconds = min(due) + self._timeout - monotonic()
-                self._handle(self._inbox.get(timeout=max(0.0, seconds)))
+                due = [self._due(r) for r in self.alive if r.waiting_since is not None]
+                self._handle(self._inbox.get(timeout=max(0.0, min(due) - monotonic())))
             while True:
                 self._handle(self._inbox.get_nowait())
         for replica in self.alive:
-            since = replica.waiting_since
-            if since is not None and monotonic() - since >= self._timeout:
+            if replica.waiting_since is not None and monotonic() >= self._due(replica):
                 replica.is_hung = True
-                reason = f"no response for {self._timeout:g} s"
+                reason = f"no response for {self._limit(replica):g} s"
                 if replica.thread.error is not None:
                     reason = f"{replica.thread.error}, and then {reason}"
                 self._mark_lost(replica, None, reason=reason)
@@ -211,6 +214,15 @@ class ReplicaSet:
                 if isinstance(report.event, Closed):
                     self._handle(report)
         self.raise_error()
+
+    def _limit(self, replica: Replica) -> float:
+        """How long a replica may be silent: loading weights takes longer than a step."""
+        return self._load_timeout if replica.is_loading else self._timeout
+
+    def _due(self, replica: Replica) -> float:
+        """When a replica that has to report counts as lost."""
+        assert replica.waiting_since is not None, "a report is due"
+        return replica.waiting_since + self._limit(replica)
 
     def _handle(self, report: Report) -> None:
         replica, event = self.replicas[report.replica], report.event
@@ -281,9 +293,12 @@ class EnginePool:
         warn: Callable[[str], None],
         names: Sequence[str] | None = None,
         timeout_seconds: float = 300.0,
+        load_seconds: float = _LOAD_SECONDS,
         queue_depth: int = 0,
     ) -> None:
         """An engine that has work and does not respond for `timeout_seconds` is lost.
+
+        One that loads weights has `load_seconds` for it, if that is longer.
 
         `names` are used in messages, by default those of the engines. An engine is assigned up to
         `queue_depth` trajectories more than it has slots, so that it refills a free slot without
@@ -294,7 +309,11 @@ class EnginePool:
         self.name = f"pool of {', '.join(names)}"
         self.version = engines[0].version
         self._replicas = ReplicaSet(
-            engines, names=names, warn=warn, timeout_seconds=timeout_seconds
+            engines,
+            names=names,
+            warn=warn,
+            timeout_seconds=timeout_seconds,
+            load_seconds=load_seconds,
         )
         self._router = Router(queue_depth=queue_depth)
         self._is_closed = False

@@ -59,6 +59,8 @@ class Replica:
         self.is_alive = True
         self.is_hung = False
         self.is_stalled = False
+        self.is_loading = False
+        """Whether it was given weights and has not replied yet."""
         self._num_pending_replies = 0
         self._last_report = monotonic()
         self._counted = self._reported = self._returned = 0
@@ -84,6 +86,7 @@ class Replica:
         self._expect_report()
         self._num_pending_replies += 1
         self.is_stalled = False
+        self.is_loading |= isinstance(command, LoadWeights)
         self.thread.send(command)
 
     def assign(self, assignment: Assignment) -> None:
@@ -102,6 +105,7 @@ class Replica:
         """Note the time of a report."""
         self._last_report = max(self._last_report, seconds)
         self._num_pending_replies -= is_reply
+        self.is_loading &= not self.has_replied
 
     def on_step(self, step: Step) -> int:
         """Apply a step; returns the tokens to be counted for it."""

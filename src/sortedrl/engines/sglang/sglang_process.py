@@ -15,19 +15,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import SGLANG
 from sortedrl.engines.sglang import containment
-from sortedrl.engines.sglang.sglang_request import HIGH_FIRST, SglangStream, server_context
+from sortedrl.engines.sglang.sglang_request import (
+    HIGH_FIRST,
+    SglangStream,
+    scores_of,
+    scoring_body,
+    server_context,
+)
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
-from sortedrl.engines.streaming.weight_files import named_tensors
+from sortedrl.engines.streaming.weight_files import weight_buckets
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from torch import Tensor
 
 _Result = TypeVar("_Result")
 _DRAIN_SECONDS = 0.1
 _FLUSH_TRIES = 100
 _FLUSH_PAUSE_SECONDS = 0.1
+_BUCKET_BYTES = 1 << 30
 _ON_A_CPU: Mapping[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -37,12 +45,23 @@ _ON_A_CPU: Mapping[str, object] = {
 }
 
 
+_NO_SEEDS_ON_A_CPU = (
+    "SGLang's deterministic inference, without which it ignores the seed of a request, has no "
+    "kernels for CPUs"
+)
+
+
 class SglangProcess:
     """An SGLang engine that lives and dies with this object."""
 
-    def __init__(self, engine: Engine, *, name: str, limits: BackendLimits) -> None:
+    def __init__(
+        self, engine: Engine, *, name: str, limits: BackendLimits, can_sleep: bool = False
+    ) -> None:
         """Use a running engine; see `start`."""
         self.name = name
+        self._can_sleep = can_sleep
+        self._is_asleep = False
+        self._num_scored = 0
         self.limits = limits
         self._engine = engine
         self._manager = engine.tokenizer_manager
@@ -71,12 +90,19 @@ class SglangProcess:
         memory_share: float | None,
         device: str,
         options: Mapping[str, object],
+        is_seeded: bool = False,
+        tensor_parallel: int = 1,
+        can_sleep: bool = False,
     ) -> SglangProcess:
         """Start SGLang with a model: a folder or a hub name; takes half a minute or more.
 
-        `memory_share` is how much of the device's memory it may take, `options` are further
-        arguments of SGLang by their names there. This blocks the event loop: SGLang's processes die
-        with the thread that starts them, so it must be the thread of the loop.
+        `memory_share` is how much of the device's memory it may take, `is_seeded` whether answers
+        are drawn from seeds of their own, `tensor_parallel` the number of processes and GPUs over
+        which the model is sharded, `options` are further arguments of SGLang by their names there.
+        One that can sleep shares its GPU with a trainer.
+
+        This blocks the event loop: SGLang's processes die with the thread that starts them, so it
+        must be the thread of the loop.
         """
         version = SGLANG.check_installed()
         ours: dict[str, object] = {
@@ -97,6 +123,13 @@ class SglangProcess:
         usual: dict[str, object] = {"disable_priority_preemption": True, "log_level": "error"}
         # The trainer needs the CPU while no request is running.
         usual["sleep_on_idle"] = True
+        if tensor_parallel > 1:
+            ours["tp_size"] = tensor_parallel
+        if can_sleep:
+            ours["enable_memory_saver"] = True
+        if is_seeded and device != "cpu":
+            # Without it SGLang ignores the seed of a request.
+            ours["enable_deterministic_inference"] = True
         settings = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if device == "cpu":
             usual |= _ON_A_CPU
@@ -117,8 +150,9 @@ class SglangProcess:
             slots=slots,
             context=min(context, manager.max_req_input_len),
             vocabulary=manager.model_config.vocab_size,
+            no_seeds=_NO_SEEDS_ON_A_CPU if device == "cpu" else None,
         )
-        return cls(engine, name=f"SGLang {version}", limits=limits)
+        return cls(engine, name=f"SGLang {version}", limits=limits, can_sleep=can_sleep)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Generate an answer; raises `EngineLost` if the engine is gone."""
@@ -157,33 +191,25 @@ class SglangProcess:
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
-            UpdateWeightsFromTensorReqInput,
+            ResumeMemoryOccupationReqInput,
         )
-        from sglang.srt.utils import MultiprocessingSerializer
 
         # No request is running, so these had ended before their abort.
         self._aborted.clear()
-        # Sharing moves CPU memory, and that of the trainer must stay in place. On a GPU nothing
-        # moves: the child reads the tensor in place.
-        tensors = [
-            (name, tensor.clone() if tensor.device.type == "cpu" else tensor)
-            for name, tensor in named_tensors(weights).items()
-        ]
-        workers = range(self._engine.server_args.tp_size)
-        update = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(tensors) for _ in workers
-            ],
-            # SGLang would exit instead of waiting for a request that is being aborted.
-            flush_cache=False,
-            weight_version=str(weights.version),
-        )
         manager = self._manager
+        if self._is_asleep:
+            resumed = ResumeMemoryOccupationReqInput(tags=["weights"])
+            await self._unless_lost(manager.resume_memory_occupation(resumed))
         await self._weight_call(manager.begin_weight_update(BeginWeightUpdateReqInput()))
         try:
-            await self._weight_call(manager.update_weights_from_tensor(update))
+            for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
+                await self._load_bucket(bucket, version=weights.version)
         finally:
             await self._weight_call(manager.end_weight_update(EndWeightUpdateReqInput()))
+        if self._is_asleep:
+            resumed = ResumeMemoryOccupationReqInput(tags=["kv_cache"])
+            await self._unless_lost(manager.resume_memory_occupation(resumed))
+            self._is_asleep = False
         for _ in range(_FLUSH_TRIES):
             flushed = await self._unless_lost(manager.flush_cache())
             if flushed.success:
@@ -193,6 +219,35 @@ class SglangProcess:
             f"{self.name} cannot flush its cache: it still holds aborted requests after "
             f"{_FLUSH_TRIES * _FLUSH_PAUSE_SECONDS:g} s"
         )
+
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        self._refuse_if_lost()
+        self._num_scored += 1
+        call = GenerateReqInput(
+            **scoring_body(tokens, start=start), rid=f"score-{self._num_scored:010d}"
+        )
+        found: list[float] = []
+        try:
+            async with aclosing(self._manager.generate_request(call, None)) as chunks:
+                async for chunk in chunks:
+                    self._refuse_if_lost()
+                    found = scores_of(chunk, count=len(tokens) - start)
+        except ValueError as error:
+            raise EngineError(f"{self.name} refused a request: {error}") from error
+        return found
+
+    async def sleep(self) -> bool:
+        """Drop weights and cache until new weights come, if it was started for that."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self._can_sleep:
+            released = ReleaseMemoryOccupationReqInput(tags=["kv_cache", "weights"])
+            await self._unless_lost(self._manager.release_memory_occupation(released))
+            self._is_asleep = True
+        return self._can_sleep
 
     async def close(self) -> None:
         """End SGLang's own processes, and remove the files they leave."""
@@ -219,6 +274,26 @@ class SglangProcess:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
         containment.restore_sigquit()
+
+    async def _load_bucket(self, bucket: Mapping[str, Tensor], *, version: int) -> None:
+        """Bring a bucket to all shards, each of which takes its own part of every tensor."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        # Sharing moves CPU memory, and that of the trainer must stay in place. On a GPU nothing
+        # moves: the child reads the tensor in place.
+        tensors = [
+            (name, tensor.clone() if tensor.device.type == "cpu" else tensor)
+            for name, tensor in bucket.items()
+        ]
+        shards = range(self._engine.server_args.tp_size)
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors) for _ in shards],
+            # SGLang would exit instead of waiting for a request that is being aborted.
+            flush_cache=False,
+            weight_version=str(version),
+        )
+        await self._weight_call(self._manager.update_weights_from_tensor(update))
 
     async def _weight_call(self, call: Awaitable[tuple[bool, str]]) -> None:
         is_done, message = await self._unless_lost(call)

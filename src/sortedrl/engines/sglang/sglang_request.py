@@ -54,13 +54,13 @@ class SglangStream:
         """The id of the present call; no id is a prefix of that of another request."""
         return f"{self._request.id}-{self._num_calls}"
 
-    def next_body(self) -> dict[str, object]:
+    def next_body(self) -> dict[str, Any]:
         """The body of a call for the missing tokens."""
         wanted, sampling = self._request, self._request.sampling
         self.is_broken = True
         self._num_calls += 1
         self._num_earlier_tokens = len(self._tokens)
-        body: dict[str, object] = {
+        body: dict[str, Any] = {
             "rid": self.request_id,
             "input_ids": [*wanted.tokens, *self._tokens],
             "sampling_params": {
@@ -76,6 +76,8 @@ class SglangStream:
             "return_logprob": True,
             "stream": True,
         }
+        if wanted.seed is not None:
+            body["sampling_params"] |= {"sampling_seed": wanted.seed}
         if self._is_filtered:
             # Its default log-probabilities are those before the filters.
             body["return_sampling_mask"] = True
@@ -125,6 +127,28 @@ class SglangStream:
         if kind == "abort" and reason.get("status_code") is not None:
             raise EngineError(f"SGLang refused a request: {reason.get('message')}")
         return kind
+
+
+def scoring_body(tokens: Sequence[int], *, start: int) -> dict[str, Any]:
+    """The body of a call that only scores the tokens from `start` on."""
+    return {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        # The first position has no log-probability.
+        "logprob_start_len": start - 1,
+    }
+
+
+def scores_of(chunk: Chunk, *, count: int) -> list[float]:
+    """The log-probabilities of the last `count` tokens of a request that was scored."""
+    triples = chunk["meta_info"].get("input_token_logprobs") or ()
+    if len(triples) < count:
+        raise EngineError(
+            f"SGLang must return {count} log-probabilities of the request's own tokens, got "
+            f"{len(triples)}"
+        )
+    return [logprob for logprob, *_ in triples[len(triples) - count :]]
 
 
 def _last(fresh: int, values: Sequence[Any] | None, *, so_far: int) -> Sequence[Any]:

@@ -22,6 +22,8 @@ from sortedrl.engines.sglang.sglang_request import (
     LOW_FIRST,
     NO_ORDER,
     SglangStream,
+    scores_of,
+    scoring_body,
     server_context,
 )
 from sortedrl.engines.streaming.backend import (
@@ -31,7 +33,7 @@ from sortedrl.engines.streaming.backend import (
     ServerRequirements,
 )
 from sortedrl.engines.streaming.http_client import Refused, Server
-from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
+from sortedrl.engines.streaming.weight_files import WeightFolder
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 
@@ -39,6 +41,8 @@ _COMPARED = 8
 _CLOSE_ENOUGH = 0.02
 _SPREAD = 0.05
 _BAD_REQUEST = 400
+_SEEDED = "enable_deterministic_inference"
+_NO_SEEDS = "it was started without --enable-deterministic-inference, and so ignores seeds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ class _Inspection:
         self._context = required.context
         self._temperature = required.temperature
         self._slots = required.slots
+        self._needs_seeds = required.needs_seeds
 
     async def result(self) -> SglangServerInfo:
         """Its properties; raises `EngineError` if it does not meet the requirements."""
@@ -78,7 +83,10 @@ class _Inspection:
         return SglangServerInfo(
             version=version,
             limits=BackendLimits(
-                slots=self._slots_of(info), context=self._context, vocabulary=self._vocabulary
+                slots=self._slots_of(info),
+                context=self._context,
+                vocabulary=self._vocabulary,
+                no_seeds=None if info.get(_SEEDED) else _NO_SEEDS,
             ),
             priority_sign=sign if info.get("enable_priority_scheduling") else NO_ORDER,
         )
@@ -91,6 +99,7 @@ class _Inspection:
             f"--context-length {server_context(self._context)} "
             f"--max-running-requests {self._slots or 'SLOTS'} --enable-priority-scheduling "
             "--disable-priority-preemption"
+            f"{' --enable-deterministic-inference' if self._needs_seeds else ''}"
         )
 
     def _refusal(self, must: str, found: str) -> EngineError:
@@ -117,6 +126,8 @@ class _Inspection:
                 f"it has room for {info['max_req_input_len']} (its context less "
                 f"{server_context(0)}, or its whole KV cache)",
             )
+        if self._needs_seeds and not info.get(_SEEDED):
+            raise self._refusal("must draw each answer from its own seed", _NO_SEEDS)
         if not info.get("incremental_streaming_output"):
             raise self._refusal(
                 "must send each token once", "it repeats the whole answer with every token"
@@ -198,7 +209,9 @@ _FLUSH_PAUSE_SECONDS = 0.1
 class SglangServer:
     """A running SGLang server, which keeps running when this object is closed."""
 
-    def __init__(self, server: Server, info: SglangServerInfo, *, weights_folder: Path) -> None:
+    def __init__(
+        self, server: Server, info: SglangServerInfo, *, weights_folder: WeightFolder
+    ) -> None:
         """Use a server that was inspected; see `connect`."""
         self._server = server
         self._info = info
@@ -208,11 +221,12 @@ class SglangServer:
 
     @classmethod
     async def connect(
-        cls, url: str, required: ServerRequirements, *, weights_folder: Path
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path | WeightFolder
     ) -> SglangServer:
         """Inspect a running server, and refuse one that does not meet the requirements.
 
-        New weights go through `weights_folder`, which the server must be able to read. The required
+        New weights go through `weights_folder`, which the server must be able to read; servers that
+        share it read the same files. The required
         `slots` count where the server does not report its own.
         """
         server = Server(url)
@@ -221,7 +235,7 @@ class SglangServer:
         except BaseException:
             await server.close()
             raise
-        return cls(server, info, weights_folder=weights_folder)
+        return cls(server, info, weights_folder=WeightFolder.of(weights_folder))
 
     @property
     def name(self) -> str:
@@ -271,7 +285,7 @@ class SglangServer:
         """Load these weights and reset the prefix cache."""
         # No request is running, so these had ended before their abort.
         self._aborted.clear()
-        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
+        folder = await asyncio.to_thread(self._weights_folder.export, weights)
         update = {
             "model_path": str(folder),
             # SGLang would exit instead of waiting for a request that is being aborted.
@@ -295,7 +309,19 @@ class SglangServer:
             "because it runs other requests; use the server for one run only"
         )
 
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on."""
+        body = scoring_body(tokens, start=start)
+        if self._info.priority_sign:
+            body["priority"] = 0
+        answer = await self._server.post("/generate", body, seconds=_LOAD_SECONDS)
+        return scores_of(answer, count=len(tokens) - start)
+
+    async def sleep(self) -> bool:
+        """Do nothing: a server does not share its GPU."""
+        return False
+
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
         await self._server.close()
-        remove_exported(self._weights_folder)
+        self._weights_folder.remove()

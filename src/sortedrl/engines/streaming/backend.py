@@ -16,6 +16,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -43,6 +44,8 @@ class GenerationRequest:
     sampling: Sampling
     priority: int
     """Lower goes first."""
+    seed: int | None = None
+    """The same seed gives the same tokens from the same weights; `None` for any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class BackendLimits:
     """Tokens of prompt and answer together."""
     vocabulary: int
     """Token ids lie below."""
+    no_seeds: str | None = None
+    """Why the seed of a request has no effect; `None` where it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,8 @@ class ServerRequirements:
     temperature: float
     slots: int | None = None
     """`None` for those that the server was started with."""
+    needs_seeds: bool = False
+    """Whether every answer has a seed of its own (mode redraw)."""
 
 
 class Backend(Protocol):
@@ -110,6 +117,15 @@ class Backend(Protocol):
         """Load these weights and reset the prefix cache; no request is running.
 
         `weights.tensors` are those of the trainer, by their names in the model's checkpoint.
+        """
+
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on; nothing is written."""
+
+    async def sleep(self) -> bool:
+        """Free the GPU memory of weights and cache, where it was opened for that; it is idle.
+
+        Returns whether the weights are dropped, and `load_weights` must come next.
         """
 
     async def close(self) -> None:
@@ -149,6 +165,17 @@ class EventLoop:
         future.add_done_callback(lambda done: ended(None if done.cancelled() else done.exception()))
         return future
 
+    def finish(self, *, seconds: float) -> None:
+        """Wait until nothing runs, but no longer than that."""
+
+        async def others_end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others)
+
+        with suppress(TimeoutError):
+            self.call(others_end(), seconds=seconds)
+
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
         if self._loop.is_closed():
@@ -171,6 +198,7 @@ class EventLoop:
 
 _ABORT_SECONDS = 60.0
 _CLOSE_SECONDS = 120.0
+_OPEN_SECONDS = 600.0
 
 
 class StreamEvent(NamedTuple):
@@ -188,11 +216,21 @@ class Streams:
         self._inbox: SimpleQueue[StreamEvent] = SimpleQueue()
         self._running: dict[str, Future[None]] = {}
         self._loop = EventLoop("external engine")
+        opened: list[Backend] = []
+
+        async def open_backend() -> None:
+            opened.append(await opening())
+
         try:
-            self.backend = self._loop.call(opening())
+            self._loop.call(open_backend())
         except BaseException:
+            # Who waits for it may be interrupted; what it starts meanwhile must not be left behind.
+            self._loop.finish(seconds=_OPEN_SECONDS)
+            for backend in opened:
+                self._loop.call(backend.close(), seconds=_CLOSE_SECONDS)
             self._loop.close()
             raise
+        (self.backend,) = opened
 
     def __len__(self) -> int:
         """Streams that run, or whose end was not read yet."""
@@ -244,6 +282,20 @@ class Streams:
     def load_weights(self, weights: Weights) -> None:
         """Load weights into the backend, and wait."""
         self._loop.call(self.backend.load_weights(weights))
+
+    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of each row, from its start on."""
+
+        async def all_scores() -> list[list[float]]:
+            return await asyncio.gather(
+                *(self.backend.score(tokens, start=start) for tokens, start in rows)
+            )
+
+        return self._loop.call(all_scores())
+
+    def sleep(self) -> bool:
+        """Have the backend free its GPU memory, and wait; whether it dropped its weights."""
+        return self._loop.call(self.backend.sleep())
 
     def close(self) -> None:
         """Close the backend and end the thread."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sortedrl.core.randomness import mix
+from sortedrl.engines.generation import TokenScores
 from sortedrl.engines.sampling import MaxTokens, RequestLimits, Sampling, joined, must_verify
 from sortedrl.engines.streaming.backend import (
     Backend,
@@ -38,6 +40,9 @@ _NO_VERIFICATION = (
     "the new weights would sample again; use mode partial (keeps them, with a correction) or "
     "on_policy (samples anew), or the native engine, which has coupled mode"
 )
+_UNSEEDED = "it was opened to sample with its own random numbers (is_seeded)"
+# Engines keep seeds as signed 64-bit numbers.
+_SEED_BITS = 63
 
 
 @dataclass(slots=True, eq=False)
@@ -134,15 +139,18 @@ class StreamedEngine:
         stop_tokens: Sequence[int],
         sampling: Sampling | None = None,
         version: int = 0,
+        is_seeded: bool = False,
         silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
         """Open the backend on an event loop of its own; its weights are those of `version`.
 
-        An engine that has work but sends nothing for `silence_seconds` is lost.
+        If `is_seeded`, every answer is drawn from a seed of its own, so the same weights draw it
+        again. An engine that has work but sends nothing for `silence_seconds` is lost.
         """
         self.version = version
         self.sampling = sampling if sampling is not None else Sampling()
         self._stop_tokens = frozenset(stop_tokens)
+        self._is_seeded = is_seeded
         self._silence_seconds = silence_seconds
         self._open: dict[str, OpenRequest] = {}
         self._complete: list[Trajectory] = []
@@ -153,6 +161,7 @@ class StreamedEngine:
         self._id_start = uuid.uuid4().hex[:12]
         self._is_closed = False
         self._is_stopping = False
+        self._is_asleep = False
         self._streams = Streams(opening)
         limits = self._streams.backend.limits
         self._limits = RequestLimits(
@@ -163,6 +172,7 @@ class StreamedEngine:
             sampling=self.sampling,
             no_stop_strings=_NO_STOP_STRINGS,
             no_verification=_NO_VERIFICATION,
+            no_seeds=limits.no_seeds if is_seeded else _UNSEEDED,
         )
 
     @property
@@ -189,6 +199,10 @@ class StreamedEngine:
     ) -> None:
         """Queue work in order of priority: all of it, or none if one is refused."""
         self._refuse_lost()
+        if self._is_asleep and trajectories:
+            raise EngineError(
+                f"{self.name} sleeps and has dropped its weights; call load_weights() first"
+            )
         sampling = self.sampling if sampling is None else sampling
         limits = self._limits.check(
             trajectories, tolerance=tolerance, sampling=sampling, version=self.version
@@ -239,6 +253,7 @@ class StreamedEngine:
             self._fail(error)
             raise
         self.version = weights.version
+        self._is_asleep = False
         for running in stopped:
             limit = running.request.max_tokens + running.trajectory.num_tokens
             self._start(
@@ -247,6 +262,51 @@ class StreamedEngine:
                 tolerance=running.tolerance,
                 sampling=running.request.sampling,
             )
+
+    def score(
+        self, trajectories: Sequence[Trajectory], *, sampling: Sampling | None = None
+    ) -> list[TokenScores]:
+        """Score the tokens of answers under the present weights; the engine must be idle.
+
+        Only at temperature 1 and without filters: external engines score a prompt before these.
+        """
+        self._require_idle("score")
+        sampling = self.sampling if sampling is None else sampling
+        if sampling.temperature != 1 or sampling.is_filtered:
+            raise RequestError(
+                f"{self.name} scores tokens at temperature 1 and without top_k, top_p and min_p, "
+                f"got {sampling}; pass Sampling(temperature=1), or use the native engine"
+            )
+        rows = []
+        for trajectory in trajectories:
+            exact = replace(sampling, stop_strings=(), max_tokens=max(1, trajectory.num_tokens))
+            self._limits.check([trajectory], tolerance=None, sampling=exact, version=self.version)
+            tokens = [*trajectory.prompt.tokens, *trajectory.response]
+            if len(tokens) >= self._limits.context:
+                raise RequestError(
+                    f"trajectory {trajectory.key} fills the context of {self.name} "
+                    f"({self._limits.context} tokens), which needs one more to score it"
+                )
+            rows.append((tokens, len(trajectory.prompt.tokens)))
+        scored = [row for row, t in zip(rows, trajectories, strict=True) if t.num_tokens]
+        found = iter(self._streams.score(scored))
+        return [
+            TokenScores(_written(trajectory, next(found)) if trajectory.num_tokens else [])
+            for trajectory in trajectories
+        ]
+
+    def sleep(self) -> bool:
+        """Free the GPU memory of the engine; it must be idle.
+
+        Returns whether it has dropped its weights, so that `load_weights` must come next.
+        """
+        self._require_idle("sleep")
+        if not self._is_asleep:
+            self._is_asleep = self._streams.sleep()
+        return self._is_asleep
+
+    def wake(self) -> None:
+        """Do nothing: it wakes when it gets weights."""
 
     def close(self) -> None:
         """Close the backend; unfinished answers are dropped."""
@@ -263,7 +323,7 @@ class StreamedEngine:
         stop_tokens = sampling.stop_tokens
         stop_tokens = self._stop_tokens if stop_tokens is None else stop_tokens
         tokens = (*trajectory.prompt.tokens, *trajectory.response)
-        room = self._limits.max_length - len(tokens)
+        room = self._limits.max_length_of(trajectory, sampling) - len(tokens)
         max_tokens = min(limit - trajectory.num_tokens, room)
         reason = _reason_to_finish(trajectory, stop_tokens, max_tokens)
         if reason is not None:
@@ -277,6 +337,7 @@ class StreamedEngine:
             stop_tokens=stop_tokens,
             sampling=sampling,
             priority=number,
+            seed=_seed(trajectory) if self._is_seeded else None,
         )
         self._open[request.id] = OpenRequest(trajectory, request, self.version, tolerance)
         self._streams.start(request)
@@ -327,6 +388,14 @@ class StreamedEngine:
     def _is_lost(self) -> bool:
         return isinstance(self._failure, EngineLost)
 
+    def _require_idle(self, what: str) -> None:
+        self._refuse_lost()
+        if self._open:
+            raise EngineError(
+                f"{self.name} must be idle to {what}, but it is generating {len(self._open)} "
+                "answers; call interrupt() first"
+            )
+
     def _refuse_lost(self) -> None:
         if isinstance(self._failure, EngineLost):
             raise self._failure
@@ -365,6 +434,23 @@ class StreamedEngine:
             self._streams.abort()
         except EngineLost as error:
             self._fail(error)
+
+
+def _written(trajectory: Trajectory, logprobs: Sequence[float]) -> list[float]:
+    """Of the log-probabilities of a whole response, those of the policy's own tokens."""
+    marked = zip(logprobs, trajectory.loss_mask, strict=True)
+    return [logprob for logprob, is_written in marked if is_written]
+
+
+def _seed(trajectory: Trajectory) -> int:
+    """The seed of a request for the rest of an answer.
+
+    Some engines key their noise by position, others by the number of tokens drawn for a request. So
+    a request that continues an answer has another seed than the one that began it: it never meets
+    the noise of the first tokens again.
+    """
+    key = mix(trajectory.seed, trajectory.attempt, trajectory.num_tokens)
+    return key >> (64 - _SEED_BITS)
 
 
 def _reason_to_finish(

@@ -6,11 +6,12 @@ The folder of a version is complete as soon as it exists under its name; older v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,11 +19,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sortedrl.engines.generation import RolloutEngine, fresh_trajectories, run_to_end
+from sortedrl.engines.generation import (
+    RolloutEngine,
+    TokenScores,
+    fresh_trajectories,
+    run_to_end,
+)
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError
 from sortedrl.models.attention_interface import plain_logprobs
-from sortedrl.types import Weights
+from sortedrl.types import Prompt, Segment, Trajectory, Weights
 
 _WEIGHTS = "model.safetensors"
 
@@ -45,6 +51,38 @@ def export_weights(weights: Weights, folder: Path) -> Path:
     return target
 
 
+class WeightFolder:
+    """A folder through which servers get weights; several may share it, from several threads.
+
+    The first one that asks for a version writes it, and the others read the same files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is written yet."""
+        self.path = path.absolute()
+        self._writing = threading.Lock()
+        self._written: tuple[Weights, Path] | None = None
+
+    @classmethod
+    def of(cls, folder: Path | WeightFolder) -> WeightFolder:
+        """The folder itself, or one of its own for a path."""
+        return folder if isinstance(folder, WeightFolder) else cls(folder)
+
+    def export(self, weights: Weights) -> Path:
+        """The folder that holds these weights."""
+        with self._writing:
+            if self._written is None or self._written[0] is not weights:
+                self._written = None
+                self._written = weights, export_weights(weights, self.path)
+            return self._written[1]
+
+    def remove(self) -> None:
+        """Remove what was written, if no other server has done so."""
+        with self._writing:
+            self._written = None
+            remove_exported(self.path)
+
+
 def remove_exported(folder: Path) -> None:
     """Remove exported weights below `folder`, and the folder itself if it is empty."""
     for old in (*folder.glob("version-*"), folder / "unfinished"):
@@ -62,8 +100,29 @@ def _remove(version: Path) -> None:
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """The tensors by name, contiguous; of tied weights only the first name."""
+    return dict(_untied(weights))
+
+
+def weight_buckets(weights: Weights, *, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The same in buckets of about so many bytes, one tensor in each at least.
+
+    Tensors that arrive one after the other are asked for as a bucket is filled, so that no more
+    than a bucket of them is held here.
+    """
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in _untied(weights):
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _untied(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     assert weights.tensors is not None, "an external engine needs the tensors themselves"
-    tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in cast("Mapping[str, Tensor]", weights.tensors).items():
         # Tied weights are one tensor with two names; a checkpoint has the first of them.
@@ -71,8 +130,29 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
         if place in seen:
             continue
         seen.add(place)
-        tensors[name] = tensor.detach().contiguous()
-    return tensors
+        yield name, tensor.detach().contiguous()
+
+
+def write_bucket(tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    """One bucket as a file in `folder`, which is made if it is not there."""
+    path = folder / _WEIGHTS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            f"cannot write weights to {folder}: {error}; it needs room for the largest tensor"
+        ) from error
+    return path
+
+
+class WorkerScores(Protocol):
+    """An engine over workers, each of which scores answers with its own weights."""
+
+    def scores(
+        self, trajectories: Sequence[Trajectory]
+    ) -> Mapping[str, Sequence[TokenScores] | None]:
+        """The scores of every worker by its name; `None` for one that cannot score."""
 
 
 _TOKENS = 16
@@ -104,10 +184,42 @@ def refuse_other_model(
         )
         gaps.append((plain_T - torch.tensor(answer.logprobs)).abs())
     gap = torch.cat(gaps).mean().item()
+    _refuse_gap(engine.name, gap)
+    return gap
+
+
+def trial_row(prompt: Sequence[int], number: int) -> Trajectory:
+    """The second half of a prompt as if it were an answer to the first, for a comparison."""
+    half = max(1, len(prompt) // 2)
+    answer = tuple(prompt[half : half + _TOKENS]) or tuple(prompt[:1])
+    return Trajectory(
+        prompt=Prompt(id=number, tokens=tuple(prompt[:half])),
+        sample_index=0,
+        group=0,
+        seed=0,
+        segments=(Segment(answer, (0.0,) * len(answer), 0),),
+    )
+
+
+def refuse_other_scores(
+    engine: WorkerScores, rows: Sequence[Trajectory], expected: Sequence[Sequence[float]]
+) -> None:
+    """Refuse workers whose log-probabilities of these rows are not those of the trainer."""
+    for name, scores in engine.scores(rows).items():
+        if scores is None:
+            continue
+        gaps = [
+            abs(ours - theirs)
+            for row, score in zip(expected, scores, strict=True)
+            for ours, theirs in zip(row, score.logprobs, strict=True)
+        ]
+        _refuse_gap(name, sum(gaps) / len(gaps))
+
+
+def _refuse_gap(name: str, gap: float) -> None:
     if not gap <= MOST_NATS:
         raise EngineError(
-            f"{engine.name} must have the model that is trained, but its log-probabilities are "
+            f"{name} must have the model that is trained, but its log-probabilities are "
             f"{gap:.2g} nats off on average (at most {MOST_NATS}): another model, another "
             "precision, or log-probabilities of another temperature; start it with the same model"
         )
-    return gap

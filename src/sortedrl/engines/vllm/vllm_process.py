@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import VLLM
 from sortedrl.engines.streaming.backend import BackendLimits, Delta, GenerationRequest
-from sortedrl.engines.streaming.weight_files import export_weights, named_tensors
+from sortedrl.engines.streaming.weight_files import weight_buckets, write_bucket
 from sortedrl.engines.vllm.worker_extension import RECEIVER, addresses
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
@@ -35,6 +35,7 @@ _SHUTDOWN_SECONDS = 20.0
 _RESET_TRIES = 100
 _RESET_PAUSE_SECONDS = 0.05
 _MEMORY_FOLDER = Path("/dev/shm")
+_BUCKET_BYTES = 1 << 30
 _ENVIRONMENT = {
     # Forking hangs while threads compute, and the trainer's threads do.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -48,9 +49,11 @@ _ENVIRONMENT = {
 class VllmProcess:
     """A vLLM engine that lives and dies with this object."""
 
-    def __init__(self, engine: AsyncLLM, *, name: str, slots: int) -> None:
+    def __init__(self, engine: AsyncLLM, *, name: str, slots: int, can_sleep: bool = False) -> None:
         """Use a running engine; see `start`."""
         self.name = name
+        self._can_sleep = can_sleep
+        self._is_asleep = False
         self.limits = BackendLimits(
             slots=slots,
             context=engine.model_config.max_model_len,
@@ -60,6 +63,7 @@ class VllmProcess:
         self._written: set[str] = set()
         self._aborted_early: set[str] = set()
         self._folder: Path | None = None
+        self._num_scored = 0
 
     @classmethod
     async def start(
@@ -71,12 +75,18 @@ class VllmProcess:
         dtype: str = "auto",
         seed: int = 0,
         memory_share: float | None = None,
+        tensor_parallel: int = 1,
+        is_seeded: bool = False,
+        can_sleep: bool = False,
         options: Mapping[str, object] | None = None,
     ) -> VllmProcess:
         """Start vLLM with a model: a folder or a hub name; takes half a minute or more.
 
         `context` is that of the model unless given, `memory_share` how much of the GPU's memory it
-        may take, `options` are further arguments of vLLM by their names there.
+        may take, `tensor_parallel` the number of processes and GPUs over which the model is
+        sharded, `is_seeded` whether answers are drawn from seeds of their own, `options` are
+        further arguments of vLLM by their names there. One that can sleep shares its GPU with a
+        trainer.
         """
         version = VLLM.check_installed()
         for variable, value in _ENVIRONMENT.items():
@@ -94,10 +104,23 @@ class VllmProcess:
         }
         if memory_share is not None:
             ours["gpu_memory_utilization"] = memory_share
+        if tensor_parallel > 1:
+            # By default vLLM looks for a Ray cluster, and places the shards there.
+            ours |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
+        if is_seeded and _is_on_cpu():
+            # Its sampler for CPUs ends the process when a prompt with a seed is read in pieces.
+            ours["enable_chunked_prefill"] = False
+        if can_sleep:
+            ours["enable_sleep_mode"] = True
         name = f"vLLM {version}"
-        backend = cls(_started(ours, options or {}, name=name), name=name, slots=slots)
-        # vLLM asks its child for this once; do it now rather than within the first request.
-        await backend._answered(backend._engine.get_supported_tasks())
+        engine = _started(ours, options or {}, name=name)
+        backend = cls(engine, name=name, slots=slots, can_sleep=can_sleep)
+        try:
+            # vLLM asks its child for this once; do it now rather than within the first request.
+            await backend._answered(backend._engine.get_supported_tasks())
+        except BaseException:
+            await backend.close()
+            raise
         return backend
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
@@ -134,12 +157,18 @@ class VllmProcess:
         """Load these weights and reset the prefix cache."""
         # No request is running, so these had ended before their abort.
         self._aborted_early.clear()
-        tensors = named_tensors(weights)
-        if all(tensor.is_cuda for tensor in tensors.values()):
-            await self._call_workers("receive_weights", {"given": addresses(tensors)})
-        else:
-            folder = export_weights(weights, self._weights_folder(tensors))
-            await self._call_workers("read_weights", {"folder": str(folder)})
+        if self._is_asleep:
+            await self._answered(self._engine.wake_up(["weights"]))
+        await self._call_workers("begin_weights", {})
+        try:
+            for bucket in weight_buckets(weights, bucket_bytes=_BUCKET_BYTES):
+                await self._load_bucket(bucket)
+        finally:
+            # Also after a failure, so that the next attempt begins anew.
+            await self._call_workers("finish_weights", {})
+        if self._is_asleep:
+            await self._answered(self._engine.wake_up(["kv_cache"]))
+            self._is_asleep = False
         for _ in range(_RESET_TRIES):
             if await self._answered(self._engine.reset_prefix_cache()):
                 return
@@ -148,6 +177,32 @@ class VllmProcess:
             f"{self.name} cannot reset its prefix cache: it still holds blocks of aborted requests "
             f"after {_RESET_TRIES * _RESET_PAUSE_SECONDS:g} s"
         )
+
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        self._num_scored += 1
+        outputs = self._engine.generate(
+            tokens_input(list(tokens)), _scoring_params(), f"score-{self._num_scored:010d}"
+        )
+        found: list[float] = []
+        try:
+            async for output in outputs:
+                rows = enumerate(output.prompt_logprobs or ())
+                found = [row[tokens[place]].logprob for place, row in rows if place >= start]
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._lost() from error
+        return found
+
+    async def sleep(self) -> bool:
+        """Drop weights and cache until new weights come, if it was started for that."""
+        if self._can_sleep:
+            # Level 2: the weights are not kept in host memory, new ones come after the update.
+            await self._answered(self._engine.sleep(2))
+            self._is_asleep = True
+        return self._can_sleep
 
     async def close(self) -> None:
         """End the child processes and remove temporary files."""
@@ -185,11 +240,25 @@ class VllmProcess:
     def _lost(self) -> EngineLost:
         return EngineLost(f"{self.name} is gone: its process ended; see its log above")
 
-    def _weights_folder(self, tensors: Mapping[str, Tensor]) -> Path:
+    async def _load_bucket(self, bucket: Mapping[str, Tensor]) -> None:
+        """Bring a bucket to all shards: by its address on the GPU, or as a file they all read."""
+        if all(tensor.is_cuda for tensor in bucket.values()):
+            await self._call_workers("receive_weights", {"given": addresses(bucket)})
+            return
         if self._folder is None:
-            needed = sum(tensor.nbytes for tensor in tensors.values())
-            self._folder = Path(tempfile.mkdtemp(prefix="sortedrl-", dir=_roomy_folder(needed)))
-        return self._folder
+            place = _roomy_folder(sum(tensor.nbytes for tensor in bucket.values()))
+            self._folder = Path(tempfile.mkdtemp(prefix="sortedrl-", dir=place))
+        path = write_bucket(bucket, self._folder)
+        try:
+            await self._call_workers("read_weights", {"path": str(path)})
+        finally:
+            path.unlink()
+
+
+def _is_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _started(ours: Mapping[str, object], options: Mapping[str, object], *, name: str) -> AsyncLLM:
@@ -222,10 +291,25 @@ def _sampling_params(request: GenerationRequest) -> SamplingParams:
         min_p=sampling.min_p,
         stop_token_ids=sorted(request.stop_tokens),
         ignore_eos=True,
+        seed=request.seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _scoring_params() -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=1.0,
+        prompt_logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -245,7 +329,7 @@ def _delta(output: Any) -> Delta:  # noqa: ANN401
 
 
 def _roomy_folder(needed_bytes: int) -> Path | None:
-    """The folder in shared memory if two versions fit, else `None` for the default one."""
+    """The folder in shared memory if twice as much fits, else `None` for the default one."""
     if not _MEMORY_FOLDER.is_dir():
         return None
     is_roomy = shutil.disk_usage(_MEMORY_FOLDER).free > 2 * needed_bytes

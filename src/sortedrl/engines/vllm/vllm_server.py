@@ -24,7 +24,7 @@ from sortedrl.engines.streaming.backend import (
     ServerRequirements,
 )
 from sortedrl.engines.streaming.http_client import Refused, Server
-from sortedrl.engines.streaming.weight_files import export_weights, remove_exported
+from sortedrl.engines.streaming.weight_files import WeightFolder
 from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
@@ -230,7 +230,9 @@ _ENDS = ("stop", "length", "abort", None)
 class VllmServer:
     """A vLLM server, which keeps running when this object is closed."""
 
-    def __init__(self, server: Server, info: VllmServerInfo, *, weights_folder: Path) -> None:
+    def __init__(
+        self, server: Server, info: VllmServerInfo, *, weights_folder: WeightFolder
+    ) -> None:
         """Use a server that was inspected; see `connect`."""
         self.name = f"vLLM {info.version} at {server.url}"
         self.limits = info.limits
@@ -243,11 +245,12 @@ class VllmServer:
 
     @classmethod
     async def connect(
-        cls, url: str, required: ServerRequirements, *, weights_folder: Path
+        cls, url: str, required: ServerRequirements, *, weights_folder: Path | WeightFolder
     ) -> VllmServer:
         """Inspect a running server, and refuse one that does not meet the requirements.
 
-        New weights go through `weights_folder`, which the server must be able to read.
+        New weights go through `weights_folder`, which the server must be able to read; servers that
+        share it read the same files.
         """
         server = Server(url)
         try:
@@ -255,7 +258,7 @@ class VllmServer:
         except BaseException:
             await server.close()
             raise
-        return cls(server, info, weights_folder=weights_folder)
+        return cls(server, info, weights_folder=WeightFolder.of(weights_folder))
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Generate an answer; raises `EngineLost` if the server is gone."""
@@ -295,23 +298,38 @@ class VllmServer:
         """Load these weights and reset the prefix cache."""
         # No request is running, so these had ended before their abort.
         self._aborted.clear()
-        folder = await asyncio.to_thread(export_weights, weights, self._weights_folder.absolute())
+        folder = await asyncio.to_thread(self._weights_folder.export, weights)
         body: dict[str, object] = {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(folder)},
         }
         if self._has_receiver:
-            body = {"method": "read_weights", "kwargs": {"folder": str(folder)}}
+            body = {"method": "reload_folder", "kwargs": {"folder": str(folder)}}
         try:
             await self._server.post("/collective_rpc", body, seconds=_RELOAD_SECONDS)
             await self._reset_prefix_cache()
         except Refused as error:
             raise await self._lost_or_refused(error) from error
 
+    async def score(self, tokens: Sequence[int], *, start: int) -> list[float]:
+        """Log-probabilities at temperature 1 of the tokens from `start` on."""
+        body = completion_body(list(tokens), model=self._model, max_tokens=1)
+        body |= {"stream": False, "temperature": 1.0, "prompt_logprobs": 0}
+        try:
+            answer = await self._server.post(COMPLETIONS, body, seconds=_RELOAD_SECONDS)
+        except Refused as error:
+            raise await self._lost_or_refused(error) from error
+        rows = answer["choices"][0]["prompt_logprobs"]
+        return [rows[place][str(tokens[place])]["logprob"] for place in range(start, len(tokens))]
+
+    async def sleep(self) -> bool:
+        """Do nothing: a server does not share its GPU."""
+        return False
+
     async def close(self) -> None:
         """Close the connections; the server keeps running."""
         await self._server.close()
-        remove_exported(self._weights_folder)
+        self._weights_folder.remove()
 
     async def _reset_prefix_cache(self) -> None:
         for _ in range(_RESET_TRIES):
@@ -328,6 +346,8 @@ class VllmServer:
         question = completion_body(
             list(request.tokens), model=self._model, max_tokens=request.max_tokens
         )
+        if request.seed is not None:
+            question["seed"] = request.seed
         return question | {
             "request_id": request.id,
             "priority": request.priority,
