@@ -3,12 +3,14 @@
 import json
 import struct
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -23,6 +25,7 @@ from sortedrl.data.chat import rendered
 from sortedrl.data.rows import Row
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, ModelError
+from sortedrl.models.gguf_header import _short, gguf_config
 from sortedrl.models.loading import load_model, load_tokenizer
 from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
@@ -302,6 +305,50 @@ def test_a_gguf_file_gives_its_shape_from_its_header(tmp_path):
     shape = shape_of(tmp_path / "small.gguf")
     assert (shape.layers, shape.hidden, shape.inner, shape.kv_heads) == (2, 32, 48, 2)
     assert (shape.vocabulary, shape.context) == (100, 64)
+
+
+def test_the_config_of_a_gguf_header_is_that_of_the_whole_file(gguf_file):
+    whole = AutoConfig.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    assert gguf_config(gguf_file).to_dict() == whole.to_dict()
+
+
+def test_a_long_vocabulary_is_counted_and_not_parsed(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "long.gguf", "llama")
+    for add, value in (
+        (writer.add_context_length, 256),
+        (writer.add_embedding_length, 64),
+        (writer.add_block_count, 2),
+        (writer.add_feed_forward_length, 128),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+    ):
+        add(value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"token{number}" for number in range(5000)])
+    writer.add_eos_token_id(7)
+    writer.add_tensor("output.weight", numpy.zeros((4, 4), dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = AutoConfig.from_pretrained(tmp_path, gguf_file="long.gguf").to_dict()
+    short = gguf_config(tmp_path / "long.gguf")
+    assert short.vocab_size == 5000
+    assert short.to_dict() == whole
+    assert len(_short(tmp_path / "long.gguf")) < 2000
+
+
+def test_a_model_on_a_gpu_by_its_number_makes_that_gpu_current(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, *where: model)
+    load_model("tiny", dtype=torch.float32, device="cuda:1")
+    assert asked == [torch.device("cuda:1")]
 
 
 def test_a_gguf_file_is_a_plain_model_that_can_be_saved_and_comes_back(gguf_file, tmp_path):

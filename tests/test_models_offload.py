@@ -34,8 +34,8 @@ def test_what_is_not_kept_wakes_as_zeros():
 def test_an_engine_without_its_cache_takes_it_again_when_work_comes():
     engine = NativeEngine(tiny_model(), slots=4, max_tokens=12)
     before = roll_out(engine, fresh_all([3, 5, 8, 4, 6, 7]))
-    engine.release()
-    engine.release()
+    engine.sleep()
+    engine.sleep()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine._runner._cache.tensors)
     assert roll_out(engine, fresh_all([3, 5, 8, 4, 6, 7])) == before
 
@@ -44,4 +44,4 @@ def test_an_engine_at_work_keeps_its_cache():
     engine = NativeEngine(tiny_model(), slots=4, max_tokens=12)
     engine.submit(fresh_all([3, 5]), tolerance=None)
     with pytest.raises(EngineError, match="must be idle"):
-        engine.release()
+        engine.sleep()

@@ -13,12 +13,15 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from forked import run_program
 from sortedrl.config.train import Saving
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.checkpoint import (
@@ -462,6 +465,136 @@ def test_saving_can_be_set_within_reason():
             Saving(**wrong)
 
 
+# --- in the background ----------------------------------------------------------------------------
+
+
+def slowly(update, begun, go):
+    """Writes once it is told to."""
+
+    def write(folder):
+        begun.set()
+        assert go.wait(20)
+        writer(update)(folder)
+
+    return write
+
+
+def test_a_save_in_the_background_is_whole_once_it_is_waited_for(tmp_path):
+    checkpoints, begun, go = checkpoints_in(tmp_path), Event(), Event()
+    checkpoints.save_later(1, slowly(1, begun, go), score=0.5)
+    assert begun.wait(20)
+    checkpoints.check()
+    assert names(tmp_path) == ["update-000001.partial"]
+    assert checkpoints.newest() is None
+    go.set()
+    checkpoints.finish()
+    verify(checkpoints.path_for(1))
+    assert checkpoints.best() == checkpoints.path_for(1)
+    checkpoints.finish()
+
+
+def test_only_one_save_is_under_way(tmp_path):
+    checkpoints = checkpoints_in(tmp_path, keep_last=5)
+    seen = []
+
+    def write(update):
+        def one(folder):
+            seen.append(("begun", update))
+            time.sleep(0.02)
+            writer(update)(folder)
+            seen.append(("ended", update))
+
+        return one
+
+    for update in (1, 2):
+        checkpoints.save_later(update, write(update))
+    checkpoints.save(3, write(3))
+    assert seen == [(what, update) for update in (1, 2, 3) for what in ("begun", "ended")]
+    assert [path.name for path in checkpoints.complete()] == [
+        f"update-{update:06d}" for update in (3, 2, 1)
+    ]
+
+
+def full(folder):
+    raise OSError(errno.ENOSPC, "no space")
+
+
+@pytest.mark.parametrize("call", ["check", "finish", "save", "save_later"])
+def test_what_failed_in_the_background_is_raised_by_the_next_call(tmp_path, call):
+    checkpoints = checkpoints_in(tmp_path)
+    old = checkpoints.save(1, writer(1))
+    checkpoints.save_later(2, full)
+    checkpoints._writing.wait()
+    with pytest.raises(CheckpointError, match=r"No space left.*update-000001; free space"):
+        getattr(checkpoints, call)(*(() if call in ("check", "finish") else (3, writer(3))))
+    assert checkpoints.newest() == old
+    checkpoints.finish()
+    assert checkpoints.save(3, writer(3)) == checkpoints.newest()
+
+
+def test_a_failure_after_the_end_is_a_warning(tmp_path):
+    warnings = []
+    checkpoints = checkpoints_in(tmp_path, warnings=warnings)
+    checkpoints.save_later(1, full)
+    checkpoints.close()
+    assert "the checkpoint cannot be saved: No space left" in warnings[0]
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit", "offload"])
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path, state, lora_rank):
+    from native_worlds import tiny_model
+    from sharded_worlds import Silent
+    from sortedrl.config.algorithm import Algorithm, Optimisation
+    from sortedrl.config.train import Lora
+    from sortedrl.training.lora import add_adapters
+    from sortedrl.types import TrainBatch
+    from training_worlds import train_settings, trainer_of, written
+
+    model = tiny_model("qwen3", std=0.3).to(torch.bfloat16)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    batch = TrainBatch(0, tuple(written(tiny_model("qwen3", std=0.3), (5, 9, 4, 7))))
+    if lora_rank is not None:
+        add_adapters(model, Lora(rank=lora_rank), seed=0)
+    trainer = trainer_of(
+        model,
+        train_settings(
+            optimiser=Optimisation(learning_rate=0.01, state=state),
+            algorithm=Algorithm(name="reinforce_pp"),
+        ),
+    )
+    trainer.update(batch)
+    found = []
+    save(tmp_path / "before", lambda at: found.append(trainer.save(at, tokenizer=Silent())))
+    snapshot = trainer.snapshot(tokenizer=Silent())
+    trainer.update(batch)
+    save(tmp_path / "later", lambda at: found.append(snapshot(at)))
+    assert found[0] == found[1]
+    assert inspect(tmp_path / "before").keys() == inspect(tmp_path / "later").keys()
+    for path in (tmp_path / "before").rglob("*.safetensors"):
+        one, other = (
+            load_file(p) for p in (path, tmp_path / "later" / path.relative_to(tmp_path / "before"))
+        )
+        assert one.keys() == other.keys()
+        assert all(one[name].equal(other[name]) for name in one), path.name
+    now = trainer.tensors()["optimiser"]
+    assert not all(
+        now[n].equal(t) for n, t in load_file(tmp_path / "later/optimiser.safetensors").items()
+    )
+
+
+def test_without_room_for_a_copy_there_is_no_snapshot(monkeypatch):
+    from native_worlds import tiny_model
+    from sharded_worlds import Silent
+    from sortedrl.training import trainer as trainer_module
+    from training_worlds import train_settings, trainer_of
+
+    trainer = trainer_of(tiny_model(std=0.3), train_settings())
+    assert trainer.snapshot(tokenizer=Silent()) is not None
+    monkeypatch.setattr(trainer_module, "free_main_memory", lambda: 1000)
+    assert trainer.snapshot(tokenizer=Silent()) is None
+
+
 def in_a_fork(work):
     """Run some work in a process of its own; gives its id."""
     process = os.fork()
@@ -495,7 +628,7 @@ def die_at_operation(number):
     sys.addaudithook(hook)
 
 
-def killed_at_every_operation(folder, update):
+def killed_at_every_operation(folder, update, *, is_later):
     """Kill a save before each of its changes to the file system; say what is found afterwards."""
     whole = folder / f"whole-{update}"
     checkpoints_in(whole).save(1, writer(1), score=0.0)
@@ -507,7 +640,9 @@ def killed_at_every_operation(folder, update):
 
         def work(number=number, checkpoints=checkpoints):
             die_at_operation(number)
-            checkpoints.save(update, writer(update + 10), score=2.0)
+            save = checkpoints.save_later if is_later else checkpoints.save
+            save(update, writer(update + 10), score=2.0)
+            checkpoints.finish()
 
         was_killed = is_killed(in_a_fork(work))
         newest = checkpoints.newest()
@@ -520,7 +655,7 @@ def killed_at_every_operation(folder, update):
             break
 
 
-def killed_at_random_instants(folder):
+def killed_at_random_instants(folder, *, is_later):
     """Kill a process that saves one checkpoint after the other; say what it had said and left."""
     random = Random(0)
     for number in range(8):
@@ -532,7 +667,11 @@ def killed_at_random_instants(folder):
 
         def work(checkpoints=checkpoints, said=said):
             for update in range(1, 1000):
-                checkpoints.save(update, writer(update, num_bytes=3_000_000))
+                if is_later:
+                    checkpoints.save_later(update, writer(update, num_bytes=3_000_000))
+                    checkpoints.finish()
+                else:
+                    checkpoints.save(update, writer(update, num_bytes=3_000_000))
                 with said.open("a") as file:
                     file.write("x")
 
@@ -554,19 +693,18 @@ def killed_at_random_instants(folder):
 def reports_of(call):
     """What a function of this file prints in a process of its own, line by line."""
     # What a killed process has written stays with the kernel, so no need to wait for the disk.
-    code = f"import os; os.fsync = id; import test_training_checkpoint as t; {call}"
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_program(f"import os; os.fsync = id; import test_training_checkpoint as t; {call}")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path):
-    place = f"t.Path({str(tmp_path)!r})"
-    reports = reports_of(f"[t.killed_at_every_operation({place}, u) for u in (1, 2, 3)]")
+IS_LATER = pytest.mark.parametrize("is_later", [False, True])
+
+
+@IS_LATER
+def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path, is_later):
+    arguments = f"t.Path({str(tmp_path)!r}), u, is_later={is_later}"
+    reports = reports_of(f"[t.killed_at_every_operation({arguments}) for u in (1, 2, 3)]")
     for update in (1, 2, 3):
         own = [report for report in reports if report["update"] == update]
         assert len(own) > 20
@@ -580,8 +718,10 @@ def test_a_save_killed_at_any_operation_leaves_a_whole_checkpoint(tmp_path):
             assert left - {"update-000002"} <= set(report["whole"]), "no halves, no leftovers"
 
 
-def test_a_run_killed_at_random_instants_of_saving_resumes_from_its_last_word(tmp_path):
-    reports = reports_of(f"t.killed_at_random_instants(t.Path({str(tmp_path)!r}))")
+@IS_LATER
+def test_a_run_killed_at_random_instants_of_saving_resumes_from_its_last_word(tmp_path, is_later):
+    arguments = f"t.Path({str(tmp_path)!r}), is_later={is_later}"
+    reports = reports_of(f"t.killed_at_random_instants({arguments})")
     assert len(reports) == 8
     for report in reports:
         assert report["found"] - report["said"] in (0, 1)

@@ -339,8 +339,9 @@ def test_the_kernel_is_asked_for_what_is_computed_one_by_one(monkeypatch, shares
 
 def test_a_row_is_made_of_tensors_alone_as_layers_would_be_compiled_for_every_other_number():
     row = packed_attention.Row.of([4, 1, 9], device=torch.device("cpu"))
-    assert [type(getattr(row, field.name)) for field in fields(row)] == [torch.Tensor] * 2
+    assert [type(getattr(row, field.name)) for field in fields(row)] == [torch.Tensor] * 3
     assert row.lengths == [4, 1, 9]
+    assert len(row.longest_L0) == 9
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
@@ -353,6 +354,54 @@ def test_compiled_layers_are_the_same_when_the_backward_pass_repeats_them(monkey
     repeated = gradients_of(PackedModel(model, is_compiled=True))
     for name, gradient in plain.items():
         torch.testing.assert_close(repeated[name], gradient)
+
+
+@torch.library.custom_op("sortedrl_tests::varlen", mutates_args=())
+def opaque_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    left: int,
+) -> torch.Tensor:
+    """As a compiler sees the kernel: an operator of tensors and sizes."""
+    assert longest == bounds.diff().max()
+    window = (left, 0)
+    return documented_varlen(
+        q, k, v, bounds, bounds, scale=scale, window_size=window, enable_gqa=True
+    ).contiguous()
+
+
+@opaque_varlen.register_fake
+def _(q, k, v, bounds, longest, scale, left):
+    return torch.empty_like(q)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile, about itself
+def test_a_compiled_layer_is_one_graph_for_rows_of_all_lengths(monkeypatch):
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def varlen(q, k, v, bounds, _, longest, __, *, scale, window_size, enable_gqa):
+        return opaque_varlen(q, k, v, bounds, longest, scale, window_size[0])
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(layers.torch, "compile", partial(torch.compile, backend=counted))
+    monkeypatch.setattr(packed_attention, "varlen_attn", varlen)
+    monkeypatch.setattr(packed_attention, "_VARLEN_SHARES_HEADS", True)
+    monkeypatch.setattr(packed_attention, "_one_by_one", packed_attention._by_kernel)
+    model = tiny_model("llama", num_hidden_layers=3).eval()
+    packed = PackedModel(model, is_compiled=True)
+    with torch.no_grad():
+        for lengths in ((5, 3), (7, 2, 4), (12, 11), (4, 6, 9, 30)):
+            found = packed.logprobs([TokenSequence([1], list(range(n))) for n in lengths])
+            assert len(found.logprobs_T) == sum(lengths)
+    assert len(graphs) == 1
 
 
 def gradients_of(packed):

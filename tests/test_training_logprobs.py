@@ -147,3 +147,18 @@ def test_in_float32_and_bfloat16_it_is_close_to_float64():
         ):
             assert mine.dtype == dtype
             assert (mine.double() - right).norm() <= tolerance * right.norm()
+
+
+def test_a_trainer_gives_the_log_probabilities_of_answers_at_temperature_1():
+    """vLLM and SGLang workers are compared with these, whatever the run samples at."""
+    from native_worlds import tiny_model
+    from training_worlds import rollout, train_settings, trainer_of, written
+
+    model = tiny_model(std=0.3)
+    trainer = trainer_of(model, train_settings(rollout=rollout(0.7)))
+    answers = written(model, [5, 1, 9], temperature=1.0)
+    found = trainer.logprobs(answers)
+    assert [len(row) for row in found] == [5, 1, 9]
+    for row, answer in zip(found, answers, strict=True):
+        assert row == pytest.approx(answer.logprobs, abs=1e-4)
+    assert trainer._policy.temperature == 0.7

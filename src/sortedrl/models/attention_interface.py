@@ -65,15 +65,16 @@ def register_attention(
     *,
     argument: str,
     instead: str,
+    is_traceable: bool = False,
 ) -> None:
     """Register an attention with transformers, under a name for `_attn_implementation`.
 
     `attend` is given what the model was called with under the keyword `argument`, and returns the
     output as `[1, R, H, D]`. No mask is registered under the name, so transformers makes none. An
     attention that is more than a softmax of scaled scores is refused; `instead` says what to do.
+    Compiled layers take a traceable attention into their graph, and are cut in two at any other.
     """
 
-    @torch.compiler.disable
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -98,7 +99,8 @@ def register_attention(
         inputs = AttentionInputs(module, query, key, value, scale, sliding_window)
         return attend(inputs, keywords[argument]), None
 
-    AttentionInterface.register(name, attention)
+    made = attention if is_traceable else torch.compiler.disable(attention)
+    AttentionInterface.register(name, made)
 
 
 def plain_logprobs(

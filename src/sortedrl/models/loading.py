@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import DataError, ModelError
+from sortedrl.models.gguf_header import gguf_config
 from sortedrl.models.shape import first_line
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
@@ -21,7 +22,13 @@ try:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch import Tensor
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        PreTrainedModel,
+    )
     from transformers.utils.logging import (
         disable_progress_bar,
         enable_progress_bar,
@@ -50,8 +57,14 @@ def without_bars() -> Iterator[None]:
 def load_model(
     name: str | Path, *, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> PreTrainedModel:
-    """A causal language model, by default on the GPU in bf16, or on the CPU in fp32."""
+    """A causal language model, by default on the GPU in bf16, or on the CPU in fp32.
+
+    The GPU it is on becomes the one that kernels and graphs are launched on.
+    """
     where = _device(device)
+    index: int | None = where.index
+    if index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
     model = _in_memory(name, kind)
     _refuse_too_big(model, where)
@@ -89,7 +102,13 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
         with without_bars():
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
             if gguf is not None:
-                _take_end_token(tokenizer, AutoConfig.from_pretrained(folder, gguf_file=gguf))
+                is_here = Path(name).is_file()
+                _take_end_token(
+                    tokenizer,
+                    gguf_config(Path(name))
+                    if is_here
+                    else AutoConfig.from_pretrained(folder, gguf_file=gguf),
+                )
             tokenizer.encode("a")  # some damage shows with the first text
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(f"cannot load a tokenizer from {name}: {first_line(error)}") from error
@@ -113,6 +132,25 @@ def _take_end_token(tokenizer: Any, config: Any) -> None:  # noqa: ANN401
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     """The stop tokens of a model."""
     stop: int | list[int] | None = model.generation_config.eos_token_id
+    return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def stop_tokens_of(name: str | Path) -> tuple[int, ...]:
+    """The stop tokens of a model whose weights are not loaded."""
+    if is_tiny(str(name)):
+        return stop_tokens(tiny_model(tiny_settings(str(name))))
+    folder, gguf = folder_and_gguf(name)
+    _refuse_without_gguf(gguf)
+    try:
+        stop = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        # A model without such a file has what its config says.
+        config = (
+            AutoConfig.from_pretrained(folder)
+            if gguf is None
+            else AutoConfig.from_pretrained(folder, gguf_file=gguf)
+        )
+        stop = GenerationConfig.from_model_config(config).eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
 

@@ -1,12 +1,14 @@
-"""Offloading of tensors: engine and trainer that share a GPU release their memory in turn.
+"""Tensors in main memory: engine and trainer that share a GPU release their memory in turn.
 
-The tensors stay the same objects, so references to them stay valid. Between `offload` and `onload`
-nobody may read or write them.
+Offloaded tensors stay the same objects, so references to them stay valid. Between `offload` and
+`onload` nobody may read or write them. Copies in main memory are apart from what they were made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -64,3 +66,29 @@ def _copy(whole: Tensor) -> Tensor:
     kept = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
     kept.copy_(whole)
     return kept
+
+
+@torch.no_grad()
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in main memory by the same names; names of one tensor have one copy."""
+    made: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape
+        if key not in made:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            made[key] = kept.copy_(tensor.detach(), non_blocking=True)
+        found[name] = made[key]
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return found
+
+
+def free_main_memory() -> int:
+    """Bytes that programs can still get without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not on Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kib << 10

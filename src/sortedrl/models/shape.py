@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sortedrl.errors import ModelError
+from sortedrl.models.gguf_header import gguf_config
 from sortedrl.models.tiny import is_tiny, tiny_config, tiny_settings
 
 
@@ -64,12 +65,12 @@ def shape_of(name: str | Path) -> Shape:
 
     folder, gguf = folder_and_gguf(name)
     try:
-        # Left out rather than None: a config keeps what it is given.
-        config = (
-            AutoConfig.from_pretrained(folder)
-            if gguf is None
-            else AutoConfig.from_pretrained(folder, gguf_file=gguf)
-        )
+        if gguf is None:
+            config = AutoConfig.from_pretrained(folder)
+        elif Path(name).is_file():
+            config = gguf_config(Path(name))
+        else:
+            config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
             f"cannot read the sizes of {name}: {first_line(error)}; give the folder of a model "

@@ -2,7 +2,7 @@
 
 Everything is computed in float64 and returned in float32. Values that are all equal give
 advantages of exactly 0, and so does an answer without siblings where siblings are compared.
-Formulas: docs/algorithms.md.
+Formulas: docs/explanation/algorithms.md.
 
 Update batches come sorted by length. Where reward depends on length, whitening within a batch hides
 that long answers did better than short ones. `RunningMoments` whitens over as many updates as a

@@ -78,22 +78,24 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Where the sequences of a packed row begin and end: 0 and the end of each, int32.
+    """Where the sequences of a packed row begin and end.
 
     Nothing but tensors: compiled layers would be compiled anew for every number or count of
     numbers in it.
     """
 
     bounds: Tensor
-    """On the device of the model."""
+    """0 and the end of each sequence, int32, on the device of the model."""
     host_bounds: Tensor
     """The same on the host, which so need not wait for the device."""
+    longest_L0: Tensor
+    """Empty, as long as the longest sequence: compiled layers read a size without a new graph."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> Row:
         """The row of sequences of these lengths."""
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(bounds.to(device), bounds)
+        return cls(bounds.to(device), bounds, torch.empty(max(lengths), 0))
 
     @property
     def lengths(self) -> list[int]:
@@ -164,7 +166,7 @@ def _attend(inputs: AttentionInputs, row: Row) -> Tensor:
     )
 
 
-register_attention(_NAME, _attend, argument="row", instead=INSTEAD)
+register_attention(_NAME, _attend, argument="row", instead=INSTEAD, is_traceable=True)
 
 
 def _by_kernel(
@@ -174,7 +176,7 @@ def _by_kernel(
     shared: dict[str, Any] = {"enable_gqa": True} if _VARLEN_SHARES_HEADS else {}
     if not _VARLEN_SHARES_HEADS:
         k_1KRD, v_1KRD = _repeated(k_1KRD, q_1HRD), _repeated(v_1KRD, q_1HRD)
-    longest = max(row.lengths)
+    longest = row.longest_L0.shape[0]
     attended_RHD = varlen_attn(
         q_1HRD[0].transpose(0, 1),
         k_1KRD[0].transpose(0, 1),
@@ -192,6 +194,7 @@ def _by_kernel(
     return attended_RHD[None]
 
 
+@torch.compiler.disable  # it reads numbers from tensors
 def _one_by_one(
     q_1HRD: Tensor, k_1KRD: Tensor, v_1KRD: Tensor, row: Row, *, scale: float, window: int | None
 ) -> Tensor:

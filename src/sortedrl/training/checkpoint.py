@@ -13,6 +13,9 @@ A checkpoint is written under its name with `.partial`, flushed to disk, the man
 renamed. So what has its final name is complete, and older ones are never modified. Only
 safetensors, JSON and our own buffer files are read; a folder with a pickle is refused.
 
+A checkpoint may be written by a thread while the training goes on (`save_later`), one at a time.
+What it writes must be apart from what is trained. Its failure is raised by the next call.
+
 There is no state outside these folders: a checkpoint has its own score, so a process killed between
 saving and deleting leaves only an extra folder, which the next save deletes.
 """
@@ -29,6 +32,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -341,6 +345,7 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._warn = warn
+        self._writing: _Writing | None = None
 
     def path_for(self, update: int) -> Path:
         """Where the checkpoint of an update lies."""
@@ -353,7 +358,47 @@ class Checkpoints:
 
         Without a score a checkpoint is never the best one.
         """
+        self.finish()
+        return self._save(update, write, score=score, warn=self._warn)
 
+    def save_later(
+        self, update: int, write: Callable[[Path], None], *, score: float | None = None
+    ) -> None:
+        """The same in a thread, once the save before is done; see `check` and `finish`."""
+        self.finish()
+        self._writing = _Writing(lambda warn: self._save(update, write, score=score, warn=warn))
+
+    def check(self) -> None:
+        """Raise what a save in the background has failed with; one that goes on is left alone."""
+        if self._writing is not None and not self._writing.is_alive:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a save in the background; raises what it failed with."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        error = writing.wait()
+        for text in writing.warnings:
+            self._warn(text)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for a save in the background; a failure is only warned about."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._warn(str(error))
+
+    def _save(
+        self,
+        update: int,
+        write: Callable[[Path], None],
+        *,
+        score: float | None,
+        warn: Callable[[str], None],
+    ) -> Path:
         def write_with_score(folder: Path) -> None:
             write(folder)
             (folder / _SCORE).write_text(json.dumps({"score": score}) + "\n")
@@ -363,8 +408,8 @@ class Checkpoints:
         path = self.path_for(update)
         older = (folder for folder in self.complete() if folder != path)
         save(path, write_with_score, previous=next(older, None))
-        self._set_future_aside(update)
-        self._prune()
+        self._set_future_aside(update, warn)
+        self._prune(warn)
         return path
 
     def complete(self) -> list[Path]:
@@ -405,7 +450,7 @@ class Checkpoints:
             if found:
                 recover(self._folder / found[0])
 
-    def _prune(self) -> None:
+    def _prune(self, warn: Callable[[str], None]) -> None:
         complete = self.complete()
         best = self.best() if self._keep_best else None
         for folder in complete[self._keep_last :]:
@@ -417,22 +462,49 @@ class Checkpoints:
                 folder.rename(doomed)
                 shutil.rmtree(doomed)
             except OSError as error:
-                self._warn(f"{folder}: the old checkpoint cannot be deleted ({error.strerror})")
+                warn(f"{folder}: the old checkpoint cannot be deleted ({error.strerror})")
 
     def _remove_leftovers(self) -> None:
         for path in self._folder.glob(f"update-*{PARTIAL}"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _set_future_aside(self, update: int) -> None:
+    def _set_future_aside(self, update: int, warn: Callable[[str], None]) -> None:
         """Rename checkpoints of later updates, from an abandoned continuation of the run."""
         for folder in self._named():
             if _update(folder) > update:
                 aside = _free_name(folder)
                 folder.rename(aside)
-                self._warn(
+                warn(
                     f"checkpoint {folder.name} is later than update {update}, from which this run "
                     f"was resumed; it was renamed to {aside.name}, delete it if you do not need it"
                 )
+
+
+class _Writing:
+    """A save in a thread."""
+
+    def __init__(self, save: Callable[[Callable[[str], None]], object]) -> None:
+        self.warnings: list[str] = []
+        self._save = save
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it goes on."""
+        return self._thread.is_alive()
+
+    def wait(self) -> BaseException | None:
+        """Until it has ended; gives what it failed with."""
+        self._thread.join()
+        return self._error
+
+    def _run(self) -> None:
+        try:
+            self._save(self.warnings.append)
+        except BaseException as error:  # noqa: BLE001 (raised where the thread is waited for)
+            self._error = error
 
 
 def _update(folder: Path) -> int:

@@ -8,6 +8,7 @@ Axes: R tokens of the row, T answer tokens of all sequences, D hidden size, V vo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class PackedModel:
         self, sequences: Sequence[TokenSequence], with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         layer = self.output_layer
-        targets_T = torch.tensor(
+        targets_T = _tensor(
             [sequence.answer[place] for sequence in sequences for place in sequence.scored_places],
             device=self.model.device,
         )
@@ -117,7 +118,7 @@ class PackedModel:
         positions_R = torch.cat([torch.arange(length) for length in row.lengths])
         with packed_attention(self.model, self._compiled):
             output: Any = self.model.base_model(
-                input_ids=torch.tensor([tokens], device=device),
+                input_ids=_tensor(tokens, device=device)[None],
                 position_ids=positions_R[None].to(device),
                 use_cache=False,
                 row=row,
@@ -125,7 +126,14 @@ class PackedModel:
         hidden_RD: Tensor = output.last_hidden_state[0]
         if len(keep) == len(hidden_RD):
             return hidden_RD
-        return hidden_RD.index_select(0, torch.tensor(keep, device=device))
+        return hidden_RD.index_select(0, _tensor(keep, device=device))
+
+
+def _tensor(numbers: list[int], *, device: torch.device) -> Tensor:
+    """The numbers as int64: an array is read in a tenth of the time that torch takes for a list."""
+    if not numbers:  # no buffer may be empty
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64).to(device)
 
 
 class Reference(Protocol):

@@ -14,7 +14,7 @@ from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.checkpoint import read_tensors, write_tensors
 
 _NAME = "default"
-_FILE = "adapters"
+ADAPTER_FILE = "adapters"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
@@ -85,15 +85,25 @@ def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
+def plain_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, or a plain one without memory for its weights."""
+    if not model._hf_peft_config_loaded:
+        return model
+    with torch.device("meta"):
+        plain: PreTrainedModel = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    plain.generation_config = model.generation_config
+    return plain
+
+
 def write_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters into a checkpoint."""
-    write_tensors(folder, _FILE, tensors=trained_parameters(model))
+    write_tensors(folder, ADAPTER_FILE, tensors=trained_parameters(model))
 
 
 @torch.no_grad()
 def load_adapters(model: PreTrainedModel, folder: Path) -> None:
     """Load the adapters of a checkpoint."""
-    tensors = read_tensors(folder, _FILE)
+    tensors = read_tensors(folder, ADAPTER_FILE)
     for name, parameter in trained_parameters(model).items():
         if name not in tensors or tensors[name].shape != parameter.shape:
             raise CheckpointError(

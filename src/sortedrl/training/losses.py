@@ -3,7 +3,7 @@
 A ratio is the exponential of a difference of log-probabilities. Corrections for tokens of older
 weights have no gradient. The weight of a token depends only on the lengths of the mini-batch's
 answers, so the loss of an optimiser step is the sum over its micro-batches, however answers are
-packed. Formulas: docs/algorithms.md.
+packed. Formulas: docs/explanation/algorithms.md.
 
 Axes: N answers, T answer tokens, of a mini-batch or of a micro-batch.
 """

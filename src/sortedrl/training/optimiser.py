@@ -7,7 +7,9 @@ The model's weights are changed in place, because the engine shares them.
                            yes -> clip -> AdamW on 32-bit weights -> copied to the 16-bit ones
 
 Small steps would be lost in 16 bits: a weight of 1 in bfloat16 moves by 0.004 or not at all. So
-16-bit weights have a 32-bit master, which gradients are added up in and AdamW works on.
+16-bit weights have a 32-bit master, which AdamW works on, and gradients are added up in 32 bits too
+unless `optimiser.gradients` keeps them in the precision of the weights. Masters and moments are an
+`AdamState`: on the device, in 8 bits, or in main memory (`optimiser.state`).
 
 Small gradients would underflow in float16, whose smallest number is 6e-8: one token of a million
 has a millionth of the loss. So where the model computes in float16, `backward` multiplies the loss
@@ -20,27 +22,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from sortedrl.config.algorithm import Optimisation, learning_rate_at
 from sortedrl.config.checks import require
 from sortedrl.errors import CheckpointError, ModelError
 from sortedrl.models.offload import Offloader
+from sortedrl.training.adam_state import HALF, Kind, adam_state
 
-_HALF = (torch.bfloat16, torch.float16)
 _FULL = (torch.float32, torch.float64)
-_MOMENTS = MappingProxyType({"first_moment": "exp_avg", "second_moment": "exp_avg_sq"})
 _FOREIGN = "(is it of another model or in another precision? resume with the settings of its run)"
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24
 _SCALE_FALLS_BY = 16.0
 _SCALE_RISES_AFTER = 100
+_CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,15 @@ class LossScale:
         self.value, self._num_good, self._before = float(value), int(num_good), None
 
 
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, added up in 32 bits."""
+    if all(gradient.dtype not in HALF for gradient in gradients):
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
 class Optimiser:
     """Accumulates gradients over backward passes and applies them in steps."""
 
@@ -107,7 +118,7 @@ class Optimiser:
         settings: Optimisation,
         *,
         total_steps: int | None,
-        norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
+        norm: Callable[[Sequence[Tensor]], Tensor] = total_norm,
         computes_in: torch.dtype | None = None,
     ) -> None:
         """Optimise the parameters that require a gradient; `total_steps` are those of the run.
@@ -127,17 +138,16 @@ class Optimiser:
         self._num_steps = 0
         self._offloader = Offloader(keep_values=True)
         self._parameters = {n: p for n, p in named_parameters.items() if p.requires_grad}
-        _check_parameters(self._parameters)
-        self._masters = {
-            name: Parameter(p.detach().float()) if p.dtype in _HALF else p
-            for name, p in self._parameters.items()
-        }
-        self._adam = _adam(list(self._masters.values()), settings)
+        _check_parameters(self._parameters, settings)
+        self._state = adam_state(self._parameters, settings)
+        self._steps = dict.fromkeys(self._parameters, 0)
+        self._sums: dict[str, Tensor] = {}
         precisions = {computes_in, *(p.dtype for p in self._parameters.values())}
         self._scale = LossScale() if torch.float16 in precisions else None
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_adds_to(self._masters[name]))
-            for name, parameter in self._half_parameters().items()
+            parameter.register_post_accumulate_grad_hook(_adds_to(ref(self), name))
+            for name, parameter in self._parameters.items()
+            if parameter.dtype in HALF and settings.gradients == "fp32"
         ]
 
     @property
@@ -166,23 +176,20 @@ class Optimiser:
         if not math.isfinite(loss):
             self.zero_grad()
             return StepResult(grad_norm=math.nan, learning_rate=rate, is_applied=False)
-        gradients = [p.grad for p in self._masters.values() if p.grad is not None]
+        gradients = self.gradients()
         if self._scale is not None:
-            for gradient in gradients:
+            for gradient in gradients.values():
                 gradient.mul_(1 / self._scale.value)
-        norm = self._norm(gradients)
+        norm = self._norm(list(gradients.values()))
         grad_norm = norm.item()
         is_finite = math.isfinite(grad_norm)
         is_to_repeat = not is_finite and self._scale is not None and self._scale.fell()
         if is_finite:
             if self._scale is not None:
                 self._scale.held()
-            if self._settings.max_grad_norm is not None:
-                clip_grads_with_norm_(self._masters.values(), self._settings.max_grad_norm, norm)
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-            self._copy_masters()
+            for name in gradients:
+                self._steps[name] += 1
+            self._state.step(gradients, scale=self._clip_scale(norm), rate=rate, steps=self._steps)
             self._num_steps += 1
         self.zero_grad()
         return StepResult(
@@ -192,11 +199,20 @@ class Optimiser:
             is_to_repeat=is_to_repeat,
         )
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients accumulated since the last step, by the names of their weights.
+
+        They are multiplied by the loss scale, where there is one.
+        """
+        own = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        found = own | self._sums
+        return {name: found[name] for name in self._parameters if name in found}
+
     def zero_grad(self) -> None:
         """Drop the gradients accumulated since the last step."""
-        for name, parameter in self._parameters.items():
+        self._sums.clear()
+        for parameter in self._parameters.values():
             parameter.grad = None
-            self._masters[name].grad = None
 
     def close(self) -> None:
         """Release the parameters, so that another optimiser can have them."""
@@ -208,7 +224,7 @@ class Optimiser:
     def offload(self) -> None:
         """Move masters and moments to main memory, until `onload`."""
         if not self._offloader.is_offloaded:
-            self._offloader.offload(self._tensors().values())
+            self._offloader.offload(self._state.on_device())
 
     def onload(self) -> None:
         """Move masters and moments back to the device."""
@@ -217,123 +233,92 @@ class Optimiser:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and JSON values: with the weights, all that further steps depend on.
 
-        The tensors are the live ones: save them before the next step.
+        The tensors may be the live ones: save them before the next step.
         """
-        steps = {name: int(self._adam.state[p]["step"]) for name, p in self._masters.items()}
-        values: dict[str, Any] = {"num_steps": self._num_steps, "parameter_steps": steps}
+        values: dict[str, Any] = {
+            "num_steps": self._num_steps,
+            "parameter_steps": dict(self._steps),
+        }
         if self._scale is not None:
             values["loss_scale"] = self._scale.state()
-        return self._tensors(), values
+        return self._state.tensors(), values
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from where `state` was taken; nothing is changed unless all of it fits.
 
-        16-bit weights are set from their masters; 32-bit weights are loaded with the model.
+        16-bit weights are set from their masters; 32-bit weights are loaded with the model. The
+        state may be that of an optimiser with another `optimiser.state`.
         """
-        own = self._tensors()
-        _check_tensors(own, tensors)
-        num_steps, parameter_steps = _checked_counts(values, names=self._masters)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-            for name, master in self._masters.items():
-                self._adam.state[master]["step"].fill_(parameter_steps[name])
-        self._copy_masters()
+        _check_tensors(self._state.kinds(), tensors)
+        num_steps, parameter_steps = _checked_counts(values, names=self._parameters)
+        self._state.load(tensors)
+        self._steps = {name: parameter_steps[name] for name in self._parameters}
         self._num_steps = num_steps
         # One saved without a scale goes on with the first.
         if self._scale is not None and "loss_scale" in values:
             self._scale.load_state(values["loss_scale"])
         self.zero_grad()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {
-            f"{moment}.{name}": self._adam.state[master][key]
-            for moment, key in _MOMENTS.items()
-            for name, master in self._masters.items()
-        }
-        masters = {f"master.{n}": self._masters[n].detach() for n in self._half_parameters()}
-        return tensors | masters
-
-    def _half_parameters(self) -> dict[str, Parameter]:
-        return {n: p for n, p in self._parameters.items() if p is not self._masters[n]}
-
-    @torch.no_grad()
-    def _copy_masters(self) -> None:
-        for name, parameter in self._half_parameters().items():
-            parameter.copy_(self._masters[name])
+    def _clip_scale(self, norm: Tensor) -> Tensor | None:
+        """What gradients are multiplied by so that their norm is at most `max_grad_norm`."""
+        most = self._settings.max_grad_norm
+        return None if most is None else (most / (norm + _CLIP_EPSILON)).clamp(max=1.0)
 
 
-def _adam(parameters: list[Parameter], settings: Optimisation) -> torch.optim.AdamW:
-    """AdamW with all its memory allocated now, so that what does not fit fails at the start."""
-    is_fused = all(parameter.is_cuda for parameter in parameters)
-    adam = torch.optim.AdamW(
-        [
-            {
-                "params": [p for p in parameters if p.ndim >= 2],
-                "weight_decay": settings.weight_decay,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=is_fused,
-        foreach=False,
-    )
-    for parameter in parameters:
-        device = parameter.device if is_fused else None
-        adam.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return adam
+def _adds_to(optimiser: ref[Optimiser], name: str) -> Callable[[Tensor], None]:
+    """A hook that moves the gradient of a 16-bit weight to a sum in 32 bits.
 
-
-def _adds_to(master: Parameter) -> Callable[[Tensor], None]:
-    """A hook that moves the gradient of a 16-bit weight to its master, adding in 32 bits."""
+    That of an optimiser that is gone leaves the gradient to the next one.
+    """
 
     @torch.no_grad()
     def add(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None:
+        gradient, owner = parameter.grad, optimiser()
+        if gradient is None or owner is None:
             return
-        if master.grad is None:
-            master.grad = gradient.float()
+        sums = owner._sums
+        if name in sums:
+            sums[name] += gradient
         else:
-            master.grad += gradient
+            sums[name] = gradient.float()
         parameter.grad = None
 
     return add
 
 
-def _check_parameters(parameters: Mapping[str, Parameter]) -> None:
+def _check_parameters(parameters: Mapping[str, Parameter], settings: Optimisation) -> None:
     if not parameters:
         raise ModelError("the model must have weights to train, got none that require a gradient")
     assert len({id(p) for p in parameters.values()}) == len(parameters), "a parameter came twice"
     for name, parameter in parameters.items():
-        if parameter.dtype not in _HALF + _FULL:
+        if parameter.dtype not in HALF + _FULL:
             raise ModelError(
                 f"weights must be real numbers of at least 16 bits to be trained, got {name} in "
                 f"{parameter.dtype}; load the model in float32 or bfloat16"
             )
+        require(
+            parameter.dtype != torch.float64 or settings.state == "fp32",
+            f"optimiser.state {settings.state!r} keeps moments of 16-bit and 32-bit weights, got "
+            f"{name} in float64; set optimiser.state to 'fp32'",
+        )
+        require(
+            parameter.dtype != torch.float16 or settings.gradients == "fp32",
+            "optimiser.gradients 'weights' needs weights in bfloat16 or float32, got "
+            f"{name} in float16, whose sums overflow; set optimiser.gradients to 'fp32'",
+        )
 
 
-def _check_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def _check_tensors(own: Mapping[str, Kind], given: Mapping[str, Tensor]) -> None:
     for name in sorted(own.keys() | given.keys()):
         if name not in given:
             raise CheckpointError(f"the saved optimiser must hold {name!r} {_FOREIGN}")
         if name not in own:
             raise CheckpointError(f"the saved optimiser holds an unknown {name!r} {_FOREIGN}")
-        expected, found = _kind(own[name]), _kind(given[name])
+        expected, found = own[name], Kind(given[name].dtype, given[name].shape)
         if expected != found:
             raise CheckpointError(
                 f"{name!r} of the saved optimiser must be {expected}, got {found} {_FOREIGN}"
             )
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _checked_counts(

@@ -10,15 +10,15 @@ of the two is faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sortedrl.core.recorder import FinishedUpdate
-from sortedrl.training.trainer import RunTrainer
-from sortedrl.types import TrainBatch, Weights
+from sortedrl.training.trainer import RunTrainer, Snapshot
+from sortedrl.types import TrainBatch, Trajectory, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,11 @@ class OverlappedTrainer:
         assert self._running is None, "weights are given while no update is in progress"
         return self._trainer.weights()
 
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of a few answers at temperature 1."""
+        self._require_idle()
+        return self._trainer.logprobs(trajectories)
+
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
         self._require_idle()
@@ -121,6 +126,11 @@ class OverlappedTrainer:
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
         self._require_idle()
         return self._trainer.save(folder, tokenizer=tokenizer)
+
+    def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
+        """What `save` would write now, to be written later."""
+        self._require_idle()
+        return self._trainer.snapshot(tokenizer=tokenizer)
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model as a folder that transformers reads."""

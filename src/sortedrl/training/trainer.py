@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from sortedrl.core.protocols import Trainer
 from sortedrl.core.randomness import mix
 from sortedrl.errors import TrainingError
 from sortedrl.models.loading import without_bars
+from sortedrl.models.offload import copied, free_main_memory
 from sortedrl.training.advantages import RunningMoments, estimate, has_reward_variance
 from sortedrl.training.batch import (
     SINGLE_RANK,
@@ -52,7 +54,14 @@ from sortedrl.training.checkpoint import read_tensors, refuse_not_finite, write_
 from sortedrl.training.critic import CriticTrainer
 from sortedrl.training.forward import CopiedReference, PackedModel, Reference
 from sortedrl.training.functions import check_functions
-from sortedrl.training.lora import merged_model, write_adapters
+from sortedrl.training.lora import (
+    ADAPTER_FILE,
+    merged_model,
+    plain_skeleton,
+    plain_tensors,
+    trained_parameters,
+    write_adapters,
+)
 from sortedrl.training.losses import (
     LossInputs,
     aggregation_weights,
@@ -67,6 +76,11 @@ from sortedrl.types import TrainBatch, Trajectory, Weights
 
 _LOG = logging.getLogger(__name__)
 _HELD = "held.bin"
+_SHARE_FOR_COPIES = 0.25
+
+
+Snapshot = Callable[[Path], dict[str, Any]]
+"""Writes a copy of model and trainer into the folder of a checkpoint; gives the counters."""
 
 
 class RunTrainer(Trainer, Protocol):
@@ -80,11 +94,20 @@ class RunTrainer(Trainer, Protocol):
     def device(self) -> str:
         """What it computes on, for a person."""
 
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of a few answers at temperature 1."""
+
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
 
     def save(self, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
         """Write model and trainer into the folder of a checkpoint; gives the counters."""
+
+    def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
+        """What `save` would write now, to be written later while the training goes on.
+
+        `None` where there is no room for a copy, or none can be made.
+        """
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model as a folder that transformers reads."""
@@ -99,6 +122,20 @@ def export_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None: 
     refuse_not_finite(dict(plain.named_parameters()))
     with without_bars():
         plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def export_tensors(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    tokenizer: Any,  # noqa: ANN401
+) -> None:
+    """Write these weights, which have the plain model's names, as `export_model` writes its own."""
+    refuse_not_finite(tensors)
+    with without_bars():
+        plain_skeleton(model).save_pretrained(folder, state_dict=dict(tensors))
         tokenizer.save_pretrained(folder)
 
 
@@ -176,6 +213,18 @@ class PolicyTrainer:
             self.version, None if self._engine_weights is None else self._engine_weights()
         )
 
+    @torch.no_grad()
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of a few answers at temperature 1, in one pass."""
+        sequences = [TokenSequence.of(trajectory) for trajectory in trajectories]
+        temperature, self._policy.temperature = self._policy.temperature, 1.0
+        try:
+            found_T = self._policy.logprobs(sequences).logprobs_T
+        finally:
+            self._policy.temperature = temperature
+        lengths = [len(sequence.scored_places) for sequence in sequences]
+        return [part_T.tolist() for part_T in found_T.float().split(lengths)]
+
     def update(self, batch: TrainBatch) -> None:
         """Make one policy update, unless too few answers are left.
 
@@ -215,6 +264,30 @@ class PolicyTrainer:
             write_tensors(folder, name, tensors=tensors)
         self.write_held(folder)
         return self.counters()
+
+    def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
+        """A copy in main memory, unless that has too little room for one."""
+        plain = plain_tensors(self.model)
+        files = self.tensors()
+        if self.model._hf_peft_config_loaded:
+            files[ADAPTER_FILE] = dict(trained_parameters(self.model))
+        parts = [plain, *files.values()]
+        num_bytes = sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
+        if num_bytes > _SHARE_FOR_COPIES * free_main_memory():
+            return None
+        weights = copied(plain)
+        kept = {name: copied(tensors) for name, tensors in files.items()}
+        counters, held = deepcopy(self.counters()), self.held
+
+        def write(folder: Path) -> dict[str, Any]:
+            export_tensors(self.model, weights, folder / "model", tokenizer=tokenizer)
+            for name, tensors in kept.items():
+                refuse_not_finite(tensors)
+                write_tensors(folder, name, tensors=tensors)
+            _write_held(held, folder)
+            return counters
+
+        return write
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model, adapters merged."""
@@ -266,16 +339,7 @@ class PolicyTrainer:
 
     def write_held(self, folder: Path) -> None:
         """Write the answers that are held back."""
-        held = BufferState(
-            unit_size=1,
-            next_group=0,
-            next_prompt=0,
-            num_trained=0,
-            fresh=(),
-            returned=(),
-            ready=self.held,
-        )
-        save_buffer(held, folder / _HELD)
+        _write_held(self.held, folder)
 
     def load(
         self,
@@ -580,6 +644,19 @@ class PolicyTrainer:
 
     def _policy_logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
         return self._policy.logprobs(sequences).logprobs_T
+
+
+def _write_held(held: tuple[Trajectory, ...], folder: Path) -> None:
+    state = BufferState(
+        unit_size=1,
+        next_group=0,
+        next_prompt=0,
+        num_trained=0,
+        fresh=(),
+        returned=(),
+        ready=held,
+    )
+    save_buffer(state, folder / _HELD)
 
 
 def _refuse_not_finite(

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from sortedrl.config.checks import require
+from sortedrl.training.optimiser import total_norm
 
 
 def balanced(sizes: Sequence[int], *, parts: int) -> tuple[tuple[int, ...], ...]:
@@ -86,7 +86,7 @@ class Ranks:
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of gradients of which every rank has a part."""
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        own = get_total_norm(parts).to(self.device)
+        own = total_norm(parts).to(self.device)
         return self.all_reduce(own.double() ** 2).sqrt().float()
 
     def is_same(self, number: int) -> bool:

@@ -11,7 +11,7 @@ reduced over the ranks, so all skip a step or none does.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from zlib import crc32
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from sortedrl.training.fsdp.model import Bucket, buckets, on_first, shard_critic
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.trainer import PolicyTrainer
-from sortedrl.types import TrainBatch
+from sortedrl.types import TrainBatch, Trajectory
 
 
 class ShardedTrainer:
@@ -79,6 +79,10 @@ class ShardedTrainer:
     def _optimisers(self) -> list[Optimiser]:
         critic = self.trainer.critic
         return [self.trainer.optimiser, *([] if critic is None else [critic.optimiser])]
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of answers at temperature 1; all ranks have them."""
+        return self.trainer.logprobs(trajectories)
 
     def weights(self) -> dict[str, Tensor]:
         """The whole weights by name, in the main memory of the first rank."""
