@@ -5,7 +5,6 @@ a test has started, are ever killed.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from forked import Forked, command
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.meter import measure
@@ -132,42 +132,6 @@ class Family:
                     process.signal(signal.SIGKILL)
 
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["sortedrl.runs.opening"])
-
-
-class Fork:
-    """A training run forked from a process with the heavy imports done; used like a Popen."""
-
-    def __init__(self, words, *, folder, log):
-        self._process = _FORKS.Process(target=_train, args=(words, folder, log))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self):
-        return self._process.exitcode
-
-    def kill(self):
-        self._process.kill()
-
-    def wait(self, seconds=None):
-        self._process.join(seconds)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired("sortedrl train", seconds)
-        return self.poll()
-
-
-def _train(words, folder, log):
-    from sortedrl.cli import main
-
-    os.chdir(folder)
-    os.environ.update(ENVIRONMENT)
-    null = os.open(os.devnull, os.O_RDWR)
-    for number, file in ((0, null), (1, null), (2, os.open(log, os.O_WRONLY | os.O_APPEND))):
-        os.dup2(file, number)
-    sys.exit(main(["train", *words]))
-
-
 class Run(Family):
     """A training run in a process of its own."""
 
@@ -183,7 +147,15 @@ class Run(Family):
     def _begin(self, *words):
         self._log.touch()
         if not self._within:
-            self.process = Fork(words, folder=self.folder, log=self._log)
+            self.process = Forked(
+                command,
+                "train",
+                *words,
+                folder=self.folder,
+                out=os.devnull,
+                err=self._log,
+                environment=ENVIRONMENT,
+            )
             return
         with self._log.open("a") as log:
             self.process = subprocess.Popen(

@@ -1,21 +1,12 @@
-"""Whole runs in small: a model whose answers differ in length, a dense reward, and a nursery.
+"""Whole runs in small: a model whose answers differ in length, a dense reward, and a nursery."""
 
-The nursery is one process that has imported everything heavy, and forks a child for each command.
-A child is a process like any other, to be killed or interrupted, that starts in no time.
-"""
-
-import atexit
 import json
 import os
-import resource
-import select
 import signal
-import subprocess
-import sys
 import time
-from functools import cache
 from pathlib import Path
 
+from forked import Forked, command
 from sortedrl.core.logs import read_metrics
 from sortedrl.training.checkpoint import verify
 
@@ -218,11 +209,17 @@ def checkpoints(out):
 class Child:
     """A command in a process of its own."""
 
-    def __init__(self, nursery, pid, log):
-        self.pid = pid
-        self._nursery = nursery
+    def __init__(self, words, *, folder, log, file_bytes):
         self._log = log
-        self._code = None
+        self._process = Forked(
+            command,
+            *words,
+            folder=folder,
+            out=log.with_suffix(".out"),
+            err=log.with_suffix(".err"),
+            file_bytes=file_bytes,
+        )
+        self.pid = self._process.pid
 
     @property
     def out(self):
@@ -242,15 +239,11 @@ class Child:
     @property
     def is_over(self):
         """Whether it has ended."""
-        if self._code is None and self._nursery.has_said_something():
-            self._code = self._nursery.heard()
-        return self._code is not None
+        return self._process.poll() is not None
 
     def wait(self):
         """Its exit code; that of a process killed by a signal is negative."""
-        if self._code is None:
-            self._code = self._nursery.heard()
-        return self._code
+        return self._process.wait(PATIENCE_SECONDS)
 
     def until(self, happens):
         """Wait until something happens; whether it did while the process ran."""
@@ -260,25 +253,6 @@ class Child:
                 return False
             time.sleep(0.001)
         return True
-
-
-@cache
-def _process():
-    """The one process that forks the children of all nurseries; it ends with this one."""
-    return subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-@atexit.register
-def _end_process():
-    if _process.cache_info().currsize:
-        with _process() as process:
-            process.stdin.close()
 
 
 class Nursery:
@@ -303,9 +277,7 @@ class Nursery:
         log = self._folder / f"child-{self._count}"
         for suffix in (".out", ".err"):
             log.with_suffix(suffix).write_bytes(b"")
-        order = [list(words), str(self._folder), str(log), file_bytes]
-        _process().stdin.write(json.dumps(order).encode() + b"\n")
-        self._child = Child(self, self.heard(), log)
+        self._child = Child(words, folder=self._folder, log=log, file_bytes=file_bytes)
         return self._child
 
     def run(self, words, **limits):
@@ -314,47 +286,3 @@ class Nursery:
         code = child.wait()
         assert code == 0, f"code {code}: {child.err}"
         return child
-
-    def has_said_something(self):
-        return bool(select.select([_process().stdout], [], [], 0)[0])
-
-    def heard(self):
-        """The next number it says."""
-        assert select.select([_process().stdout], [], [], PATIENCE_SECONDS)[0], "it hangs"
-        return int(_process().stdout.readline())
-
-
-def _serve():
-    import torch.utils.tensorboard  # noqa: F401  heavy, and here only once
-
-    import sortedrl.runs.opening  # noqa: F401
-
-    for line in sys.stdin:
-        words, folder, log, file_bytes = json.loads(line)
-        child = os.fork()
-        if not child:
-            _become(words, Path(folder), Path(log), file_bytes)
-        print(child, flush=True)  # noqa: T201
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
-
-
-def _become(words, folder, log, file_bytes):
-    from sortedrl.cli import main
-
-    os.chdir(folder)
-    for number, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(log.with_suffix(suffix), os.O_WRONLY), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = stop.code
-    sys.stdout.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()

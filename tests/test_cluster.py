@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from cluster_worlds import (
     SlowFactory,
     TinyFactory,
 )
+from forked import run_program
 from native_worlds import answer, fresh_all, roll_out, tiny_model, trained_a_little
 from simulated_worker import SimulatedFactory
 from sortedrl.cli.cluster import _from_file as from_file
@@ -32,9 +34,15 @@ from sortedrl.cluster.check import NodeReport, check, machine
 from sortedrl.cluster.check import _memory as found_memory
 from sortedrl.cluster.check import _versions as found_versions
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint, free_resources
+from sortedrl.cluster.placement import (
+    BundlePlacement,
+    Claim,
+    blueprint,
+    free_resources,
+    refuse_too_small,
+)
 from sortedrl.cluster.weight_transport import LocalSource
-from sortedrl.cluster.worker import LogFolder
+from sortedrl.cluster.worker import LogFolder, _children, kill_children
 from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
@@ -340,7 +348,7 @@ def test_a_run_grows_with_its_cluster_and_mends_itself_when_new_weights_come(ope
     kill(engine.workers[0])
     assert [answer(t) for t in roll_out(engine, work)] == before
     assert engine.slots == 4
-    engine.release()
+    engine.sleep()
     engine.load_weights(Weights(3))
     assert (engine.slots, engine.version) == (8, 3)
     assert [answer(t) for t in roll_out(engine, work)] == before
@@ -404,16 +412,11 @@ def test_a_worker_that_does_not_answer_is_lost(open_pool):
 
 
 def test_a_host_cut_off_in_mid_round_is_done_without_and_another_one_takes_its_place(ray_here):
-    code = "import cluster_worlds; cluster_worlds.cut_off_a_host()"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    ended = run_program(
+        "import cluster_worlds; cluster_worlds.cut_off_a_host()",
         # Ray sees sooner that a node is gone.
-        env=os.environ
-        | {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"},
+        RAY_health_check_period_ms="1000",
+        RAY_health_check_failure_threshold="3",
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "the run went on: engine " in ended.stdout
@@ -441,7 +444,7 @@ def test_the_log_of_a_worker_that_does_not_see_the_folder_is_brought_over(tmp_pa
 
 
 def test_an_engine_that_cannot_be_made_says_why(open_pool):
-    with pytest.raises(EngineError, match="worker 0 could not make its engine: there is no such"):
+    with pytest.raises(EngineError, match="worker 0 could not create its engine: there is no such"):
         open_pool(ImpossibleFactory())
 
 
@@ -551,7 +554,7 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
-    assert "cluster.address must be that of a Ray that runs, got '127.0.0.1:9'" in ended.stderr
+    assert "cluster.address must be the address of a running Ray, got '127.0.0.1:9'" in ended.stderr
 
 
 # --- repairs --------------------------------------------------------------------------------------
@@ -561,12 +564,105 @@ def test_a_worker_without_gpus_sees_none(monkeypatch):
     from sortedrl.cluster.trainer_rank import TrainerRank
     from sortedrl.cluster.worker import RolloutWorker
 
-    for make in (partial(RolloutWorker, poll_seconds=1.0), TrainerRank):
+    worker = partial(RolloutWorker, "x", poll_seconds=1.0, logs=None)
+    rank = partial(TrainerRank, "x", logs=None)
+    for make, shown in (
+        (partial(worker, gpus=None), "0,1"),
+        (partial(worker, gpus=()), ""),
+        (partial(worker, gpus=("3", "5")), "3,5"),
+        (partial(rank, has_gpu=True), "0,1"),
+        (partial(rank, has_gpu=False), ""),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-        make("x", has_gpu=True, logs=None)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-        make("x", has_gpu=False, logs=None)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        make()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
+
+
+def test_the_gpu_of_a_trainer_in_the_controllers_process_is_reserved_on_its_machine():
+    alone = Cluster(rollout_workers=2, trainer_ranks=0, gpus_per_worker=1)
+    placed = blueprint(alone, controller="10.0.0.7")
+    assert placed.total["GPU"] == 3
+    assert placed.controller == Claim(bundle=2, cpus=0, gpus=1)
+    assert placed.bundles[2] == {"GPU": 1, "node:10.0.0.7": 0.001}
+    here, there = {"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}
+    with pytest.raises(EngineError, match=r"must have 2 CPU and 3 GPU .* 1 GPU missing"):
+        refuse_too_small(placed, [here | {"node:10.0.0.7": 1.0}])
+    refuse_too_small(placed, [here, there | {"node:10.0.0.7": 1.0}])
+    assert blueprint(alone).controller is None, "a controller outside of the cluster takes none"
+    assert blueprint(Cluster(rollout_workers=2, trainer_ranks=0)).controller is None
+    assert blueprint(Cluster(rollout_workers=2, gpus_per_worker=1)).controller is None
+
+
+@pytest.mark.parametrize(("workers", "parallel"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_eight_colocated_ranks_have_a_gpu_each_and_the_workers_share_them(workers, parallel):
+    cluster = Cluster(
+        kind="colocated",
+        rollout_workers=workers,
+        gpus_per_worker=parallel,
+        tensor_parallel=parallel,
+        trainer_ranks=8,
+    )
+    placed = blueprint(cluster)
+    assert placed.total == {"CPU": workers + 8, "GPU": 8}
+    assert [bundle["GPU"] for bundle in placed.bundles] == [parallel] * workers
+    assert [claim.gpus for claim in placed.ranks] == [1] * 8
+    assert [claim.bundle for claim in placed.ranks] == [n // parallel for n in range(8)]
+    assert [claim.shared_gpus for claim in placed.workers] == [parallel] * workers
+    for number, bundle in enumerate(placed.bundles):
+        claims = [c for c in (*placed.workers, *placed.ranks) if c.bundle == number]
+        assert sum(claim.gpus for claim in claims) == bundle["GPU"]
+        assert sum(claim.cpus for claim in claims) == bundle["CPU"]
+
+
+def test_separated_workers_have_bundles_of_as_many_gpus_as_their_engine_has_shards():
+    cluster = Cluster(rollout_workers=3, gpus_per_worker=4, tensor_parallel=4, trainer_ranks=2)
+    placed = blueprint(cluster)
+    assert placed.total == {"CPU": 5, "GPU": 14}
+    assert [claim.gpus for claim in placed.workers] == [4, 4, 4]
+    assert all(claim.shared_gpus == 0 for claim in placed.workers)
+
+
+@pytest.mark.parametrize("drops_weights", [True, False])
+def test_workers_that_dropped_their_weights_get_them_back_before_they_write(drops_weights):
+    """An update that is skipped leaves no new weights, and so does saving after an evaluation."""
+
+    class Inner:
+        version = 7
+
+        def submit(self, trajectories, *, tolerance, sampling):
+            done.append("submit")
+
+    class Asleep(WorkerPool):
+        def __init__(self):
+            self._pool, self._needs_weights = Inner(), False
+            self.workers = [SimpleNamespace(is_lost=False, sleep=lambda: drops_weights)]
+
+        def load_weights(self, weights):
+            done.append(weights)
+            self._needs_weights = False
+
+    done = []
+    pool = Asleep()
+    assert pool.sleep() == drops_weights
+    pool.submit([], tolerance=None)
+    pool.submit([], tolerance=None)
+    assert done == [*([Weights(7)] if drops_weights else []), "submit", "submit"]
+
+
+def test_no_process_below_a_worker_is_left_when_it_is_abandoned():
+    deep = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    above = subprocess.Popen([sys.executable, "-c", deep], stdin=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 30
+        while not (children := _children(above.pid)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        kill_children(above.pid)
+        above.wait(30)
+        assert not any(Path(f"/proc/{child}/cmdline").exists() for child in children)
+    finally:
+        above.kill()
+        above.wait()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def resumed(run, *words):
 
 
 def test_another_worker_takes_the_place_of_one_that_is_killed(begun):
-    run = begun("worker")
+    run = begun("worker", cluster=f"{OWN_RAY}trainer_ranks = 0\n")
     run.family("ray::RolloutWorker")[0].signal(signal.SIGKILL)
     assert run.wait() == 0, run.err
     assert "its process has died" in run.err
@@ -99,7 +99,7 @@ def test_a_run_whose_trainer_loses_a_rank_in_mid_update_goes_on_from_its_checkpo
     run.until(is_updating)
     updating[-1].signal(signal.SIGKILL)
     assert run.wait() == 0, run.err
-    assert "a rank of the trainer is lost: its process has died" in run.err
+    assert "a trainer rank is lost: its process has died" in run.err
     assert "Resuming from the last checkpoint (3 restarts left).\n" in run.err
     assert run.err.count("a Ray of our own") == 2
     law(run.out)
@@ -208,4 +208,4 @@ def test_a_ray_that_wants_a_token_says_so():
     error = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
     assert "ray start --head" in str(no_ray("10.0.0.1:6379", error))
     error.__cause__ = RuntimeError("ray.exceptions.AuthenticationError: RPC error")
-    assert "the Ray at 10.0.0.1:6379 wants a token" in str(no_ray("10.0.0.1:6379", error))
+    assert "the Ray at 10.0.0.1:6379 requires a token" in str(no_ray("10.0.0.1:6379", error))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from run_worlds import run_words, said
+from sortedrl.config.algorithm import Optimisation
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
@@ -24,9 +25,11 @@ from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
 from sortedrl.runs.plan.page import RunPlan, lines, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.conversations import ConversationSettings
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings
 from sortedrl.simulate.settings import Simulation
+from sortedrl.training.optimiser import Optimiser
 
 torch.set_num_threads(1)
 
@@ -80,6 +83,8 @@ DEMANDS = st.builds(
     has_critic=st.booleans(),
     lora_rank=st.sampled_from([None, 8]),
     gradient_checkpointing=st.booleans(),
+    optimiser_state=st.sampled_from(["fp32", "8bit", "offload"]),
+    gradients=st.sampled_from(["fp32", "weights"]),
 )
 DEVICES = st.integers(1, 400).map(lambda gib: gib * GIB)
 
@@ -168,6 +173,58 @@ def test_weights_and_optimiser_are_those_of_a_real_model():
     assert parts.moments == sum(moment.numel() * moment.element_size() for moment in moments)
     assert parts.masters == 0
     assert planned(demand_of(model, precision="bfloat16")).parts.masters == parts.weights
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state", ["fp32", "8bit", "offload"])
+@pytest.mark.parametrize("gradients", ["fp32", "weights"])
+def test_the_state_of_the_optimiser_is_that_of_a_real_one(state, gradients, precision):
+    model = tiny_llama(hidden_size=64, intermediate_size=256, vocab_size=512)
+    demand = demand_of(model, optimiser_state=state, gradients=gradients, precision=precision)
+    model.to({"float32": torch.float32, "bfloat16": torch.bfloat16}[precision])
+    settings = Optimisation(state=state, gradients=gradients)
+    optimiser = Optimiser(dict(model.named_parameters()), settings, total_steps=None)
+    model(torch.tensor([[1, 2, 3]])).logits.float().sum().backward()
+    plan = planned(demand)
+    parts, pieces = plan.parts, 0 if state == "fp32" else 36 * demand.shape.parameters
+    held = sum(tensor.nbytes for tensor in optimiser._state.on_device())
+    assert parts.masters + parts.moments - pieces == pytest.approx(held, rel=0.03)
+    own = sum(gradient.nbytes for gradient in optimiser.gradients().values())
+    assert parts.gradients == own
+    in_main_memory = sum(t.nbytes for t in optimiser.state()[0].values())
+    assert plan.host_bytes == (in_main_memory if state == "offload" else 0)
+
+
+def test_on_one_card_8b_is_trained_whole_with_a_smaller_state():
+    def plan(**changes):
+        return planned(
+            Demand(
+                shape=LLAMA,
+                slots=128,
+                max_tokens=8192,
+                prompt_tokens=192,
+                pass_tokens=8704,
+                precision="bfloat16",
+                gradient_checkpointing=True,
+                **changes,
+            )
+        )
+
+    card = card_named("h200")
+    assert not plan().can_run(card.memory_bytes)
+    for state, gradients, cache in (
+        ("8bit", "fp32", 25),
+        ("8bit", "weights", 40),
+        ("offload", "fp32", 70),
+        ("offload", "weights", 85),
+    ):
+        chosen = plan(optimiser_state=state, gradients=gradients)
+        assert chosen.can_run(card.memory_bytes)
+        assert chosen.cache_bytes(card.memory_bytes) > cache * GIB
+    assert 89 * GIB < plan(optimiser_state="offload").host_bytes < 91 * GIB
+    texts = [change.text for change in advice(plan(), card.memory_bytes)]
+    assert 'optimiser.state = "8bit"' in texts
+    assert 'optimiser.state = "offload"' in texts
 
 
 def test_the_critic_has_all_but_the_output_layer_trained():
@@ -393,6 +450,28 @@ def test_a_prediction_is_what_the_simulator_says():
     tokens = found.mean_length * found.schedule.trajectories
     assert tokens / found.trained_per_second / 3600 == pytest.approx(found.hours, rel=0.1)
     assert predicted(SMALL).are_lengths_guessed
+
+
+def test_a_conversation_run_is_predicted_with_its_turns_and_tool_times():
+    def talked(**changes):
+        usual = {"turns": 4.0, "turns_sigma": 0.0, "tool_seconds": 1.0, "given_tokens": 50.0}
+        return predicted(SMALL, conversations=ConversationSettings(**(usual | changes)))
+
+    usual = talked()
+    assert usual.conversations.turns == pytest.approx(4, abs=0.02)
+    assert 0 < usual.conversations.outside_bubble <= usual.bubble
+    assert usual.hours > predicted(SMALL).hours
+    assert predicted(SMALL).conversations is None
+    assert usual.mean_length == pytest.approx(predicted(SMALL).mean_length, rel=0.35)
+    slow = talked(tool_seconds=60.0)
+    assert slow.hours > usual.hours
+    limited = talked(tool_seconds=60.0, max_tool_seconds=2.0)
+    assert limited.conversations.reply_seconds <= 2.0
+    assert limited.hours < slow.hours
+    cut = talked(turns=40.0, max_turns=2)
+    assert cut.conversations.turns == pytest.approx(2, abs=0.02)
+    assert not usual.conversations.fills_context
+    assert talked(given_tokens=1e6).conversations.fills_context
 
 
 def test_hours_grow_with_the_work():

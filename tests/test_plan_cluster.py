@@ -29,24 +29,20 @@ QWEN = KNOWN_SHAPES["Qwen/Qwen2.5-32B"]
 HELD = ("weights", "masters", "moments", "gradients", "reference", "critic")
 
 
-def colocated(devices, *, tensor_parallel=1, offload=False):
+def colocated(devices, *, tensor_parallel=1):
     return Cluster(
         kind="colocated",
         rollout_workers=devices // tensor_parallel,
         gpus_per_worker=tensor_parallel,
         tensor_parallel=tensor_parallel,
         trainer_ranks=devices,
-        offload=offload,
     )
 
 
 COLOCATED = st.builds(
-    lambda parallel, engines, offload: colocated(
-        2 * parallel * engines, tensor_parallel=parallel, offload=offload
-    ),
+    lambda parallel, engines: colocated(2 * parallel * engines, tensor_parallel=parallel),
     st.sampled_from([1, 2, 4, 8]),
     st.integers(1, 16),
-    st.booleans(),
 )
 SEPARATED = st.builds(
     lambda workers, ranks: Cluster(rollout_workers=workers, gpus_per_worker=1, trainer_ranks=ranks),
@@ -77,7 +73,9 @@ MATHS = Demand(
     has_critic=True,
     has_engine_copy=True,
     gradient_checkpointing=True,
-    cluster=colocated(8, tensor_parallel=8, offload=True),
+    optimiser_state="offload",
+    gradients="weights",
+    cluster=colocated(8, tensor_parallel=8),
 )
 
 
@@ -109,15 +107,11 @@ def test_twice_the_devices_never_hold_more_each(demand, cluster):
 @given(DEMANDS, COLOCATED | SEPARATED)
 def test_the_shares_of_all_ranks_are_what_one_process_would_hold(demand, cluster):
     alone = planned(demand).parts
-    spread = planned(replace(demand, cluster=replace(cluster, offload=False))).parts
+    spread = planned(replace(demand, cluster=cluster)).parts
     ranks = cluster.trainer_ranks
     for name in HELD:
         whole, share = getattr(alone, name), getattr(spread, name)
         assert whole <= ranks * share < whole + ranks, name
-    offloaded = planned(replace(demand, cluster=replace(cluster, offload=True)))
-    assert offloaded.parts.held == 0
-    assert offloaded.host_bytes == alone.held
-    assert offloaded.parts.total == spread.total - spread.held
 
 
 @settings(max_examples=40)
@@ -162,21 +156,31 @@ def test_an_engine_is_spread_over_its_devices_and_no_head_is_cut():
 
 def test_the_caches_of_all_engines_hold_as_many_tokens_as_there_is_room_for():
     for parallel in (8, 2):
-        cluster = colocated(8, tensor_parallel=parallel, offload=True)
+        cluster = colocated(8, tensor_parallel=parallel)
         plan = planned(replace(MATHS, cluster=cluster, slots=10_000))
         device = 80 * GIB
         whole = 8 * plan.cache_bytes(device) // QWEN.cache_token_bytes(2)
         assert plan.cache_tokens(device) == pytest.approx(whole, rel=1e-5)
 
 
+@given(DEMANDS, COLOCATED)
+def test_what_takes_turns_on_a_gpu_does_not_add_up(demand, cluster):
+    plan = planned(replace(demand, cluster=cluster))
+    parts = plan.parts
+    kept = 0 if demand.has_engine_copy else parts.engine
+    assert plan.update_bytes == parts.trainer + kept
+    assert plan.rollout_bytes == parts.held + parts.engine + parts.rollout + parts.cache
+    assert plan.total == max(plan.update_bytes, plan.rollout_bytes) <= parts.total
+
+
 def test_what_does_not_fit_on_eight_fits_offloaded_or_on_more():
-    held = planned(with_cluster(MATHS, offload=False))
+    held = planned(replace(MATHS, optimiser_state="fp32"))
     device = card_named("h100").memory_bytes
     assert not held.can_run(device)
     assert planned(MATHS).can_run(device)
     texts = [change.text for change in advice(held, device)]
     assert texts[:2] == [
-        "cluster.offload = true",
+        'optimiser.state = "offload"',
         "cluster.rollout_workers = 4 and cluster.trainer_ranks = 32",
     ]
 
@@ -217,8 +221,8 @@ def test_hours_follow_the_cluster():
     small = replace(MATHS, shape=LLAMA, slots=64, cluster=colocated(8))
     eight = predicted(small)
     assert predicted(doubled(small)).hours < eight.hours
-    # The host fetches and steps more slowly than eight GPUs do.
-    assert predicted(with_cluster(small, offload=True)).hours > eight.hours
+    # The state is copied from main memory and back in every step.
+    assert predicted(replace(small, optimiser_state="fp32")).hours < eight.hours
     assert predicted(replace(small, has_critic=False)).hours < eight.hours
     assert eight.sync_goodput < eight.goodput
 
@@ -251,20 +255,13 @@ def test_the_page_says_what_one_of_several_devices_holds():
     text = page_of(MATHS)
     assert "devices    8 x NVIDIA H100" in text
     assert "1 rollout worker on 8 GPUs, 8 trainer ranks on the same GPUs, in turns" in text
-    assert "host memory holds 1,086.9 GiB of the trainer" in text
+    assert "main memory   723.6 GiB  masters and moments, pinned" in text
     assert "engine          7.6 GiB  the engine's own weights" in text
-    assert "moments" not in text
+    assert "an update, while the engine sleeps" in text
     text = page_of(replace(MATHS, cluster=colocated(8, tensor_parallel=2)))
     assert "4 rollout workers on 2 GPUs each" in text
     assert "cache " in text
     assert "32 slots of up to" in text
-
-
-def test_the_page_says_what_train_cannot_run_yet():
-    text = page_of(MATHS)
-    assert "not yet    train cannot shard the engine of a rollout worker" in text
-    assert "not yet    train cannot keep the trainer in host memory yet" in text
-    assert "not yet" not in page_of(replace(MATHS, cluster=colocated(8)))
 
 
 def test_separated_engines_and_trainer_are_planned_on_their_own_gpus():
@@ -273,7 +270,8 @@ def test_separated_engines_and_trainer_are_planned_on_their_own_gpus():
     plan, shared = planned(demand), planned(replace(demand, cluster=colocated(2)))
     assert plan.parts.held == shared.parts.held
     assert plan.total == max(plan.parts.trainer, plan.parts.generation + plan.parts.cache)
-    assert plan.cache_bytes(80 * GIB) > shared.cache_bytes(80 * GIB)
+    full, full_shared = (replace(p.demand, slots=10_000) for p in (plan, shared))
+    assert planned(full).cache_bytes(80 * GIB) > planned(full_shared).cache_bytes(80 * GIB)
     text = page_of(demand)
     assert "devices    6 x NVIDIA H100" in text
     assert "4 rollout workers on 1 GPU each, 2 trainer ranks on others" in text
@@ -282,7 +280,14 @@ def test_separated_engines_and_trainer_are_planned_on_their_own_gpus():
 
 
 def test_a_cluster_on_cpus_is_planned_as_one_machine():
-    alone = replace(MATHS, shape=LLAMA, is_gpu=False, precision="float32", cluster=Cluster())
+    alone = replace(
+        MATHS,
+        shape=LLAMA,
+        is_gpu=False,
+        precision="float32",
+        optimiser_state="fp32",
+        cluster=Cluster(),
+    )
     two = replace(alone, cluster=Cluster(rollout_workers=2, trainer_ranks=2))
     assert planned(two).parts.held == planned(alone).parts.held
     assert planned(two).parts.engine == 2 * LLAMA.parameters * 4
@@ -300,7 +305,6 @@ def test_a_cluster_on_cpus_is_planned_as_one_machine():
             {"tensor_parallel": 2, "gpus_per_worker": 4},
             "tensor_parallel 2 and gpus_per_worker 4; make them equal",
         ),
-        ({"offload": True}, "offload needs trainer ranks on GPUs, got trainer_ranks 1 and"),
         (
             {"kind": "colocated", "tensor_parallel": 2, "gpus_per_worker": 2, "trainer_ranks": 2},
             "trainer_ranks must be 4, got 2 with 2 rollout_workers",
@@ -338,25 +342,13 @@ SHARDED = [
     *("--cluster.gpus-per-worker", "2", "--cluster.tensor-parallel", "2"),
     *("--cluster.trainer-ranks", "2", "--rollout.engine", "vllm", "--schedule.mode", "partial"),
 ]
-OFFLOADED = [*PAIR, "--cluster.gpus-per-worker", "1", "--cluster.offload"]
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("flags", "refusal"),
-    [
-        (SHARDED, "train cannot shard the engine of a rollout worker over several GPUs yet, got"),
-        (OFFLOADED, "train cannot keep the trainer in host memory yet, got cluster.offload true"),
-    ],
-)
-def test_what_train_cannot_run_yet_is_refused_at_once_and_planned(capsys, tmp_path, flags, refusal):
-    words = run_words(tmp_path / "run", *flags, model="tiny")
-    _, err = said(capsys, words, code=2)
-    assert refusal in err
-    assert "--dry-run plans the run as it is" in err
-    assert not (tmp_path / "run").exists()
+def test_a_sharded_engine_is_planned_and_not_refused(capsys, tmp_path):
+    words = run_words(tmp_path / "run", *SHARDED, model="tiny")
     out, _ = said(capsys, [*words, "--dry-run", "--card", "a100"])
-    assert refusal in out
+    assert "1 rollout worker on 2 GPUs, 2 trainer ranks on the same GPUs, in turns" in out
 
 
 @pytest.mark.usefixtures("here")
@@ -399,7 +391,6 @@ def test_train_would_run_what_is_advised(run, device_bytes):
         cluster=run.cluster,
     )
     for change in advice(planned(demand), device_bytes, settings=run):
-        assert "offload" not in change.text
         if "parameters" in change.text:
             continue
         values = {}
@@ -407,4 +398,4 @@ def test_train_would_run_what_is_advised(run, device_bytes):
             key, _, text = part.partition(" = ")
             section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = tomllib.loads(f"x = {text}")["x"]
-        settings_over(run, values, path=Path("advised.toml")).cluster.refuse_unsupported()
+        settings_over(run, values, path=Path("advised.toml"))

@@ -105,7 +105,16 @@ def pair(tmp_path_factory):
     pair.close()
 
 
-def case(name="reinforce_pp", *, pass_tokens=20, steps=1, epochs=1, correction=None, **changes):
+def case(
+    name="reinforce_pp",
+    *,
+    pass_tokens=20,
+    steps=1,
+    epochs=1,
+    correction=None,
+    state="fp32",
+    **changes,
+):
     """A case whose passes are short, so that every rank makes several.
 
     With so large an epsilon a weight moves by its gradient. With a small one AdamW moves it by the
@@ -114,7 +123,9 @@ def case(name="reinforce_pp", *, pass_tokens=20, steps=1, epochs=1, correction=N
     special = {} if correction is None else {"correction": correction}
     settings = train_settings(
         algorithm=Algorithm(name=name, **changes.pop("algorithm", {})),
-        optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3, mini_batches=steps, epochs=epochs),
+        optimiser=Optimisation(
+            learning_rate=1e-2, epsilon=1e-3, mini_batches=steps, epochs=epochs, state=state
+        ),
         schedule=Schedule(
             group_prompts=4, samples_per_prompt=2, update_batch=8, harvest_unit="prompt"
         ),
@@ -174,6 +185,23 @@ def test_ranks_have_the_same_weights_and_numbers_bit_for_bit(pair):
         assert second.weights[name].equal(tensor), name
     for name in first.numbers.keys() - {"update_seconds"}:
         assert first.numbers[name] == second.numbers[name], name
+
+
+@pytest.mark.parametrize("state", ["offload", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_keep_their_part_of_the_state_elsewhere(pair, tmp_path, state, dtype):
+    cases = [case(dtype=dtype, state=name) for name in ("fp32", state)]
+    expected, found = (pair.do(sharded_worlds.updated, what)[0] for what in cases)
+    for name, tensor in expected.weights.items():
+        if state == "offload":
+            assert found.weights[name].equal(tensor), name
+        else:
+            torch.testing.assert_close(found.weights[name], tensor, atol=2e-2, rtol=0, msg=name)
+    folder = tmp_path / "one"
+    counters, undisturbed = saved(pair, folder, "sharded", cases[1])
+    for again in pair.do(sharded_worlds.resumed, cases[1], folder, "sharded", counters):
+        for name, tensor in undisturbed.weights.items():
+            assert again.weights[name].equal(tensor), name
 
 
 def test_half_precision_has_masters_in_parts(pair):

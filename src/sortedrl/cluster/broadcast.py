@@ -312,6 +312,14 @@ class BroadcastReceiver:
         """All tensors that are sent; raises `TransportFailed` if another rank is gone."""
         tensors: dict[str, Tensor] = {}
         count = 0
+        for bucket in self.buckets(rendezvous, rank):
+            tensors |= bucket
+            count += 1
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        return Received(tensors=tensors, bytes=size, buckets=count)
+
+    def buckets(self, rendezvous: Rendezvous, rank: int) -> Iterator[dict[str, Tensor]]:
+        """The same, one bucket after the other; who stops before the end leaves the group."""
         try:
             group = self._membership.group(rendezvous, rank=rank)
             while True:
@@ -324,13 +332,10 @@ class BroadcastReceiver:
                 flat = torch.empty(size, dtype=torch.uint8, device=group.device)
                 group.start(flat)
                 group.wait()
-                tensors |= unflattened(_kept(flat), header_bytes=header_bytes)
-                count += 1
+                yield unflattened(_kept(flat), header_bytes=header_bytes)
         except BaseException:
             self.close()
             raise
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        return Received(tensors=tensors, bytes=size, buckets=count)
 
     def close(self) -> None:
         """Leave the group."""

@@ -26,6 +26,7 @@ from sortedrl.cluster.placement import (
     Claim,
     Node,
     blueprint,
+    controller_node,
     living_nodes,
     own_place,
     words,
@@ -184,7 +185,8 @@ def check(cluster: Cluster, *, seconds: float) -> Report:
     findings = [_versions(nodes), _memory(nodes)]
     bundles: tuple[BundleReport, ...] = ()
     try:
-        placement = BundlePlacement(blueprint(cluster), seconds=seconds)
+        wanted = blueprint(cluster, controller=controller_node())
+        placement = BundlePlacement(wanted, seconds=seconds)
     except EngineError as error:
         findings.insert(0, Finding(name="placement", is_fine=False, words=str(error)))
         return Report(nodes=nodes, findings=tuple(findings))

@@ -39,7 +39,7 @@ class Connection:
     @property
     def words(self) -> str:
         """What to tell the person who waits."""
-        whose = "a Ray of our own" if self.is_own else "the Ray that runs"
+        whose = "a Ray of our own" if self.is_own else "the running Ray"
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         board = f"; dashboard: {self.dashboard_url}" if self.dashboard_url else ""
         return f"{whose} at {self.address}, {nodes}{board}"
@@ -61,9 +61,7 @@ def connected(cluster: Cluster, *, tell: Callable[[str], None]) -> Iterator[Conn
     import ray
 
     if ray.is_initialized():
-        raise EngineError(
-            "this process is connected to a Ray already; end it with ray.shutdown() first"
-        )
+        raise EngineError("this process is already connected to Ray; call ray.shutdown() first")
     # Ray asks to be told who uses it; a run tells nobody.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     context = _own(cluster) if cluster.address is None else _running(cluster.address)
@@ -124,14 +122,14 @@ def _no_ray(address: str, error: Exception) -> EngineError:
     # Ray says that it could not connect, and why only in what that came from.
     if "AuthenticationError" in str(error.__cause__):
         return EngineError(
-            f"the Ray at {address} wants a token, and this process has none or another one; give "
-            "both RAY_AUTH_MODE=token and the same token (see ray get-auth-token), or start that "
-            "Ray with RAY_AUTH_MODE=disabled where nobody else reaches it"
+            f"the Ray at {address} requires a token, and this process has none or a different one; "
+            "set RAY_AUTH_MODE=token and the same token for both (see ray get-auth-token), or "
+            "start that Ray with RAY_AUTH_MODE=disabled if nobody else can reach it"
         )
     reason = str(error).partition("\n")[0]
     return EngineError(
-        f"cluster.address must be that of a Ray that runs, got {address!r}: {reason}; start one "
-        "with: ray start --head; or leave the address out for one of our own"
+        f"cluster.address must be the address of a running Ray, got {address!r}: {reason}; start "
+        "one with: ray start --head; or omit the address to start a local one"
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sortedrl.config.cluster import Cluster
 from sortedrl.errors import EngineError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
+# Of the resource that every node has under its own address.
+_HERE = 0.001
 Resources = Mapping[str, float]
 """Amounts by Ray's names: CPU, GPU, and others."""
 
@@ -63,6 +66,12 @@ def own_place() -> tuple[str, int]:
         return address, listener.getsockname()[1]
 
 
+def controller_node() -> str | None:
+    """The address of the node that this process is on; `None` if it is on none of them."""
+    address, _ = own_place()
+    return address if any(node.address == address for node in living_nodes()) else None
+
+
 def free_resources() -> Resources:
     """What no actor of any run has taken, on all nodes together."""
     import ray
@@ -78,6 +87,8 @@ class Claim:
     bundle: int
     cpus: float
     gpus: float
+    shared_gpus: int = 0
+    """GPUs of the trainer ranks in its bundle, which it uses in turns with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,8 @@ class Blueprint:
     bundles: tuple[Resources, ...]
     workers: tuple[Claim, ...]
     ranks: tuple[Claim, ...]
+    controller: Claim | None = None
+    """Of a trainer in the process of the controller, on the machine of that process."""
 
     @property
     def total(self) -> Resources:
@@ -97,8 +110,8 @@ class Blueprint:
         return dict(total)
 
 
-def blueprint(cluster: Cluster) -> Blueprint:
-    """What a run places.
+def blueprint(cluster: Cluster, *, controller: str | None = None) -> Blueprint:
+    """What a run places; `controller` is the address of the node that the controller is on.
 
     >>> from dataclasses import replace
     >>> two = Cluster(rollout_workers=2, trainer_ranks=2, gpus_per_worker=1)
@@ -106,6 +119,8 @@ def blueprint(cluster: Cluster) -> Blueprint:
     {'CPU': 4, 'GPU': 4}
     >>> blueprint(replace(two, kind="colocated")).total
     {'CPU': 4, 'GPU': 2}
+    >>> blueprint(replace(two, trainer_ranks=0), controller="10.0.0.7").bundles[-1]
+    {'GPU': 1, 'node:10.0.0.7': 0.001}
     """
     if cluster.kind == "colocated":
         return _colocated(cluster)
@@ -118,7 +133,16 @@ def blueprint(cluster: Cluster) -> Blueprint:
         for number in range(cluster.trainer_ranks)
     )
     bundles = tuple(_bundle(claim.cpus, claim.gpus) for claim in (*workers, *ranks))
-    return Blueprint(bundles=bundles, workers=workers, ranks=ranks)
+    if cluster.trainer_ranks or not cluster.gpus_per_worker or controller is None:
+        return Blueprint(bundles=bundles, workers=workers, ranks=ranks)
+    # Ray would give the GPU of a trainer in the controller's process to a worker.
+    own = Claim(bundle=len(bundles), cpus=0, gpus=1)
+    return Blueprint(
+        bundles=(*bundles, {**_bundle(own.cpus, own.gpus), f"node:{controller}": _HERE}),
+        workers=workers,
+        ranks=ranks,
+        controller=own,
+    )
 
 
 def joining(cluster: Cluster) -> Blueprint:
@@ -174,7 +198,7 @@ class BundlePlacement:
             self.remove()
             raise EngineError(
                 f"{words(wanted.total)} in {len(wanted.bundles)} bundles must be free within "
-                f"{seconds:g} s, but others have taken them: {words(free)} are free; end other "
+                f"{seconds:g} s, but other runs hold them: {words(free)} are free; stop other "
                 "runs, or lower cluster.rollout_workers or cluster.trainer_ranks"
             )
 
@@ -200,14 +224,63 @@ class BundlePlacement:
         remove_placement_group(self.group)
 
 
+@contextmanager
+def reserved_gpu(placement: BundlePlacement) -> Iterator[str | None]:
+    """The GPU of this machine that is reserved for the controller's own trainer, if there is one.
+
+    An actor holds it meanwhile, so that Ray gives it to nobody else.
+    """
+    claim = placement.blueprint.controller
+    if claim is None:
+        yield None
+        return
+    import ray
+
+    # Ray's types know the bare decorator only.
+    remote: Any = ray.remote
+    options = {"num_cpus": claim.cpus, "num_gpus": claim.gpus}
+    holder = (
+        remote(_GpuHolder)
+        .options(scheduling_strategy=placement.strategy(claim), **options)
+        .remote()
+    )
+    try:
+        gpus: list[str] = ray.get(holder.gpus.remote())
+        yield gpus[0]
+    finally:
+        ray.kill(holder)
+
+
+class _GpuHolder:
+    """An actor that has a GPU and does not use it."""
+
+    def gpus(self) -> list[str]:
+        """Its GPUs, by their names on this machine."""
+        import ray
+
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
 def _colocated(cluster: Cluster) -> Blueprint:
-    share = cluster.gpus_per_worker / 2
-    pairs = range(cluster.num_workers)
-    bundle = _bundle(cluster.cpus_per_worker + 1, cluster.gpus_per_worker)
+    """One bundle for each worker, with the ranks that it shares its GPUs with.
+
+    A worker may have several GPUs, and Ray cannot give an actor a half of each: the ranks take
+    them, and the worker is given their indices.
+    """
+    gpus = cluster.gpus_per_worker
+    ranks_each = max(1, gpus)
+    numbers = range(cluster.num_workers)
+    bundle = _bundle(cluster.cpus_per_worker + ranks_each, gpus)
     return Blueprint(
-        bundles=tuple(bundle for _ in pairs),
-        workers=tuple(Claim(bundle=n, cpus=cluster.cpus_per_worker, gpus=share) for n in pairs),
-        ranks=tuple(Claim(bundle=n, cpus=1, gpus=share) for n in pairs),
+        bundles=tuple(bundle for _ in numbers),
+        workers=tuple(
+            Claim(bundle=n, cpus=cluster.cpus_per_worker, gpus=0, shared_gpus=gpus) for n in numbers
+        ),
+        ranks=tuple(
+            Claim(bundle=n, cpus=1, gpus=cluster.gpus_per_rank)
+            for n in numbers
+            for _ in range(ranks_each)
+        ),
     )
 
 

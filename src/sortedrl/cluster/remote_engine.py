@@ -24,6 +24,7 @@ from ray.exceptions import (
 from sortedrl.cluster.weight_sync import WeightLoad, WeightSync
 from sortedrl.cluster.weight_transport import Delivery
 from sortedrl.cluster.worker import LogFolder, WorkerInfo
+from sortedrl.engines.generation import TokenScores
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
@@ -33,6 +34,7 @@ Actor = Any
 BESIDE = "beside"
 """The concurrency group of a worker that answers while another call runs."""
 _CLOSE_SECONDS = 20.0
+_ABANDON_SECONDS = 5.0
 
 
 class RemoteEngine:
@@ -115,9 +117,17 @@ class RemoteEngine:
         self.version, self._loaded = load.version, weights
         return load
 
-    def release(self) -> None:
-        """Have the worker release the memory that only decoding needs."""
-        self._result(lambda: self._actor.release.remote())
+    def score(self, trajectories: Sequence[Trajectory]) -> Sequence[TokenScores] | None:
+        """The tokens of answers under the worker's weights; `None` if its engine cannot score."""
+        scores: Sequence[TokenScores] | None = self._result(
+            lambda: self._actor.score.remote(list(trajectories))
+        )
+        return scores
+
+    def sleep(self) -> bool:
+        """Have the worker free the memory that only generation needs; whether weights are gone."""
+        has_dropped: bool = self._result(lambda: self._actor.sleep.remote())
+        return has_dropped
 
     def close(self) -> None:
         """End the worker's process; a log that this machine does not see is fetched first."""
@@ -128,7 +138,7 @@ class RemoteEngine:
             # Whatever it says, its process ends.
             with suppress(RayError):
                 self._keep_log(ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS))
-        ray.kill(self._actor)
+        end_worker(self._actor)
 
     def _result(self, call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the method gives
         """What a call gives or raises; no answer means that the worker is lost."""
@@ -154,12 +164,20 @@ class RemoteEngine:
         return "" if log is None else f"; its log is {log} on {self.info.host}"
 
 
+def end_worker(actor: Actor) -> None:
+    """End a worker's process, and those of its engine, which would live on without it."""
+    with suppress(RayError):
+        call = actor.abandon.options(concurrency_group=BESIDE).remote()
+        ray.get(call, timeout=_ABANDON_SECONDS)
+    ray.kill(actor)
+
+
 def _reason(error: RayError, timeout_seconds: float) -> str:
     match error:
         case GetTimeoutError():
             return f"it has not answered for {timeout_seconds:g} s"
         case ActorDiedError(preempted=True):
-            return "its node was taken away"
+            return "its node was preempted"
         case ActorDiedError() if "its node has died" in str(error):
             return "its machine is gone, or cannot be reached"
         case ActorDiedError():

@@ -27,7 +27,8 @@ from sortedrl.errors import (
     TrainerLost,
     TrainingError,
 )
-from sortedrl.types import TrainBatch, Weights
+from sortedrl.training.trainer import Snapshot
+from sortedrl.types import TrainBatch, Trajectory, Weights
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -86,12 +87,12 @@ class RemoteTrainer:
         self.is_closed = False
         self._cluster = cluster
         self._logs = LogFolder.opened(folder)
-        claims = placement.blueprint.ranks
+        self._claims = placement.blueprint.ranks
         self._ranks: list[Actor] = [
             _started(claim, placement, name=f"rank-{number}", logs=self._logs)
-            for number, claim in enumerate(claims)
+            for number, claim in enumerate(self._claims)
         ]
-        self._make_room: Callable[[], None] = _nothing
+        self._make_room: Callable[[], object] = _nothing
         try:
             self.info = self._opened(factory)
             self._refuse_blind()
@@ -112,14 +113,27 @@ class RemoteTrainer:
         reference = ray.put(batch)
         self._take(self.ask(lambda rank: rank.update.remote(reference)))
 
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of a few answers at temperature 1."""
+        found: list[list[float]] = self.ask(lambda rank: rank.logprobs.remote(trajectories))[0]
+        return found
+
+    @property
+    def gpus_of_bundle(self) -> Mapping[int, Sequence[str]]:
+        """The GPUs of all ranks in a bundle, by its number."""
+        found: dict[int, list[str]] = {}
+        for claim, info in zip(self._claims, self.info, strict=True):
+            found.setdefault(claim.bundle, []).extend(info.gpus)
+        return found
+
     def flush(self) -> bool:
         """Train on what is held back, as there will be no more; whether there was anything."""
         self._make_room()
         return self._take(self.ask(lambda rank: rank.flush.remote())).is_changed
 
-    def share_memory_with(self, release: Callable[[], None]) -> None:
-        """From now on call `release` before the ranks need their memory."""
-        self._make_room = release
+    def share_memory_with(self, sleep: Callable[[], object]) -> None:
+        """From now on call `sleep` of the engine before the ranks need their memory."""
+        self._make_room = sleep
 
     def weights(self) -> Weights:
         """The present version; the tensors stay with the ranks, and `RankSource` sends them."""
@@ -133,6 +147,10 @@ class RemoteTrainer:
             lambda rank: rank.save.remote(folder.absolute(), kind=kind, tokenizer=tokenizer)
         )[0]
         return counters
+
+    def snapshot(self, *, tokenizer: Any) -> Snapshot | None:  # noqa: ANN401
+        """None: the ranks write together, between two updates."""
+        return None
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model."""
@@ -188,11 +206,11 @@ class RemoteTrainer:
             if isinstance(error.cause, SortedRLError):
                 raise error.cause from error
             raise EngineError(
-                f"a rank of the trainer could not begin: {error.cause}{self._see}"
+                f"a trainer rank could not start: {error.cause}{self._see}"
             ) from error
         except RayError as error:
             raise EngineError(
-                f"the ranks of the trainer did not start within {seconds:g} s: "
+                f"the trainer ranks did not start within {seconds:g} s: "
                 f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check, or raise "
                 "cluster.start_seconds"
             ) from error
@@ -221,7 +239,7 @@ class RemoteTrainer:
             if is_lost
             else str(found[-1]).strip().rpartition("\n")[2]
         )
-        return TrainerLost(f"a rank of the trainer is lost: {reason}{self._see}")
+        return TrainerLost(f"a trainer rank is lost: {reason}{self._see}")
 
     def _errors(self, asked: Sequence[ObjectRef[Any]]) -> list[RayError]:
         found = []
@@ -245,9 +263,9 @@ class RemoteTrainer:
         ):
             if not sees:
                 raise CheckpointError(
-                    f"{self._logs.folder.parent} must be seen by rank {number} of the trainer, "
-                    f"which is on {self.info[number].host}, and is not; put the run's folder "
-                    "(out) on a disk that all machines share"
+                    f"{self._logs.folder.parent} must be visible to trainer rank {number} on "
+                    f"{self.info[number].host}, but is not; put the run's folder (out) on a disk "
+                    "that all machines share"
                 )
 
     def _end(self) -> None:

@@ -23,7 +23,7 @@ from sortedrl.cluster.weight_transport import (
     put_objects,
     write_weights,
 )
-from sortedrl.cluster.worker import LogFolder, WorkerLog, hide_gpus
+from sortedrl.cluster.worker import LogFolder, WorkerLog, show_gpus
 from sortedrl.config.cluster import CheckpointKind
 from sortedrl.training.fsdp.checkpoint import (
     refuse_broken_model,
@@ -32,7 +32,7 @@ from sortedrl.training.fsdp.checkpoint import (
 )
 from sortedrl.training.fsdp.ranks import Ranks, open_ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
-from sortedrl.types import TrainBatch
+from sortedrl.types import TrainBatch, Trajectory
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -57,6 +57,8 @@ class RankInfo:
     process: int
     version: int
     log: Path | None
+    gpus: tuple[str, ...] = ()
+    """The GPUs that Ray gave it, by their names on its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class TrainerRank:
     def __init__(self, name: str, *, has_gpu: bool, logs: LogFolder | None) -> None:
         """A rank without a process group yet, so that an error in forming it can be reported."""
         if not has_gpu:
-            hide_gpus()
+            show_gpus(())
         self._log = WorkerLog(name, logs)
 
     def place(self) -> tuple[str, int]:
@@ -96,6 +98,7 @@ class TrainerRank:
 
         A colocated rank releases the memory of its optimisers between two updates.
         """
+        import ray
         import torch
 
         has_gpu = torch.cuda.is_available()
@@ -116,7 +119,12 @@ class TrainerRank:
             process=os.getpid(),
             version=self._trainer.version,
             log=self._log.path,
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
         )
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The log-probabilities of the tokens of answers at temperature 1."""
+        return self._trainer.logprobs(trajectories)
 
     def update(self, batch: TrainBatch) -> Outcome:
         """Make one policy update."""

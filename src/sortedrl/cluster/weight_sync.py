@@ -155,8 +155,8 @@ class WeightSync:
         self._transports = [name for name in transports if name != "disk" or folder is not None]
         require(
             bool(self._transports),
-            "cluster.weight_sync disk needs a folder that all machines see, got none; give one, or "
-            "set it to objects",
+            "cluster.weight_sync disk needs a folder that all machines can read, got none; give "
+            "one, or set it to objects",
         )
         self._source = source
         self._report = report

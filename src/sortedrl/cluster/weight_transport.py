@@ -12,9 +12,10 @@ weight sync.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from sortedrl.errors import EngineError
@@ -127,7 +128,9 @@ def put_objects(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef
     try:
         return [ray.put(bucket(part)) for part in coming]
     except RayError as error:
-        raise TransportFailed(f"the object store did not take them: {first_line(error)}") from error
+        raise TransportFailed(
+            f"the object store did not take the weights: {first_line(error)}"
+        ) from error
     finally:
         deque(coming, maxlen=0)
 
@@ -205,13 +208,71 @@ class DiskDelivery:
 Delivery = BroadcastDelivery | ObjectDelivery | DiskDelivery
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceivedWeights:
-    """Weights in the memory of a worker."""
+class ReceivedWeights(Mapping[str, "Tensor"]):
+    """Weights that arrive at a worker bucket by bucket.
 
-    tensors: Mapping[str, Tensor]
-    bytes: int
-    buckets: int
+    `items` gives the tensors of a bucket as soon as it is here, and keeps none of them: it can be
+    gone through once. Anything else waits for all of them first.
+    """
+
+    def __init__(self, buckets: Iterator[Mapping[str, Tensor]]) -> None:
+        """Nothing has arrived yet."""
+        self.bytes = 0
+        self.num_buckets = 0
+        self.seconds = 0.0
+        """Spent on waiting for buckets."""
+        self._coming = buckets
+        self._is_begun = False
+        self._all: dict[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of this name."""
+        return self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        """The number of tensors."""
+        return len(self._whole)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Names and tensors, as they arrive."""
+        return _Arriving(self) if self._all is None else self._all.items()
+
+    def arriving(self) -> Iterator[tuple[str, Tensor]]:
+        """The next tensors until the last one; raises `TransportFailed` if they do not come."""
+        assert not self._is_begun, "weights that arrive are gone through once"
+        self._is_begun = True
+        while True:
+            start = perf_counter()
+            try:
+                bucket = next(self._coming, None)
+            finally:
+                self.seconds += perf_counter() - start
+            if bucket is None:
+                return
+            self.num_buckets += 1
+            self.bytes += sum(tensor.nbytes for tensor in bucket.values())
+            yield from bucket.items()
+
+    @property
+    def _whole(self) -> Mapping[str, Tensor]:
+        if self._all is None:
+            self._all = dict(self.arriving())
+        return self._all
+
+
+class _Arriving(ItemsView[str, "Tensor"]):
+    """The items of weights that are on their way."""
+
+    def __init__(self, weights: ReceivedWeights) -> None:
+        super().__init__(weights)
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._weights.arriving()
 
 
 class WeightReceiver:
@@ -222,32 +283,29 @@ class WeightReceiver:
         self._receiver: BroadcastReceiver | None = None
 
     def receive(self, delivery: Delivery) -> ReceivedWeights:
-        """The weights; they must be read only, and let go of soon.
+        """The weights as they arrive; they must be read only, and let go of soon.
 
-        Raises `TransportFailed` if they did not come.
+        Going through them raises `TransportFailed` if they do not come.
         """
         match delivery:
             case BroadcastDelivery():
-                return self._received(delivery)
+                return ReceivedWeights(self._broadcast(delivery))
             case ObjectDelivery():
-                return _from_objects(delivery)
+                return ReceivedWeights(_from_objects(delivery))
             case DiskDelivery():
-                return _from_disk(delivery)
+                return ReceivedWeights(_from_disk(delivery))
 
     def close(self) -> None:
         """Leave the process group."""
         if self._receiver is not None:
             self._receiver.close()
 
-    def _received(self, delivery: BroadcastDelivery) -> ReceivedWeights:
+    def _broadcast(self, delivery: BroadcastDelivery) -> Iterator[Mapping[str, Tensor]]:
         from sortedrl.cluster.broadcast import BroadcastReceiver
 
         if self._receiver is None:
             self._receiver = BroadcastReceiver(_device())
-        received = self._receiver.receive(delivery.rendezvous, delivery.rank)
-        return ReceivedWeights(
-            tensors=received.tensors, bytes=received.bytes, buckets=received.buckets
-        )
+        yield from self._receiver.buckets(delivery.rendezvous, delivery.rank)
 
 
 def _device() -> str:
@@ -258,22 +316,19 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() and ray.get_gpu_ids() else "cpu"
 
 
-def _from_objects(delivery: ObjectDelivery) -> ReceivedWeights:
+def _from_objects(delivery: ObjectDelivery) -> Iterator[Mapping[str, Tensor]]:
     import ray
     from ray.exceptions import RayError
 
-    from sortedrl.cluster.broadcast import num_bytes, unpacked
+    from sortedrl.cluster.broadcast import unpacked
 
-    try:
-        parts = [ray.get(bucket, timeout=delivery.seconds) for bucket in delivery.buckets]
-    except RayError as error:
-        raise TransportFailed(f"an object could not be fetched: {first_line(error)}") from error
-    return ReceivedWeights(
-        tensors=unpacked(parts), bytes=sum(map(num_bytes, parts)), buckets=len(parts)
-    )
+    for bucket in delivery.buckets:
+        try:
+            part = ray.get(bucket, timeout=delivery.seconds)
+        except RayError as error:
+            raise TransportFailed(f"an object could not be fetched: {first_line(error)}") from error
+        yield unpacked([part])
 
 
-def _from_disk(delivery: DiskDelivery) -> ReceivedWeights:
-    tensors = read_weights(delivery.path)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    return ReceivedWeights(tensors=tensors, bytes=size, buckets=1)
+def _from_disk(delivery: DiskDelivery) -> Iterator[Mapping[str, Tensor]]:
+    yield read_weights(delivery.path)

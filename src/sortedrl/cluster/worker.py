@@ -14,6 +14,7 @@ local file, and the controller fetches the text when it closes the worker.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,7 +31,7 @@ from typing import Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
 from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
-from sortedrl.engines.generation import Releasable, RolloutEngine
+from sortedrl.engines.generation import RolloutEngine, Scoring, Sleeping, TokenScores
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
 from sortedrl.types import Step, Trajectory, Weights
@@ -66,12 +68,29 @@ class LogFolder:
         return (self.folder / self.mark).exists()
 
 
-def hide_gpus() -> None:
-    """Have this process see no GPU: Ray leaves all of them visible to an actor that asked for none.
+def show_gpus(names: Sequence[str]) -> None:
+    """Have this process see these GPUs only: Ray shows all of them to an actor that asked for none.
 
     It must be called before CUDA is used.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def kill_children(process: int) -> None:
+    """Kill all processes below one, so that no engine is left behind when it ends."""
+    for child in _children(process):
+        kill_children(child)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
+        # It may be gone by now.
+        with suppress(OSError):
+            found += [int(child) for child in thread.read_text().split()]
+    return found
 
 
 class WorkerLog:
@@ -256,15 +275,23 @@ class EngineDriver:
 class RolloutWorker:
     """One engine in a process of its own.
 
-    Only `cpu_seconds` may be called beside another call.
+    Only `cpu_seconds` and `abandon` may be called beside another call.
     """
 
     def __init__(
-        self, name: str, *, has_gpu: bool, poll_seconds: float, logs: LogFolder | None
+        self,
+        name: str,
+        *,
+        gpus: Sequence[str] | None,
+        poll_seconds: float,
+        logs: LogFolder | None,
     ) -> None:
-        """A worker without an engine yet, so that an error in making one can be reported."""
-        if not has_gpu:
-            hide_gpus()
+        """A worker without an engine yet, so that an error in making one can be reported.
+
+        It uses these GPUs, or without `gpus` those that Ray has given it.
+        """
+        if gpus is not None:
+            show_gpus(gpus)
         self._log = WorkerLog(name, logs)
         self._poll_seconds = poll_seconds
         self._receiver = WeightReceiver()
@@ -287,6 +314,17 @@ class RolloutWorker:
         """Seconds of CPU that the process has used, to see whether it makes progress."""
         return process_time()
 
+    def abandon(self) -> None:
+        """Kill the processes of the engine, if it has some; the worker itself is killed next."""
+        kill_children(os.getpid())
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Sequence[TokenScores] | None:
+        """The tokens of answers under the present weights; `None` if the engine cannot score."""
+        engine = self._driver.engine
+        if not isinstance(engine, Scoring):
+            return None
+        return self._driver.call(lambda: engine.score(trajectories, sampling=Sampling()))
+
     def submit(
         self,
         trajectories: Sequence[Trajectory],
@@ -308,28 +346,32 @@ class RolloutWorker:
     def load_weights(self, version: int, delivery: Delivery | None) -> WeightLoad:
         """Receive the weights and decode with them from now on; or only take over the version.
 
-        Raises `TransportFailed` if they did not come; the engine has its old weights then.
+        An engine that loads weights bucket by bucket gets each as it arrives. Raises
+        `TransportFailed` if they did not come: the engine may have some of them, and must get all
+        of them before it decodes.
         """
         self._driver.require_engine()
         start = perf_counter()
         received = None if delivery is None else self._receiver.receive(delivery)
-        here = perf_counter()
-        weights = Weights(version, None if received is None else received.tensors)
         engine = self._driver.engine
-        self._driver.call(lambda: engine.load_weights(weights))
+        self._driver.call(lambda: engine.load_weights(Weights(version, received)))
+        seconds = perf_counter() - start
+        fetched = 0.0 if received is None else received.seconds
         return WeightLoad(
             version=engine.version,
             bytes=0 if received is None else received.bytes,
-            buckets=0 if received is None else received.buckets,
-            fetch_seconds=here - start,
-            load_seconds=perf_counter() - here,
+            buckets=0 if received is None else received.num_buckets,
+            fetch_seconds=fetched,
+            load_seconds=seconds - fetched,
         )
 
-    def release(self) -> None:
-        """Release the memory that only decoding needs, if the engine can; nothing is running."""
+    def sleep(self) -> bool:
+        """Free the memory that only generation needs, if the engine can; nothing is running.
+
+        Returns whether the engine has dropped its weights.
+        """
         engine = self._driver.engine
-        if isinstance(engine, Releasable):
-            self._driver.call(engine.release)
+        return isinstance(engine, Sleeping) and self._driver.call(engine.sleep)
 
     def close(self) -> str | None:
         """Close the engine; gives the text of a log that the controller cannot see."""

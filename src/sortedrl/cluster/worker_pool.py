@@ -9,7 +9,7 @@ again at the next sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,12 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, joining
-from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine
+from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, end_worker
 from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
 from sortedrl.cluster.weight_transport import WeightSource
 from sortedrl.cluster.worker import EngineFactory, LogFolder, RolloutWorker, WorkerInfo
 from sortedrl.config.cluster import Cluster
+from sortedrl.engines.generation import TokenScores
 from sortedrl.engines.pool import EnginePool
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
@@ -78,8 +79,11 @@ class WorkerPool:
         log_folder: Path | None = None,
         weight_sync_folder: Path | None = None,
         spare: int = 0,
+        gpus_of_bundle: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Start the workers in their bundles, and wait until each has its engine.
+
+        Colocated workers use the GPUs of the ranks in their bundles, `gpus_of_bundle`.
 
         New weights come from `source`; engines without weights have none. Weights on disk go to
         `weight_sync_folder`, which all machines must see; without one, disk is not used. `report`
@@ -104,11 +108,13 @@ class WorkerPool:
         self._own_placements: list[BundlePlacement] = []
         self._complaint: str | None = None
         self._num_refusals = self._syncs_to_skip = 0
+        self._needs_weights = False
+        self._gpus_of_bundle = gpus_of_bundle or {}
         with ExitStack() as opened:
             starting = []
             for claim in placement.blueprint.workers:
                 starting.append(self._start(_Place(claim=claim, placement=placement)))
-                opened.callback(ray.kill, starting[-1].actor)
+                opened.callback(end_worker, starting[-1].actor)
             self.workers = [self._engine(worker) for worker in starting]
             opened.pop_all()
         self._pool = EnginePool(
@@ -152,6 +158,7 @@ class WorkerPool:
         sampling: Sampling | None = None,
     ) -> None:
         """Queue work, in order of priority."""
+        self.wake()
         self._pool.submit(trajectories, tolerance=tolerance, sampling=sampling)
 
     def step(self) -> Step:
@@ -164,6 +171,7 @@ class WorkerPool:
 
     def load_weights(self, weights: Weights) -> None:
         """Push these weights to all workers, and replace or add workers as far as there is room."""
+        self._needs_weights = False
         self._weight_sync.push(weights, [w for w in self.workers if not w.is_lost])
         # Whoever was lost in the push is left out of the pool here.
         self._pool.load_weights(weights)
@@ -183,13 +191,30 @@ class WorkerPool:
         for worker in self.workers[known:]:
             self._tell(f"{worker.name} has joined: {self.slots} slots now")
 
-    def release(self) -> None:
-        """Have all workers release the memory that only decoding needs; nothing is running."""
+    def scores(
+        self, trajectories: Sequence[Trajectory]
+    ) -> Mapping[str, Sequence[TokenScores] | None]:
+        """The scores of answers by every living worker; nothing is running."""
+        return {
+            worker.name: worker.score(trajectories) for worker in self.workers if not worker.is_lost
+        }
+
+    def sleep(self) -> bool:
+        """Have all workers free the memory that only generation needs; nothing is running.
+
+        Returns whether some of them have dropped their weights.
+        """
         for worker in self.workers:
             if not worker.is_lost:
                 # Whoever is lost now is left out when work comes.
                 with suppress(EngineLost):
-                    worker.release()
+                    self._needs_weights |= worker.sleep()
+        return self._needs_weights
+
+    def wake(self) -> None:
+        """Bring the weights back to workers that dropped them, if there are no newer ones."""
+        if self._needs_weights:
+            self.load_weights(Weights(self.version))
 
     def close(self) -> None:
         """End all workers; the placement that was given stays."""
@@ -232,7 +257,7 @@ class WorkerPool:
         """Start a worker there, and have it join the others with the present weights."""
         starting = self._start(place)
         with ExitStack() as opened:
-            opened.callback(ray.kill, starting.actor)
+            opened.callback(end_worker, starting.actor)
             _require_placed(starting, place.placement)
             worker = self._engine(starting)
             if worker.version != weights.version:
@@ -262,12 +287,18 @@ class WorkerPool:
             )
             .remote(
                 _name(number),
-                has_gpu=place.claim.gpus > 0,
+                gpus=self._visible_gpus(place.claim),
                 poll_seconds=self._cluster.poll_seconds,
                 logs=self._logs,
             )
         )
         return _Starting(number=number, actor=actor, info=actor.open.remote(self._factory))
+
+    def _visible_gpus(self, claim: Claim) -> Sequence[str] | None:
+        """The GPUs that a worker is shown; `None` for those that Ray gives it."""
+        if claim.gpus:
+            return None
+        return self._gpus_of_bundle[claim.bundle] if claim.shared_gpus else ()
 
     def _engine(self, starting: _Starting) -> RemoteEngine:
         quiet_seconds = self._cluster.start_seconds
@@ -275,7 +306,7 @@ class WorkerPool:
             info = _opened(starting, quiet_seconds=quiet_seconds)
         except RayTaskError as error:
             raise EngineError(
-                f"rollout worker {starting.number} could not make its engine: {error.cause}"
+                f"rollout worker {starting.number} could not create its engine: {error.cause}"
             ) from error
         except RayError as error:
             raise EngineError(

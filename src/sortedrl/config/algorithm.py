@@ -5,7 +5,7 @@ of that name; the properties `effective_*` give the value that is used.
 
 The correction is for tokens sampled by older weights. A token has three log-probabilities: under
 the weights that sampled it (behaviour), under the weights at the start of the update (proximal),
-and under the weights being trained (current). Formulas: docs/algorithms.md.
+and under the weights being trained (current). Formulas: docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations
@@ -451,6 +451,8 @@ class Correction:
 
 
 RateSchedule = Literal["constant", "cosine"]
+OptimiserState = Literal["fp32", "8bit", "offload"]
+GradientPrecision = Literal["fp32", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,6 +486,15 @@ class Optimisation:
     """Passes over an update batch."""
     max_bad_updates: PositiveInt = 5
     """Stop after this many updates in a row whose loss or gradient is not finite."""
+    state: OptimiserState = "fp32"
+    """Where AdamW keeps its moments and the fp32 master weights of 16-bit weights.
+    fp32: on the device, 8 bytes per trained weight, and 4 for its master.
+    8bit: the moments in 8 bits, 2 bytes per weight; results differ slightly.
+    offload: all of it in main memory, copied to the device piece by piece in each step; the same
+    results as fp32."""
+    gradients: GradientPrecision = "fp32"
+    """What the gradients of 16-bit weights are added up in. fp32: 4 bytes per weight. weights: the
+    precision of the weights, 2 bytes; sums over many micro-batches lose digits."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

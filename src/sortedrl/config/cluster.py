@@ -4,17 +4,21 @@
     colocated   workers and ranks share GPUs, one rank on each, and take turns
 
 The trainer is sharded evenly over its ranks. Every worker has a copy of the weights on its GPUs,
-and `engine.slots` are the slots of all workers together. `--dry-run` plans what `train` runs; what
-`train` cannot run yet is listed by `Cluster.unsupported`.
+and `engine.slots` are the slots of all workers together. `--dry-run` plans what `train` runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
-from sortedrl.config.checks import require
-from sortedrl.errors import unknown_name
+from sortedrl.config.checks import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_values,
+    require,
+)
 
 Kind = Literal["colocated", "separated"]
 WeightTransport = Literal["broadcast", "objects", "disk"]
@@ -35,25 +39,21 @@ class Cluster:
     """How rollout workers and trainer share the cluster.
     separated: each has CPUs and GPUs of its own.
     colocated: worker and rank share theirs, one pair in each place, and take turns."""
-    rollout_workers: int | None = None
+    rollout_workers: NonNegativeInt | None = None
     """Engines, each in a process of its own with a copy of the weights; they share engine.slots.
     By default, and with 0, there is no cluster, and everything is done in this process."""
     max_rollout_workers: int | None = None
     """Workers to grow to when the cluster gets room for them during the run; by default none."""
-    cpus_per_worker: int = 1
+    cpus_per_worker: NonNegativeInt = 1
     """CPUs of a rollout worker."""
-    gpus_per_worker: int = 0
+    gpus_per_worker: NonNegativeInt = 0
     """GPUs of a rollout worker; 0 writes on the CPU."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """GPUs over which the engine of a worker is sharded (vLLM and SGLang); with more than 1,
-    gpus_per_worker must be as many. --dry-run plans it; train does not run it yet."""
-    trainer_ranks: int = 1
+    gpus_per_worker must be as many."""
+    trainer_ranks: NonNegativeInt = 1
     """Processes over which the trainer is spread, with a CPU and, where workers have GPUs, a GPU
     each. 0: it stays in the process of the controller."""
-    offload: bool = False
-    """Keep weights and optimiser state of the trainer in host memory, and copy one layer at a time
-    to the GPU: fits larger models, with slower updates. --dry-run plans it; train does not run it
-    yet."""
     weight_sync: WeightTransport = "broadcast"
     """How new weights reach the rollout workers; if one transport fails, the next is used.
     broadcast: over a process group (NCCL, or gloo on the CPU), a bucket at a time.
@@ -65,50 +65,26 @@ class Cluster:
     checkpoint: CheckpointKind = "full"
     """How ranks save. full: one file, gathered by the first rank, as a run without a cluster
     writes it. sharded: each rank writes its part, into a folder that all of them see."""
-    restarts: int = 3
+    restarts: NonNegativeInt = 3
     """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
     lost."""
-    worker_timeout_seconds: float = 300.0
+    worker_timeout_seconds: PositiveFloat = 300.0
     """A worker that does not answer for so long counts as lost, and others continue its answers."""
-    start_seconds: float = 600.0
+    start_seconds: PositiveFloat = 600.0
     """How long placing the workers may take, and how long one that starts may make no progress."""
     dashboard: bool = True
     """Whether a Ray of our own offers its dashboard, where that is installed: ray[default]."""
-    object_store_gib: float | None = None
+    object_store_gib: PositiveFloat | None = None
     """Shared memory of a Ray of our own, through which weights travel; they must fit. By default
     what Ray takes."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for what, chosen, names in (
-            ("cluster kind", self.kind, get_args(Kind)),
-            ("cluster weight_sync", self.weight_sync, get_args(WeightTransport)),
-            ("cluster checkpoint", self.checkpoint, get_args(CheckpointKind)),
-        ):
-            require(chosen in names, unknown_name(what, chosen, names))
-        for name, value, least in (
-            ("rollout_workers", self.num_workers, 0),
-            ("cpus_per_worker", self.cpus_per_worker, 0),
-            ("gpus_per_worker", self.gpus_per_worker, 0),
-            ("tensor_parallel", self.tensor_parallel, 1),
-            ("trainer_ranks", self.trainer_ranks, 0),
-            ("restarts", self.restarts, 0),
-        ):
-            require(value >= least, f"cluster.{name} must be at least {least}, got {value}")
-        for name, seconds in (
-            ("worker_timeout_seconds", self.worker_timeout_seconds),
-            ("start_seconds", self.start_seconds),
-        ):
-            require(seconds > 0, f"cluster.{name} must be above 0, got {seconds}")
+        check_values(self, "cluster.")
         require(
             self.cpus_per_worker + self.gpus_per_worker > 0,
             "a rollout worker must have a CPU or a GPU, got neither; raise cluster.cpus_per_worker",
         )
-        require(
-            self.object_store_gib is None or self.object_store_gib > 0,
-            f"cluster.object_store_gib must be above 0, got {self.object_store_gib}",
-        )
-        require(self.address != "", "cluster.address must not be empty; leave it out, or give auto")
         require(
             self.address is None or self.object_store_gib is None,
             f"cluster.object_store_gib is for a Ray of our own, got it with address "
@@ -149,12 +125,6 @@ class Cluster:
             "cluster.tensor_parallel shards the engine of a worker over all of its GPUs, got "
             f"tensor_parallel {self.tensor_parallel} and gpus_per_worker {self.gpus_per_worker}; "
             "make them equal",
-        )
-        require(
-            not self.offload or (self.trainer_ranks > 0 and self.gpus_per_rank > 0),
-            "cluster.offload needs trainer ranks on GPUs, got "
-            f"trainer_ranks {self.trainer_ranks} and gpus_per_worker {self.gpus_per_worker}; "
-            "raise them, or leave offload out",
         )
 
     def _check_colocated(self) -> None:
@@ -218,30 +188,6 @@ class Cluster:
     def is_used(self) -> bool:
         """Whether there is a cluster at all."""
         return self.num_workers > 0
-
-    @property
-    def unsupported(self) -> tuple[str, ...]:
-        """What `train` cannot run yet, one sentence each; `--dry-run` plans it all the same."""
-        found = []
-        if self.tensor_parallel > 1:
-            found.append(
-                "train cannot shard the engine of a rollout worker over several GPUs yet, got "
-                f"cluster.tensor_parallel {self.tensor_parallel}; set cluster.tensor_parallel and "
-                "cluster.gpus_per_worker to 1"
-            )
-        if self.offload:
-            found.append(
-                "train cannot keep the trainer in host memory yet, got cluster.offload true; "
-                "leave it out"
-            )
-        return tuple(found)
-
-    def refuse_unsupported(self) -> None:
-        """Raise `ConfigError` for what `train` cannot run yet."""
-        require(
-            not self.unsupported,
-            f"{'; '.join(self.unsupported)}; --dry-run plans the run as it is",
-        )
 
     @property
     def gpus_per_rank(self) -> int:

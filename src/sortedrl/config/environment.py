@@ -16,7 +16,8 @@ class EnvironmentSettings:
     """Conversations with an environment; by default there is none."""
 
     name: str | None = None
-    """A built-in environment (python, questions), or my_module:Class or my_file.py:Class."""
+    """A built-in environment (calculator, python, questions), or my_module:Class or
+    my_file.py:Class."""
     arguments: tuple[str, ...] = ()
     """Keyword arguments of the environment, written name=value."""
     reward: Literal["environment", "function"] = "environment"
@@ -51,6 +52,25 @@ class EnvironmentSettings:
     def is_used(self) -> bool:
         """Whether there is an environment at all."""
         return self.name is not None
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether there is an environment that scores its conversations."""
+        return self.is_used and self.reward == "environment"
+
+    @property
+    def described(self) -> dict[str, object]:
+        """What a conversation depends on, for the record of an evaluation; empty without any."""
+        if not self.is_used:
+            return {}
+        return {
+            "environment": self.name,
+            "environment_arguments": list(self.arguments),
+            "environment_reward": self.reward,
+            "max_turns": self.max_turns,
+            "reply_seconds": self.reply_seconds,
+            "on_timeout": self.on_timeout,
+        }
 
     @property
     def num_workers(self) -> int:

@@ -241,6 +241,10 @@ class PassSettings:
         """Refuse what cannot work."""
         check_values(self, "passes.")
 
+    def compiles_on(self, device: str) -> bool:
+        """Whether layers are compiled on a device of this type, such as cuda."""
+        return device == "cuda" if self.compiled is None else self.compiled
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
@@ -463,11 +467,6 @@ class TrainSettings:
             "'native', or mode to 'partial' (keeps the tokens, corrected by importance sampling) "
             "or 'on_policy' (samples again)",
         )
-        require(
-            engine == "native" or schedule.mode != "redraw" or schedule.never_interrupts,
-            f"schedule.mode 'redraw' needs rollout.engine 'native', got {engine!r}, which is not "
-            "given a seed per answer; take engine 'native', or mode 'on_policy' or 'partial'",
-        )
 
     def _check_environment(self) -> None:
         if not self.environment.is_used:
@@ -476,12 +475,6 @@ class TrainSettings:
             self.reward is None or self.environment.reward == "function",
             f"environment.reward is 'environment', so no reward function is used, got reward "
             f"{self.reward!r}; leave it out, or set environment.reward to 'function'",
-        )
-        require(
-            not self.evaluation.tasks,
-            "evaluation.tasks cannot be asked in conversations yet, and got "
-            f"{list(self.evaluation.tasks)} with environment {self.environment.name!r}; leave "
-            "evaluation.tasks out",
         )
 
     def _check_cluster(self) -> None:
@@ -528,6 +521,11 @@ class TrainSettings:
             updates_per_group=self.schedule.updates_per_group,
             seed=self.seed,
         )
+
+    @property
+    def needs_seeds(self) -> bool:
+        """Whether interrupted answers are drawn again from seeds of their own."""
+        return self.schedule.mode == "redraw" and not self.schedule.never_interrupts
 
     @property
     def is_overlapped(self) -> bool:

@@ -19,12 +19,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from sortedrl.config.checks import require_native
+from sortedrl.config.checks import require, require_native
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
 from sortedrl.config.toml import read_toml, settings_over, settings_with
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings, TrainSettings
 from sortedrl.core.logs import Value, read_metrics
 from sortedrl.data.rows import records_from, write_records
+from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError, ModelError
 from sortedrl.evaluation.statistics import Answer, Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import summary_rows, summary_table
@@ -158,8 +160,8 @@ class Run:
         folder = RunFolder(self.folder).model
         if not folder.exists():
             raise ModelError(
-                f"{self.folder} has no trained model yet: the run has not come to its end; go on "
-                "with it (run.resume())"
+                f"{self.folder} has no trained model yet: the run has not finished; continue it "
+                "with run.resume()"
             )
         return folder
 
@@ -236,12 +238,14 @@ def evaluate(
     limit: int | None = None,
     seed: int = 0,
     prompt_field: str = "prompt",
+    environment: str | EnvironmentSettings | None = None,
     device: str | None = None,
     out: str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Evaluated:
     """How good a model is on rows or a task: the share of right answers, with its interval.
 
+    With an `environment`, by its name or its settings, every answer is a conversation.
     The answers and a page that shows them are kept in `out`, if it is given.
     """
     require_native("evaluation")
@@ -255,7 +259,16 @@ def evaluate(
         seed=seed,
     )
     data = DataSettings(prompt_field=prompt_field)
+    talk = environment if environment is not None else EnvironmentSettings()
+    talk = EnvironmentSettings(name=talk) if isinstance(talk, str) else talk
     source = None if reward is None else _source(reward)
+    if talk.gives_rewards:
+        require(
+            source is None,
+            f"the environment {talk.name!r} gives the rewards, so no reward function is used, but "
+            "one was given; leave it out, or give EnvironmentSettings(..., reward='function')",
+        )
+        source = environment_source(talk)
     with TemporaryDirectory(prefix="sortedrl-") as scratch:
         inputs = Path(scratch)
         if isinstance(model, Run):
@@ -271,7 +284,12 @@ def evaluate(
             rewards=RewardSettings(),
             data=data,
             device=device,
-            described={"seed": seed, "temperature": settings.sampling_temperature},
+            environment=talk,
+            described={
+                "seed": seed,
+                "temperature": settings.sampling_temperature,
+                **talk.described,
+            },
         )
         folder = Path(out) if out is not None else inputs / "results"
         evaluation = evaluated(name, exam, label=Path(name).name, folder=folder, is_resumed=False)
@@ -372,8 +390,8 @@ def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> 
     folder = base.out if out is None else Path(out)
     if RunFolder(folder).holds_run:
         raise ConfigError(
-            f"{folder} already holds a run; go on with it (sortedrl.Run({str(folder)!r}).resume()),"
-            " give another out, or leave out away for a new folder each time"
+            f"{folder} already holds a run; resume it (sortedrl.Run({str(folder)!r}).resume()), "
+            "choose another out, or omit out to get a new folder each time"
         )
     return folder
 
@@ -385,8 +403,7 @@ def _inputs(folder: Path) -> Iterator[Path]:
         inputs = folder / _INPUTS
         if inputs.exists():
             raise ConfigError(
-                f"{inputs} exists, left by something else than a run; move it away, or give "
-                "another out"
+                f"{inputs} exists but does not belong to a run; move it, or choose another out"
             )
         try:
             yield inputs
@@ -409,7 +426,7 @@ def _model(
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             "model must be a hub name, a folder, a GGUF file, 'tiny' or a transformers model, got "
-            f"{type(model).__name__}; of a PEFT model give model.merge_and_unload()"
+            f"{type(model).__name__}; for a PEFT model, pass model.merge_and_unload()"
         )
     from sortedrl.models.loading import without_bars
 
@@ -430,8 +447,8 @@ def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(model.name_or_path or "")
     except ModelError as error:
         raise ConfigError(
-            f"a model object needs its tokenizer, and {model.name_or_path or 'it'!r} names none; "
-            "give tokenizer=..."
+            f"a model object needs its tokenizer, but {model.name_or_path or 'it'!r} does not name "
+            "one; pass tokenizer=..."
         ) from error
     return tokenizer
 

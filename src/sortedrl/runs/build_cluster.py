@@ -15,20 +15,41 @@ from typing import Any
 import torch
 
 from sortedrl.cluster.connection import connected
-from sortedrl.cluster.placement import BundlePlacement, blueprint
+from sortedrl.cluster.placement import (
+    BundlePlacement,
+    blueprint,
+    controller_node,
+    reserved_gpu,
+)
 from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
 from sortedrl.cluster.weight_sync import SyncReport
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.train import Lora, TrainSettings
+from sortedrl.config.train import TrainSettings, UpdateSettings
 from sortedrl.engines.generation import RolloutEngine
-from sortedrl.models.loading import load_tokenizer
-from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
-from sortedrl.runs.build_training import PRECISIONS, first_model, total_steps, trained_model
+from sortedrl.engines.streaming.weight_files import refuse_other_scores, trial_row
+from sortedrl.models.loading import load_tokenizer, stop_tokens_of
+from sortedrl.models.shape import shape_of
+from sortedrl.runs.build_engine import (
+    PRECISIONS,
+    GenerationSettings,
+    RolloutWorld,
+    rollout_engine,
+)
+from sortedrl.runs.build_training import (
+    ModelSettings,
+    critic_model,
+    first_model,
+    total_steps,
+    trained_model,
+)
+from sortedrl.runs.plan.dry_run import run_memory
+from sortedrl.runs.plan.memory import MemoryPlan
 from sortedrl.training.fsdp.checkpoint import is_sharded, read_full, read_sharded
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer, sharded_trainer
+from sortedrl.training.trainer import RunTrainer
 
 Tell = Callable[[str], None]
 _LOGS = "logs"
@@ -39,63 +60,65 @@ _WEIGHT_SYNC = "weight_sync"
 class RolloutEngineFactory:
     """The engine of one rollout worker, as the settings of the run want it."""
 
-    settings: TrainSettings
-    """With the slots of this worker alone, and no cluster."""
-    longest_prompt: int
-    prompts: tuple[tuple[int, ...], ...]
-    """Some prompts on which an engine from outside is tried out."""
+    model: ModelSettings
+    generation: GenerationSettings
+    """With the slots of this worker alone."""
+    plan: MemoryPlan
+    """Of the whole run."""
 
     def engine(self) -> RolloutEngine:
-        """A new engine; its model is read here."""
-        settings = self.settings
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        """A new engine; its model is read here, once: vLLM and SGLang read it themselves."""
+        _set_threads(self.model.threads)
+        model = None if self.generation.rollout.is_outside else first_model(self.model)
+        device = torch.device("cuda" if self.plan.demand.is_gpu else "cpu")
         world = RolloutWorld(
-            model=first_model(settings),
-            tokenizer=load_tokenizer(settings.model),
-            prompts=self.prompts,
-            longest_prompt=self.longest_prompt,
+            plan=self.plan,
+            device=device if model is None else model.device,
+            model=model,
+            stop_tokens=stop_tokens_of(self.model.model),
+            tokenizer=load_tokenizer(self.model.model),
+            prompts=(),
             version=0,
         )
         # No weight sync before the first update: all begin with the same model.
-        return rollout_engine(settings, world, weights=_no_weights, tell=print)
+        return rollout_engine(self.generation, world, weights=_no_weights, tell=print)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTrainerFactory:
     """The trainer of one rank."""
 
-    settings: TrainSettings
-    num_rows: int
+    model: ModelSettings
+    update: UpdateSettings
+    temperature: float
+    total_steps: int
+    is_compiled: bool
     saved: tuple[Path, Mapping[str, Any]] | None
     """The checkpoint to go on from, and the trainer's counters in it."""
 
     def trainer(self, ranks: Ranks) -> ShardedTrainer:
         """A new trainer, as the run begins it or as its checkpoint has it."""
-        settings = self.settings
         folder, counters = self.saved or (None, {})
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        _set_threads(self.model.threads)
         # Whole models are read into main memory; a GPU only ever has its part.
         on_gpu = ranks.device.type == "cuda"
-        dtype = PRECISIONS[settings.precision] or (torch.bfloat16 if on_gpu else torch.float32)
+        dtype = PRECISIONS[self.model.precision] or (torch.bfloat16 if on_gpu else torch.float32)
         is_spread = folder is not None and is_sharded(folder)
         source = None if folder is None or is_spread else folder / "model"
-        algorithm = settings.algorithm
+        algorithm = self.update.algorithm
         trainer = sharded_trainer(
-            trained_model(settings, source=source, dtype=dtype, device="cpu"),
+            trained_model(self.model, source=source, dtype=dtype, device="cpu"),
             ranks,
-            settings=settings.update,
-            temperature=settings.rollout.temperature,
-            first=first_model(settings, dtype=dtype, device="cpu")
+            settings=self.update,
+            temperature=self.temperature,
+            first=first_model(self.model, dtype=dtype, device="cpu")
             if algorithm.kl_coef > 0
             else None,
-            critic=first_model(settings, dtype=dtype, device="cpu")
+            critic=critic_model(self.model, dtype=dtype, device="cpu")
             if algorithm.has_critic
             else None,
-            total_steps=total_steps(settings, num_rows=self.num_rows),
-            # Layers that are spread have not been tried compiled on GPUs, so only if asked for.
-            is_compiled=settings.passes.compiled is True,
+            total_steps=self.total_steps,
+            is_compiled=self.is_compiled,
         )
         if folder is not None:
             read = read_sharded if is_spread else read_full
@@ -125,13 +148,22 @@ class SyncMetrics:
 class RunningCluster:
     """A Ray with the bundles of a run, in which its engine and its trainer are started."""
 
-    def __init__(self, settings: TrainSettings, placement: BundlePlacement, *, tell: Tell) -> None:
-        """Nothing is started yet."""
+    def __init__(
+        self,
+        settings: TrainSettings,
+        placement: BundlePlacement,
+        *,
+        gpu: str | None = None,
+        tell: Tell,
+    ) -> None:
+        """Nothing is started yet; `gpu` is that of a trainer in the controller's process."""
+        self.trainer_device = settings.device if gpu is None else settings.device or f"cuda:{gpu}"
         self._sync_metrics = SyncMetrics()
         self._settings = _from_anywhere(settings)
         self._placement = placement
         self._tell = tell
         self._trainer: RemoteTrainer | None = None
+        self._engine: WorkerPool | None = None
 
     @property
     def _cluster(self) -> Cluster:
@@ -145,12 +177,17 @@ class RunningCluster:
         self, *, num_rows: int, saved: tuple[Path, Mapping[str, Any]] | None
     ) -> RemoteTrainer:
         """The trainer over its ranks."""
+        settings = self._settings
         self._tell(f"starting the trainer, ranks: {self._cluster.trainer_ranks}")
         self._trainer = RemoteTrainer(
             self._cluster,
             ShardedTrainerFactory(
-                settings=self._settings,
-                num_rows=num_rows,
+                model=ModelSettings.of(settings),
+                update=settings.update,
+                temperature=settings.rollout.temperature,
+                total_steps=total_steps(settings, num_rows=num_rows),
+                # Layers that are spread have not been tried compiled on GPUs: only if asked for.
+                is_compiled=settings.passes.compiled is True,
                 saved=None if saved is None else (saved[0].absolute(), saved[1]),
             ),
             placement=self._placement,
@@ -158,17 +195,34 @@ class RunningCluster:
         )
         return self._trainer
 
-    def engine(self, *, longest_prompt: int, prompts: Sequence[Sequence[int]]) -> WorkerPool:
+    def check_agreement(self, trainer: RunTrainer, *, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse workers whose vLLM or SGLang computes other log-probabilities than the trainer."""
+        assert self._engine is not None, "the engine is there"
+        if not self._settings.rollout.is_outside:
+            return
+        rows = [trial_row(prompt, number) for number, prompt in enumerate(prompts)]
+        refuse_other_scores(self._engine, rows, trainer.logprobs(rows))
+
+    def engine(self, *, longest_prompt: int) -> WorkerPool:
         """The engine over the rollout workers."""
         settings, cluster = self._settings, self._cluster
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
         factory = RolloutEngineFactory(
-            settings=replace(settings, engine=share, lora=Lora(), cluster=Cluster()),
-            longest_prompt=longest_prompt,
-            prompts=tuple(tuple(prompt) for prompt in prompts),
+            # Of the GPUs of a machine a worker sees its own only.
+            model=replace(
+                ModelSettings.of(settings), device="cpu" if settings.device == "cpu" else None
+            ),
+            # A worker begins with the model itself, also where adapters are trained.
+            generation=replace(GenerationSettings.of(settings), engine=share, has_adapters=False),
+            plan=run_memory(
+                settings,
+                shape_of(settings.model),
+                is_gpu=cluster.gpus_per_worker > 0,
+                prompt_tokens=longest_prompt,
+            ),
         )
-        engine = WorkerPool(
+        self._engine = engine = WorkerPool(
             cluster,
             factory,
             placement=self._placement,
@@ -178,9 +232,10 @@ class RunningCluster:
             log_folder=settings.out / _LOGS,
             weight_sync_folder=settings.out / _WEIGHT_SYNC,
             spare=settings.rollout.queue,
+            gpus_of_bundle={} if self._trainer is None else self._trainer.gpus_of_bundle,
         )
         if cluster.kind == "colocated" and self._trainer is not None:
-            self._trainer.share_memory_with(engine.release)
+            self._trainer.share_memory_with(engine.sleep)
         return engine
 
 
@@ -190,9 +245,16 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
     cluster = settings.cluster
     with ExitStack() as stack:
         stack.enter_context(connected(cluster, tell=tell))
-        placement = BundlePlacement(blueprint(cluster), seconds=cluster.start_seconds)
+        wanted = blueprint(cluster, controller=controller_node())
+        placement = BundlePlacement(wanted, seconds=cluster.start_seconds)
         stack.callback(placement.remove)
-        yield RunningCluster(settings, placement, tell=tell)
+        gpu = stack.enter_context(reserved_gpu(placement))
+        yield RunningCluster(settings, placement, gpu=gpu, tell=tell)
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def _from_anywhere(settings: TrainSettings) -> TrainSettings:

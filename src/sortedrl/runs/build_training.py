@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import Lora, PrecisionChoice, TrainSettings
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer
 from sortedrl.core.clock import WallClock
@@ -26,9 +27,16 @@ from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError
-from sortedrl.models.loading import load_model
+from sortedrl.models.loading import load_model, stop_tokens
+from sortedrl.models.shape import shape_of_config
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
-from sortedrl.runs.build_engine import RolloutWorld, rollout_engine
+from sortedrl.runs.build_engine import (
+    PRECISIONS,
+    GenerationSettings,
+    RolloutWorld,
+    rollout_engine,
+)
+from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
@@ -48,16 +56,35 @@ if TYPE_CHECKING:
     from sortedrl.runs.build_cluster import RunningCluster
 
 
-PRECISIONS = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """How a process loads the model of a run; small enough to travel to workers and ranks."""
+
+    model: str
+    precision: PrecisionChoice
+    device: str | None
+    threads: int | None
+    seed: int
+    """Of new adapters."""
+    lora: Lora
+    gradient_checkpointing: bool
+
+    @classmethod
+    def of(cls, settings: TrainSettings | SupervisedSettings) -> ModelSettings:
+        """Those of a run."""
+        return cls(
+            model=settings.model,
+            precision=settings.precision,
+            device=settings.device,
+            threads=settings.threads,
+            seed=settings.seed,
+            lora=settings.lora,
+            gradient_checkpointing=settings.passes.gradient_checkpointing,
+        )
 
 
 def trained_model(
-    settings: TrainSettings | SupervisedSettings,
+    settings: ModelSettings,
     *,
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
@@ -74,14 +101,13 @@ def trained_model(
     )
     if settings.lora.rank is not None:
         add_adapters(model, settings.lora, seed=settings.seed)
-    if settings.passes.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+    if settings.gradient_checkpointing:
+        _checkpoint_layers(model)
     return model
 
 
 def first_model(
-    settings: TrainSettings, *, dtype: torch.dtype | None = None, device: str | None = None
+    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
 ) -> PreTrainedModel:
     """The model that the run began with, once more."""
     return load_model(
@@ -89,6 +115,22 @@ def first_model(
         dtype=dtype or PRECISIONS[settings.precision],
         device=device or settings.device,
     )
+
+
+def critic_model(
+    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
+) -> PreTrainedModel:
+    """The model that the critic begins with; it is trained like the policy."""
+    model = first_model(settings, dtype=dtype, device=device)
+    if settings.gradient_checkpointing:
+        _checkpoint_layers(model)
+    return model
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute layers in the backward pass; models do so in training mode only."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
 
 
 def total_steps(settings: TrainSettings, *, num_rows: int) -> int:
@@ -156,23 +198,68 @@ def training_parts(
     prompts = _prompts(settings, rows, saved)
     longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
     tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
-    trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
-    if cluster is not None:
-        engine: RolloutEngine = cluster.engine(longest_prompt=longest, prompts=tried)
-        if engine.version != trainer.version:
-            engine.load_weights(trainer.weights())
-    else:
-        assert isinstance(trainer, PolicyTrainer)
-        # As it stood: weights newer than the engine's version are synced, and that is logged.
-        version = 0 if saved is None else saved.state["engine_version"]
-        world = RolloutWorld(
-            model=trainer.model,
+    # What fails below must leave no process and no memory behind.
+    with ExitStack() as opened:
+        trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
+        opened.callback(trainer.close)
+        if cluster is not None:
+            engine: RolloutEngine = cluster.engine(longest_prompt=longest)
+            opened.callback(engine.close)
+            if engine.version != trainer.version:
+                engine.load_weights(trainer.weights())
+            cluster.check_agreement(trainer, prompts=tried)
+        else:
+            assert isinstance(trainer, PolicyTrainer)
+            # As it stood: weights newer than the engine's version are synced, and that is logged.
+            version = 0 if saved is None else saved.state["engine_version"]
+            shape = shape_of_config(trainer.model.config, name=settings.model)
+            world = RolloutWorld(
+                plan=run_memory(
+                    settings,
+                    shape,
+                    is_gpu=trainer.model.device.type == "cuda",
+                    prompt_tokens=longest,
+                ),
+                device=trainer.model.device,
+                model=trainer.model,
+                stop_tokens=stop_tokens(trainer.model),
+                tokenizer=tokenizer,
+                prompts=tried,
+                version=trainer.version if settings.rollout.is_outside else version,
+            )
+            generation = GenerationSettings.of(settings)
+            engine = rollout_engine(generation, world, weights=trainer.weights, tell=tell)
+            opened.callback(engine.close)
+        parts = _joined(
+            settings,
+            prompts,
+            engine=engine,
+            trainer=trainer,
             tokenizer=tokenizer,
-            prompts=tried,
-            longest_prompt=longest,
-            version=trainer.version if settings.rollout.is_outside else version,
+            pool=pool,
+            environments=environments,
+            record=record,
+            saved=saved,
+            numbers=dict if cluster is None else cluster.numbers,
         )
-        engine = rollout_engine(settings, world, weights=trainer.weights, tell=tell)
+        opened.pop_all()
+    return parts
+
+
+def _joined(
+    settings: TrainSettings,
+    prompts: PromptStream,
+    *,
+    engine: RolloutEngine,
+    trainer: RunTrainer,
+    tokenizer: Tokenizer,
+    pool: RewardPool | None,
+    environments: EnvironmentPool | None,
+    record: Record,
+    saved: Saved | None,
+    numbers: Callable[[], Mapping[str, float]],
+) -> TrainingParts:
+    """The loop of a run over its engine and its trainer, as its checkpoint has it."""
     state = None if saved is None else JournalState.from_json(saved.state["journal"])
     clock = WallClock(start=0.0 if state is None else state.seconds)
     overlap = None
@@ -207,7 +294,7 @@ def training_parts(
         prompts=prompts,
         text=text,
         clock=clock,
-        numbers=dict if cluster is None else cluster.numbers,
+        numbers=numbers,
     )
 
 
@@ -232,8 +319,8 @@ def _prompts(
     prompts = PromptStream(rows, epochs=settings.epochs, seed=settings.seed, position=position)
     if saved is not None and prompts.fingerprint != saved.state["fingerprint"]:
         raise CheckpointError(
-            f"{saved.folder}: the run was begun on other rows than the {len(rows)} of "
-            f"{settings.task}; resume it on the same data, or begin a new run (another --out)"
+            f"{saved.folder}: the run was started on different rows than the {len(rows)} of "
+            f"{settings.task}; resume it with the same data, or start a new run (another --out)"
         )
     return prompts
 
@@ -250,10 +337,12 @@ def _trainer(
             num_rows=num_rows,
             saved=None if saved is None else (saved.folder, saved.state["trainer"]),
         )
+    if cluster is not None:
+        settings = replace(settings, device=cluster.trainer_device)
     is_spread = saved is not None and is_sharded(saved.folder)
     has_adapters = settings.lora.rank is not None
     source = None if saved is None or has_adapters or is_spread else saved.folder / "model"
-    model = trained_model(settings, source=source)
+    model = trained_model(ModelSettings.of(settings), source=source)
     if saved is not None and has_adapters:
         load_adapters(model, saved.folder)
     is_shared = cluster is None and not settings.rollout.is_outside
@@ -271,20 +360,20 @@ def _policy_trainer(
     """`is_shared`: the engine writes with the very tensors that are trained."""
     algorithm, optimisation = settings.algorithm, settings.optimiser
     steps = total_steps(settings, num_rows=num_rows)
-    is_compiled = settings.passes.compiled
     policy = PackedModel(
         model,
         temperature=settings.rollout.temperature,
-        is_compiled=model.device.type == "cuda" if is_compiled is None else is_compiled,
+        is_compiled=settings.passes.compiles_on(model.device.type),
     )
     reference: AdapterReference | CopiedReference | None = None
     if algorithm.kl_coef > 0 and settings.lora.rank is not None:
         reference = AdapterReference(policy)
     elif algorithm.kl_coef > 0:
-        reference = CopiedReference(first_model(settings), temperature=policy.temperature)
+        first = first_model(ModelSettings.of(settings))
+        reference = CopiedReference(first, temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
-        values = Critic(first_model(settings))
+        values = Critic(critic_model(ModelSettings.of(settings)))
         critic = CriticTrainer(
             values,
             Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=steps),

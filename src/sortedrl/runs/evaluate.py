@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.data.stream import tokenized
+from sortedrl.environments.pool import opened_rows
 from sortedrl.evaluation.results import PAGE, ResultsWriter
 from sortedrl.evaluation.runner import Question, Runner, gold_of
 from sortedrl.evaluation.statistics import Asked, Evaluation
 from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.terminal import progress, tell, write_text
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.runs.tasks import evaluation_engine, threads, tokenizer_of
+from sortedrl.runs.tasks import environment_pool, evaluation_engine, threads, tokenizer_of
 from sortedrl.tasks.catalogue import Task
 
 
@@ -29,6 +31,8 @@ class Examination:
     rewards: RewardSettings
     data: DataSettings
     device: str | None
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    """What answers the model, where it is asked in conversations."""
     described: Mapping[str, object]
     """What an answer and its score depend on, as the folder of the results keeps it."""
 
@@ -40,6 +44,12 @@ def evaluated(
     settings, tasks = exam.settings, exam.tasks
     with ExitStack() as stack:
         stack.enter_context(threads(None, workers=exam.rewards.num_workers))
+        tokenizer = environments = None
+        if exam.environment.is_used:  # what an environment says first is part of its row
+            tokenizer = tokenizer_of(model)
+            environments = environment_pool(exam.environment, tokenizer, data=exam.data)
+            stack.enter_context(environments)
+            tasks = [replace(t, rows=opened_rows(environments, t.rows)) for t in tasks]
         writer = stack.enter_context(
             ResultsWriter(
                 folder,
@@ -53,8 +63,8 @@ def evaluated(
             )
         )
         # What is wrong with rewards, rows or tokenizer shows before the weights are loaded.
-        pools = _pools(tasks, exam.rewards, folder, stack)
-        tokenizer = tokenizer_of(model)
+        pools = _pools(tasks, exam, folder, stack)
+        tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
         questions = [
             Question(task, tokenized(task.rows, tokenizer, chat=exam.data.chat).rows, pool)
             for task, pool in zip(tasks, pools, strict=True)
@@ -67,6 +77,7 @@ def evaluated(
             samples=settings.samples,
             seed=settings.seed,
             is_done=writer.is_done,
+            environments=environments,
         )
         _write(runner, writer, label=label)
         evaluation, _ = writer.finish()
@@ -79,16 +90,18 @@ def write_page(evaluation: Evaluation, folder: Path) -> None:
 
 
 def _pools(
-    tasks: Sequence[Task], settings: RewardSettings, folder: Path, stack: ExitStack
-) -> list[RewardPool]:
-    """A pool for each task; tasks with the same reward share one."""
-    pools: list[RewardPool] = []
+    tasks: Sequence[Task], exam: Examination, folder: Path, stack: ExitStack
+) -> list[RewardPool | None]:
+    """A pool for each task; tasks with the same reward share one. Environments need none."""
+    if exam.environment.is_used and exam.environment.reward == "environment":
+        return [None for _ in tasks]
+    pools: list[RewardPool | None] = []
     for number, task in enumerate(tasks):
         same = [p for t, p in zip(tasks[:number], pools, strict=True) if t.reward == task.reward]
         pools.append(
             same[0]
             if same
-            else stack.enter_context(RewardPool(task.reward, settings, folder=folder))
+            else stack.enter_context(RewardPool(task.reward, exam.rewards, folder=folder))
         )
     return pools
 
@@ -106,5 +119,5 @@ def _write(runner: Runner, writer: ResultsWriter, *, label: str) -> None:
                 words = f"{label}: {done.written} of {done.total} answers, {rate:,.0f} tokens/s"
                 advance(words, done.written)
     except KeyboardInterrupt:
-        tell(f"{writer.num_done} answers are kept; go on with --resume")
+        tell(f"{writer.num_done} answers are saved; continue with --resume")
         raise

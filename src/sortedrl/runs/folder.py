@@ -50,6 +50,8 @@ _MAY_CHANGE = (
     "optimiser.min_lr_ratio",
     "optimiser.max_grad_norm",
     "optimiser.max_bad_updates",
+    "optimiser.state",
+    "optimiser.gradients",
     "passes",
     "cluster",
     "rewards.workers",
@@ -137,8 +139,8 @@ class RunFolder:
         taken = [path.name for path in written if os.path.lexists(path)]
         if taken:
             raise ConfigError(
-                f"a new run would write over {', '.join(taken)} in {self.root}, which no run of "
-                "ours has left there; move them away, or choose another folder (--out)"
+                f"a new run would overwrite {', '.join(taken)} in {self.root}, not written by a "
+                "run of ours; move them, or choose another folder (--out)"
             )
 
     @contextmanager
@@ -203,8 +205,8 @@ class RunFolder:
         """Refuse to save into a folder that was moved or removed while its run went on."""
         if not self.mark.exists():
             raise CheckpointError(
-                f"{self.root} was moved or removed while its run went on, so nothing more can be "
-                "saved there; resume the run where its last checkpoint is, or start a new one"
+                f"{self.root} was moved or deleted during the run, so nothing more can be saved "
+                "there; resume the run from where its last checkpoint is, or start a new one"
             )
 
     def _lock(self, file: IO[str]) -> None:
@@ -232,7 +234,7 @@ class RunFolder:
 
     def _refusal_of_second(self) -> ConfigError:
         return ConfigError(
-            f"another process is running the run in {self.root}; wait for its end or stop it, or "
+            f"another process is training in {self.root}; wait for it to finish, stop it, or "
             "choose another folder (--out)"
         )
 
@@ -257,9 +259,9 @@ def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) ->
         (allowed if _may_change(name, before, after) else refused).append(words)
     if refused:
         raise ConfigError(
-            f"a run is resumed with the settings its checkpoint was saved under; "
-            f"{'; '.join(refused)}; set them back (in config.toml or as flags), or begin a new "
-            "run (another --out), from the checkpoint's model if you like (--model)"
+            f"a run must be resumed with the settings its checkpoint was saved with; "
+            f"{'; '.join(refused)}; restore them (in config.toml or with flags), or start a new "
+            "run (another --out), optionally from the checkpoint's model (--model)"
         )
     return allowed
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from html import escape
 from importlib import import_module
 
-from sortedrl.core.events import Event
+from sortedrl.core.events import End, Event
 from sortedrl.core.logs import Value
 from sortedrl.report.live.state import Source
 from sortedrl.report.live.view import View, activity
@@ -30,7 +30,8 @@ _COLUMNS = {
     "evaluation/score": "score",
 }
 """What a row of the table has, by the names in metrics.jsonl."""
-_FRAME = '<iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe>'
+_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
+"""Inside a div: IPython warns of HTML that is a frame and nothing else."""
 
 Show = Callable[[str], None]
 """Shows HTML in the place that belongs to it."""
@@ -82,6 +83,8 @@ class NotebookView:
     def __call__(self, event: Event) -> None:
         """Take in the next event."""
         self._what = activity(event) or self._what
+        if isinstance(event, End):
+            self._what, self._done = f"finished: {event.trained:,} answers trained", 1.0
         self._draw_soon()
 
     def updated(self, row: Mapping[str, Value]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,7 @@ from sortedrl.core.meter import Meter
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, tokenized
-from sortedrl.environments.pool import EnvironmentPool
-from sortedrl.environments.rendering import Renderer
-from sortedrl.environments.sources import environment_source, opened_rows
+from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
@@ -35,7 +33,7 @@ from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
 from sortedrl.runs.machine import run_facts
-from sortedrl.runs.tasks import threads, tokenizer_of
+from sortedrl.runs.tasks import environment_pool, threads, tokenizer_of
 from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
 from sortedrl.tasks.catalogue import Task
@@ -93,7 +91,7 @@ def opened_run(
         data = identity_of(task)
         if saved is not None:
             _refuse_other_data(saved, data, name=settings.task, tell=tell)
-        questions = _questions(held_out, tokenizer, settings, folder, stack, tell=tell)
+        asked = _held_out(held_out, tokenizer, settings, folder, stack, tell=tell)
         watch = _Watch()
         parts = training_parts(
             settings,
@@ -105,7 +103,7 @@ def opened_run(
             saved=saved,
             cluster=_cluster(settings, stack, tell=tell),
             held_out_tokens=max(
-                (len(row.tokens) for question in questions for row in question.rows), default=0
+                (len(row.tokens) for q in asked.questions for row in q.rows), default=0
             ),
             tell=tell,
         )
@@ -116,6 +114,8 @@ def opened_run(
         else:
             facts = run_facts(parts.trainer.device)
             stack.enter_context(folder.begun(config, facts=facts))
+        # Before the folder is unlocked.
+        stack.callback(checkpoints.close)
         meter = Meter()
         view.watch(_source(settings, parts, meter))
         _replay(folder, saved, meter=meter, view=view)
@@ -127,7 +127,7 @@ def opened_run(
             folder=folder,
             logs=logs,
             checkpoints=checkpoints,
-            evaluator=_evaluator(settings, questions, parts) if questions else None,
+            evaluator=_evaluator(settings, asked, parts) if asked.questions else None,
             view=view,
             data=data,
             on_row=on_row,
@@ -162,21 +162,20 @@ def _saved(
     if newest is None:
         if checkpoints.num_named:
             raise CheckpointError(
-                f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints can be "
-                "used, for the reasons above; put one of them right, or begin a new run "
-                "(another --out)"
+                f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints is "
+                "usable, for the reasons above; repair one, or start a new run (another --out)"
             )
         tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
         return None
     saved = Saved.read(newest)
     if "settings" not in saved.state:
         raise CheckpointError(
-            f"{newest}: was saved by an older version of sortedrl, which kept no settings in it; "
-            "resume with that version, or begin a new run from its model "
+            f"{newest}: was saved by an older version of sortedrl, without its settings; "
+            "resume with that version, or start a new run from its model "
             f"(--model {newest / 'model'}, another --out)"
         )
     for words in refuse_other_settings(saved.state["settings"], settings):
-        tell(f"resumed with another setting: {words}")
+        tell(f"resumed with a changed setting: {words}")
     tell(f"resuming from {newest}")
     return saved
 
@@ -198,11 +197,11 @@ def identity_of(task: Task) -> dict[str, Any]:
 
 def _refuse_other_data(saved: Saved, data: Mapping[str, Any], *, name: str, tell: Tell) -> None:
     before = saved.state["data"]
-    advice = "resume with what the run began with, or begin a new run (another --out)"
+    advice = "resume with the original data and reward, or start a new run (another --out)"
     if before["fields"] != data["fields"]:
         raise CheckpointError(
-            f"{saved.folder}: the rows of {name} are not those the run began with: their answers "
-            f"or other fields have changed; {advice}"
+            f"{saved.folder}: the rows of {name} are not those the run started with: their "
+            f"answers or other fields have changed; {advice}"
         )
     for key in ("reward", "options"):
         if before[key] != data[key]:
@@ -212,8 +211,8 @@ def _refuse_other_data(saved: Saved, data: Mapping[str, Any], *, name: str, tell
             )
     if before["reward_file"] != data["reward_file"]:
         tell(
-            f"the file of the reward {data['reward']} has changed since the checkpoint: answers "
-            "are scored by the new code from here on"
+            f"the file of the reward {data['reward']} has changed since the checkpoint; answers "
+            "are scored with the new code from now on"
         )
 
 
@@ -227,8 +226,8 @@ def _readable(
     found = tokenized(rows, tokenizer, chat=settings.data.chat, max_prompt_tokens=most)
     if found.num_too_long:
         tell(
-            f"{name}: {found.num_too_long} of {len(rows)} prompts are left out, "
-            f"they have more than {most} tokens"
+            f"{name}: {found.num_too_long} of {len(rows)} prompts are skipped: "
+            f"they are longer than {most} tokens"
         )
     return found.rows
 
@@ -239,11 +238,7 @@ def _conversations(
     """The environments of a run, and its task with the prompts that they open with."""
     if not settings.environment.is_used:
         return None, task
-    pool = EnvironmentPool(
-        environment_source(settings.environment),
-        settings.environment,
-        renderer=Renderer(tokenizer, chat=settings.data.chat),
-    )
+    pool = environment_pool(settings.environment, tokenizer, data=settings.data)
     stack.enter_context(pool)
     rows = opened_rows(pool, task.rows)
     schedule = settings.schedule
@@ -256,7 +251,15 @@ def _conversations(
     return pool, replace(task, rows=rows)
 
 
-def _questions(
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """The held-out tasks, and the environments that answer in them."""
+
+    questions: Sequence[Question] = ()
+    environments: EnvironmentPool | None = None
+
+
+def _held_out(
     tasks: Sequence[Task],
     tokenizer: Tokenizer,
     settings: TrainSettings,
@@ -264,14 +267,29 @@ def _questions(
     stack: ExitStack,
     *,
     tell: Tell,
-) -> list[Question]:
+) -> _HeldOut:
+    """What is asked between two updates.
+
+    Its conversations have environments of their own: those of the training may be outside then.
+    """
+    if not tasks:
+        return _HeldOut()
+    environments = None
+    if settings.environment.is_used:
+        environments = environment_pool(settings.environment, tokenizer, data=settings.data)
+        stack.enter_context(environments)
     questions = []
     for task in tasks:
         short = replace(task, rows=task.rows[: settings.evaluation.limit])
+        if environments is not None:
+            short = replace(short, rows=opened_rows(environments, short.rows))
         rows = _readable(short.rows, tokenizer, settings, name=task.name, tell=tell)
-        pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
-        questions.append(Question(short, rows, stack.enter_context(pool)))
-    return questions
+        pool = None
+        if environments is None or settings.environment.reward == "function":
+            pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
+            stack.enter_context(pool)
+        questions.append(Question(short, rows, pool))
+    return _HeldOut(questions, environments)
 
 
 def _cluster(settings: TrainSettings, stack: ExitStack, *, tell: Tell) -> RunningCluster | None:
@@ -354,17 +372,16 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _evaluator(
-    settings: TrainSettings, questions: Sequence[Question], parts: TrainingParts
-) -> Evaluator:
-    asked = settings.evaluation
-    sampling = EvaluationSettings(samples=asked.samples, temperature=asked.temperature)
+def _evaluator(settings: TrainSettings, asked: _HeldOut, parts: TrainingParts) -> Evaluator:
+    periodic = settings.evaluation
+    sampling = EvaluationSettings(samples=periodic.samples, temperature=periodic.temperature)
     return Evaluator(
-        questions,
+        asked.questions,
         parts.engine,
         text=parts.text,
         temperature=sampling.sampling_temperature,
         max_tokens=settings.engine.max_tokens,
-        samples=asked.samples,
+        samples=periodic.samples,
         seed=settings.seed,
+        environments=asked.environments,
     )

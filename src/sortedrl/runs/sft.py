@@ -21,7 +21,7 @@ from sortedrl.data.stream import TokenizedRow, tokenized
 from sortedrl.errors import DataError
 from sortedrl.models.shape import shape_of
 from sortedrl.report.terminal import Advance, thousands
-from sortedrl.runs.build_training import trained_model
+from sortedrl.runs.build_training import ModelSettings, trained_model
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import Stopping
@@ -82,7 +82,7 @@ def _supervised_run(
         epochs=settings.epochs,
         seed=settings.seed,
     )[: settings.max_steps]
-    model = trained_model(settings)
+    model = trained_model(ModelSettings.of(settings))
     optimiser = Optimiser(
         trained_parameters(model),
         settings.optimiser,
@@ -90,7 +90,7 @@ def _supervised_run(
         computes_in=model.dtype,
     )
     _refuse_no_room(settings.out, model)
-    policy = PackedModel(model)
+    policy = PackedModel(model, is_compiled=settings.passes.compiles_on(model.device.type))
     done: list[SupervisedStep] = []
     with ExitStack() as stack:
         stack.enter_context(folder.left_as_found())
@@ -115,8 +115,8 @@ def _supervised_run(
         write_model(
             folder.model,
             lambda place: export_model(model, tokenizer, place),
-            otherwise="supervised training keeps no checkpoints, so it must run again: free space "
-            "there, and choose another folder (--out)",
+            otherwise="supervised training keeps no checkpoints, so it must be run again: free "
+            "some space, and choose another folder (--out)",
         )
     return SupervisedEnding(
         steps=len(done),
@@ -152,8 +152,8 @@ def _sequences(
     fitting = [s for s in sequences if len(s.prompt) + len(s.answer) <= context]
     if len(fitting) < len(sequences):
         tell(
-            f"{task.name}: {len(sequences) - len(fitting)} of {len(sequences)} rows are left out, "
-            f"with their responses they have more than {context} tokens"
+            f"{task.name}: {len(sequences) - len(fitting)} of {len(sequences)} rows are skipped: "
+            f"with their responses they are longer than {context} tokens"
         )
     if not fitting:
         raise DataError(task.name, f"no row fits into the model's context of {context} tokens")

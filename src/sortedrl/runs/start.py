@@ -80,7 +80,6 @@ def train(
     settings name. On a cluster that lost its trainer, or all of its workers, the run goes on by
     itself.
     """
-    settings.cluster.refuse_unsupported()
     _refuse_early(settings)
     task, held_out = training_tasks(settings, reward=reward)
     # Before anything heavy is loaded, which may take a while.
@@ -152,9 +151,9 @@ def _train(
 def _cut_off(out: Path) -> str:
     """What a run says that could say nothing."""
     return (
-        f"sortedrl: the run in {out} was cut off: its process was killed, or Ray's own processes "
-        "on this machine were (gcs_server, raylet), and Ray ends whoever has lost them. All that "
-        f"was saved is whole; resume with: sortedrl train {out} --resume"
+        f"sortedrl: the run in {out} was cut short: its process was killed, or Ray's own processes "
+        "on this machine were (gcs_server, raylet), and Ray ends every process that loses them. "
+        f"Everything that was saved is intact; resume with: sortedrl train {out} --resume"
     )
 
 
@@ -204,4 +203,4 @@ class Stopping:
         if self.is_asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.is_asked = True
-        self._tell("stopping: this round is finished and saved first (Ctrl-C again: at once)")
+        self._tell("stopping after this round is finished and saved (Ctrl-C again: at once)")

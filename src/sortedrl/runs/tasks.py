@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.sizes import cpu_limit, threads_for
 from sortedrl.config.spec import options_from, parsed
 from sortedrl.config.train import (
@@ -23,7 +24,7 @@ from sortedrl.config.train import (
 )
 from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import SUFFIXES
-from sortedrl.environments.sources import environment_source
+from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
@@ -32,6 +33,7 @@ from sortedrl.tasks.knights.puzzle import Split
 
 if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine
+    from sortedrl.environments.pool import EnvironmentPool
 
 
 def opened(
@@ -95,8 +97,8 @@ def _warn_of_test_rows(spec: str) -> None:
     split = parsed(spec)[1].get("split", "train")
     if "test" in split:
         tell(
-            f"warning: {spec} trains on the split {split!r}, which is kept for evaluation; "
-            "scores of this model on it will mean nothing"
+            f"warning: {spec} trains on the split {split!r}, which is meant for evaluation; "
+            "scores of this model on it will be meaningless"
         )
 
 
@@ -111,22 +113,22 @@ def _apart(task: Task, held_out: Sequence[Task], evaluation: PeriodicEvaluation)
         if not shared.asked:
             continue
         found = (
-            f"{len(shared.asked):,} of the {len(asked):,} rows of {other.name} ask what is "
-            f"trained on in {task.name} (the first: {asked[shared.asked[0]].place})"
+            f"{len(shared.asked):,} of the {len(asked):,} rows of {other.name} ask what "
+            f"{task.name} trains on (first: {asked[shared.asked[0]].place})"
         )
         if evaluation.shared_rows == "refuse":
             raise ConfigError(
                 f"evaluation.tasks must not ask what is trained on, but {found}; evaluate on "
                 "other rows (another split, seed or file), or set evaluation.shared_rows to "
-                "leave_out, so that they are not trained on, or to allow"
+                "leave_out (these rows are not trained on) or to allow"
             )
         tell(f"{found}; {len(shared.trained):,} rows are not trained on")
         left_out |= shared.trained
     rows = [row for number, row in enumerate(task.rows) if number not in left_out]
     require(
         bool(rows),
-        f"evaluation.shared_rows is leave_out, and every row of {task.name} is evaluated on; "
-        "evaluate on other rows",
+        f"evaluation.shared_rows is leave_out, but every row of {task.name} is evaluated on, "
+        "which leaves none to train on; evaluate on other rows",
     )
     return replace(task, rows=rows) if left_out else task
 
@@ -166,6 +168,17 @@ def tokenizer_of(model: str) -> Tokenizer:
 
     tokenizer: Tokenizer = load_tokenizer(model)
     return tokenizer
+
+
+def environment_pool(
+    settings: EnvironmentSettings, tokenizer: Tokenizer, *, data: DataSettings
+) -> EnvironmentPool:
+    """Processes that run the environment of the settings; to be used in a `with` block."""
+    from sortedrl.environments.pool import EnvironmentPool
+    from sortedrl.environments.rendering import Renderer
+
+    renderer = Renderer(tokenizer, chat=data.chat)
+    return EnvironmentPool(environment_source(settings), settings, renderer=renderer)
 
 
 def evaluation_engine(

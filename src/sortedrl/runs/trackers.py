@@ -150,8 +150,8 @@ class Trackers:
     def _switch_off(self, name: str, error: Exception) -> None:
         self._trackers.pop(name, None)
         self._warn(
-            f"{name} failed and is switched off ({type(error).__name__}: {error}); "
-            "the run goes on, and its numbers are in metrics.jsonl"
+            f"{name} failed and is disabled ({type(error).__name__}: {error}); "
+            "the run continues, and its metrics are in metrics.jsonl"
         )
 
 

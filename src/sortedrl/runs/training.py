@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +26,9 @@ from sortedrl.data.chat import Tokenizer
 from sortedrl.engines.generation import RolloutEngine, SamplingOverride
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weight_files import MOST_NATS
+from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.errors import EngineError
-from sortedrl.evaluation.runner import Question, Runner
+from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, Question, Runner
 from sortedrl.report.live.view import View
 from sortedrl.runs.build_training import TrainingParts
 from sortedrl.runs.folder import RunFolder, as_saved
@@ -38,27 +39,47 @@ from sortedrl.training.checkpoint import Checkpoints, write_model, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
 
 
-def write_snapshot(
-    folder: Path,
-    parts: TrainingParts,
-    *,
-    tokenizer: Tokenizer,
-    counters: Mapping[str, Any],
-) -> None:
-    """Fill the folder of a checkpoint; `counters` are those of the run itself."""
-    trainer = parts.trainer.save(folder, tokenizer=tokenizer)
-    save_buffer(parts.loop.buffer.state(), folder / "buffer.bin")
-    write_state(
-        folder,
-        {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """What a checkpoint has of a run."""
+
+    write: Callable[[Path], None]
+    """Fills the folder of the checkpoint."""
+    is_apart: bool
+    """Whether that may happen while the training goes on."""
+
+    @classmethod
+    def taken(
+        cls,
+        parts: TrainingParts,
+        *,
+        tokenizer: Tokenizer,
+        counters: Mapping[str, Any],
+        is_last: bool,
+    ) -> RunSnapshot:
+        """Of this moment; `counters` are those of the run itself.
+
+        After the last one nothing goes on, so no copy is made.
+        """
+        save = None if is_last else parts.trainer.snapshot(tokenizer=tokenizer)
+        buffer = parts.loop.buffer.state()
+        state = {
             **counters,
-            "trainer": trainer,
             "journal": parts.loop.journal.state().to_json(),
             "engine_version": parts.engine.version,
             "position": parts.prompts.position,
             "fingerprint": parts.prompts.fingerprint,
-        },
-    )
+        }
+
+        def write(folder: Path) -> None:
+            if save is None:
+                trainer = parts.trainer.save(folder, tokenizer=tokenizer)
+            else:
+                trainer = save(folder)
+            save_buffer(buffer, folder / "buffer.bin")
+            write_state(folder, {**state, "trainer": trainer})
+
+        return cls(write=write, is_apart=save is not None)
 
 
 def spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
@@ -202,6 +223,7 @@ class TrainingRun:
 
     def _after_update(self, batch: TrainBatch) -> None:
         counters, trainer = self.counters, self.parts.trainer
+        self.checkpoints.check()
         counters.updates += 1
         figures = self.logs.meter.window()
         self._log(figures, {**trainer.last, **self.parts.numbers(), **_reward_parts(batch)})
@@ -246,8 +268,8 @@ class TrainingRun:
             raise EngineError(
                 f"{self.parts.engine.name} and the trainer must agree on fresh tokens, but their "
                 f"log-probabilities are {gap:.2g} nats apart on average (at most {MOST_NATS}): the "
-                "new weights did not arrive, or not all of them. Try it with sortedrl engines, "
-                "then go on from the last checkpoint (--resume)"
+                "new weights did not arrive, or not all of them. Test the engine with sortedrl "
+                "engines, then resume from the last checkpoint (--resume)"
             )
 
     def _keep_answers(self, batch: TrainBatch) -> None:
@@ -281,30 +303,31 @@ class TrainingRun:
         counters.best_score = scores.mean if is_best else counters.best_score
         return is_best
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save a checkpoint, beside what follows where that can be."""
         counters, logs = self.counters, self.logs
         self.folder.refuse_gone()
+        # Only one at a time, so that memory has no more than one copy.
+        self.checkpoints.finish()
         scores = counters.last_scores if counters.scored_at == counters.updates else None
         lengths = {
             "events_bytes": logs.events.sync(),
             "metrics_bytes": logs.metrics.sync(),
             "answers_bytes": logs.answers.sync(),
         }
-        self.checkpoints.save(
-            counters.updates,
-            lambda folder: write_snapshot(
-                folder,
-                self.parts,
-                tokenizer=self.tokenizer,
-                counters={
-                    "settings": as_saved(self.settings),
-                    "data": dict(self.data),
-                    "run": counters.to_json(),
-                    **lengths,
-                },
-            ),
-            score=None if scores is None else scores.mean,
+        snapshot = RunSnapshot.taken(
+            self.parts,
+            tokenizer=self.tokenizer,
+            counters={
+                "settings": as_saved(self.settings),
+                "data": dict(self.data),
+                "run": counters.to_json(),
+                **lengths,
+            },
+            is_last=is_last,
         )
+        save = self.checkpoints.save_later if snapshot.is_apart else self.checkpoints.save
+        save(counters.updates, snapshot.write, score=None if scores is None else scores.mean)
 
     def _why_stop(self, stopping: Stopping) -> Reason | None:
         counters, target = self.counters, self.settings.evaluation.target
@@ -326,12 +349,12 @@ class TrainingRun:
         counters = self.counters
         if reason != "asked":
             self._evaluate()
-        self._save()
+        self._save(is_last=True)
         if reason != "asked":
             write_model(
                 self.folder.model,
                 lambda folder: self.parts.trainer.export(folder, tokenizer=self.tokenizer),
-                otherwise="the last checkpoint holds the same weights; free space there, and "
+                otherwise="the last checkpoint holds the same weights; free some space, and "
                 "resume to write the model again",
             )
         return Ending(
@@ -363,7 +386,7 @@ def _reward_parts(batch: TrainBatch) -> dict[str, float]:
 def _scores_json(scores: Scores | None) -> dict[str, Any] | None:
     if scores is None:
         return None
-    return {"by_task": scores.by_task, "mean_length": scores.mean_length}
+    return asdict(scores)
 
 
 def _scores(row: Mapping[str, Any] | None) -> Scores | None:
@@ -377,6 +400,10 @@ class Scores:
     by_task: dict[str, float]
     """The share of right answers."""
     mean_length: float
+    mean_turns: float | None = None
+    """Turns of the policy in a conversation; `None` where there are none."""
+    mean_outside_seconds: float | None = None
+    """How long a conversation waited for its environment."""
 
     @property
     def mean(self) -> float:
@@ -385,10 +412,12 @@ class Scores:
 
     def row(self) -> dict[str, float]:
         """The scores as numbers of a metrics row."""
+        talk = {"turns": self.mean_turns, "outside_seconds": self.mean_outside_seconds}
         return {
             **{f"evaluation/{task}": score for task, score in self.by_task.items()},
             "evaluation/score": self.mean,
             "evaluation/length": self.mean_length,
+            **{f"evaluation/{name}": value for name, value in talk.items() if value is not None},
         }
 
 
@@ -405,8 +434,9 @@ class Evaluator:
         max_tokens: int,
         samples: int,
         seed: int,
+        environments: EnvironmentPool | None = None,
     ) -> None:
-        """The engine is lent: it must be idle whenever scores are asked for."""
+        """Engine and environments are lent: they must be idle whenever scores are asked for."""
         self._questions = questions
         self._engine = engine
         self._rollout = SamplingOverride(
@@ -415,6 +445,7 @@ class Evaluator:
         self._text = text
         self._samples = samples
         self._seed = seed
+        self._environments = environments
 
     def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
         """The scores of the weights; `advance` is told how far it has come."""
@@ -426,9 +457,11 @@ class Evaluator:
             text=self._text,
             samples=self._samples,
             seed=self._seed,
+            environments=self._environments,
         )
         right: dict[str, list[bool]] = defaultdict(list)
         tokens = 0
+        parts: dict[str, float] = defaultdict(float)
         for answer in runner.run():
             if answer is None:
                 done = runner.progress
@@ -436,8 +469,13 @@ class Evaluator:
                 continue
             right[answer.task].append(answer.is_correct)
             tokens += answer.num_tokens
+            for name, value in answer.parts.items():
+                parts[name] += value
         total = sum(len(answers) for answers in right.values())
+        is_talk = self._environments is not None
         return Scores(
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,
+            mean_turns=parts[TURNS] / total if is_talk else None,
+            mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if is_talk else None,
         )

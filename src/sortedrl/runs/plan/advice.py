@@ -104,12 +104,6 @@ def _checkpointed(demand: Demand, device_bytes: int) -> Demand:
     return replace(demand, gradient_checkpointing=True)
 
 
-def _offloaded(demand: Demand, device_bytes: int) -> Demand:
-    cluster = demand.cluster
-    can_offload = cluster.trainer_ranks > 0 and cluster.gpus_per_rank > 0 and cluster.is_used
-    return replace(demand, cluster=replace(cluster, offload=can_offload))
-
-
 def _more_ranks(demand: Demand, device_bytes: int) -> Demand:
     """Twice as many GPUs for the trainer, as often as it takes; a single process stays one."""
     more = demand
@@ -121,6 +115,20 @@ def _more_ranks(demand: Demand, device_bytes: int) -> Demand:
         wider = replace(cluster, rollout_workers=workers, trainer_ranks=2 * cluster.trainer_ranks)
         more = replace(more, cluster=wider)
     return more
+
+
+def _packed(demand: Demand, device_bytes: int) -> Demand:
+    is_whole = demand.optimiser_state == "fp32"
+    return replace(demand, optimiser_state="8bit") if is_whole else demand
+
+
+def _state_on_host(demand: Demand, device_bytes: int) -> Demand:
+    return replace(demand, optimiser_state="offload") if demand.is_gpu else demand
+
+
+def _short_gradients(demand: Demand, device_bytes: int) -> Demand:
+    is_bfloat16 = demand.precision == "bfloat16" and demand.lora_rank is None
+    return replace(demand, gradients="weights") if is_bfloat16 else demand
 
 
 def _adapted(demand: Demand, device_bytes: int) -> Demand:
@@ -160,7 +168,9 @@ def _shorter_answers(demand: Demand, device_bytes: int) -> Demand:
 
 _LEVERS: tuple[Lever, ...] = (
     _checkpointed,
-    _offloaded,
+    _packed,
+    _state_on_host,
+    _short_gradients,
     _adapted,
     _without_reference,
     _without_critic,
@@ -192,7 +202,8 @@ def _changed_settings(before: Demand, after: Demand) -> dict[str, object]:
             before.gradient_checkpointing,
             after.gradient_checkpointing,
         ),
-        ("cluster.offload", old.offload, new.offload),
+        ("optimiser.state", before.optimiser_state, after.optimiser_state),
+        ("optimiser.gradients", before.gradients, after.gradients),
         ("lora.rank", before.lora_rank, after.lora_rank),
         ("passes.micro_batch_tokens", before.pass_tokens, after.pass_tokens),
         ("engine.max_tokens", before.max_tokens, after.max_tokens),
@@ -214,10 +225,10 @@ def _is_accepted(settings: TrainSettings | None, before: Demand, after: Demand) 
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     try:
-        changed = replaced(settings, values)
+        replaced(settings, values)
     except ConfigError:
         return False
-    return set(changed.cluster.unsupported) <= set(settings.cluster.unsupported)
+    return True
 
 
 def _text(before: Demand, after: Demand) -> str:

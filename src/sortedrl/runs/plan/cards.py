@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from sortedrl.config.algorithm import GradientPrecision, OptimiserState
 from sortedrl.config.checks import require
 from sortedrl.config.cluster import Cluster
 from sortedrl.errors import ConfigError, unknown_name
@@ -25,10 +26,9 @@ from sortedrl.simulate.costs import Costs, Machine
 
 # Weight, master, gradient and both moments are read and all but the gradient written.
 _OPTIMISER_BYTES = 34
+_STATE_BYTES = 12
 _GRADIENT_BYTES = 4
 _ALL_REDUCE_SECONDS = 20e-6
-# Offloaded weights are stepped by the cores of the host, from its memory.
-_HOST_BANDWIDTH = 300e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,14 @@ class Card:
         """Whether weights are kept in 16 bits on it."""
         return self.decode_flops is None
 
-    def costs(self, shape: Shape, *, number_bytes: int, cluster: Cluster | None = None) -> Costs:
+    def costs(
+        self,
+        shape: Shape,
+        *,
+        number_bytes: int,
+        cluster: Cluster | None = None,
+        optimiser_state: OptimiserState = "fp32",
+    ) -> Costs:
         """The constants of the simulator for a model on it, or on those of a cluster."""
         cluster = Cluster() if cluster is None else cluster
         narrow = 0.0 if self.decode_flops is None else 2 * shape.parameters / self.decode_flops
@@ -80,11 +87,14 @@ class Card:
             for devices in (cluster.engine_devices, cluster.trainer_devices)
         )
         devices = cluster.trainer_devices
-        bandwidth = _HOST_BANDWIDTH if cluster.offload else devices * self.bandwidth
+        step_seconds = _OPTIMISER_BYTES * shape.parameters / (devices * self.bandwidth)
+        if optimiser_state == "offload" and self.is_gpu:
+            # Copies in and out run at the same time.
+            step_seconds += _STATE_BYTES * shape.parameters / devices / self.host_link
         return replace(
             rollout,
             weight_sync_seconds=rollout.weight_sync_seconds if cluster.is_used else 0.0,
-            update_seconds=_OPTIMISER_BYTES * shape.parameters / bandwidth,
+            update_seconds=step_seconds,
             update_token_seconds=update.update_token_seconds,
         )
 
@@ -93,9 +103,7 @@ class Card:
         if cluster.num_ranks == 1:
             return 0.0
         moved = (2 * number_bytes + _GRADIENT_BYTES) * shape.parameters
-        # Each device has its share at the host, and all fetch theirs at the same time.
-        fetched = moved / cluster.trainer_devices / self.host_link if cluster.offload else 0.0
-        return moved / self.link + fetched
+        return moved / self.link
 
 
 def h200() -> Card:
@@ -206,6 +214,8 @@ class Demand:
     """Whether the engine of a single process has weights of its own."""
     lora_rank: int | None = None
     gradient_checkpointing: bool = False
+    optimiser_state: OptimiserState = "fp32"
+    gradients: GradientPrecision = "fp32"
     cache_bytes: int | None = None
     """What the cache of an engine may take; by default what all of its slots can fill."""
     cluster: Cluster = field(default_factory=Cluster)
@@ -254,6 +264,11 @@ class Demand:
     def is_separated(self) -> bool:
         """Whether engines and trainer are on different devices."""
         return self.is_gpu and self.cluster.is_used and self.cluster.kind == "separated"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainer ranks share GPUs, so that the engines sleep in an update."""
+        return self.is_gpu and self.cluster.is_used and self.cluster.kind == "colocated"
 
     @property
     def ranks_per_device(self) -> int:

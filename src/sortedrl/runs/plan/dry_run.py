@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from sortedrl.config.checks import require
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
@@ -21,9 +22,11 @@ from sortedrl.runs.plan.memory import MemoryPlan, memory_plan
 from sortedrl.runs.plan.page import RunPlan
 from sortedrl.runs.plan.prediction import Prediction, guessed_lengths, predict
 from sortedrl.runs.tasks import tokenizer_of
+from sortedrl.simulate.conversations import ConversationSettings
 
 _GUESSED_PROMPT_TOKENS = 256
 _PROMPTS_LOOKED_AT = 2048
+_GUESSED_TURNS, _GUESSED_SECONDS, _GUESSED_GIVEN = 4.0, 1.0, 100.0
 _GIB = 1 << 30
 
 
@@ -36,15 +39,66 @@ class Expected:
     mean_length: float | None = None
     memory_gib: float | None = None
     """Memory of one card."""
+    turns: float | None = None
+    """Turns of a conversation."""
+    tool_seconds: float | None = None
+    """Time of a reply."""
+    given_tokens: float | None = None
+    """Tokens of a reply."""
+    conversations: Path | None = None
+    """Observed conversations, in place of these three and of the mean length."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
-        for name, value in (("rows", self.rows), ("prompt-tokens", self.prompt_tokens)):
+        counts = {"rows": self.rows, "prompt-tokens": self.prompt_tokens, "turns": self.turns}
+        for name, value in counts.items():
             require(value is None or value >= 1, f"--{name} must be at least 1, got {value}")
+        for name, time in (
+            ("tool-seconds", self.tool_seconds),
+            ("given-tokens", self.given_tokens),
+        ):
+            require(time is None or time >= 0, f"--{name} must be 0 or more, got {time}")
+        require(
+            self.conversations is None or (self.mean_length is None and not self._has_talk),
+            "--conversations is a log of turns, lengths, times and replies; leave out --turns, "
+            "--tool-seconds, --given-tokens and --mean-length",
+        )
         require(
             self.memory_gib is None or self.memory_gib > 0,
             f"--memory-gib must be positive, got {self.memory_gib}",
         )
+
+    @property
+    def _has_talk(self) -> bool:
+        values = (self.turns, self.tool_seconds, self.given_tokens)
+        return any(value is not None for value in values)
+
+    def talk(self, settings: EnvironmentSettings) -> ConversationSettings | None:
+        """The conversations of a run as the simulator takes them; `None` where there are none."""
+        if not settings.is_used:
+            require(
+                not self._has_talk and self.conversations is None,
+                "--turns, --tool-seconds, --given-tokens and --conversations are for runs with an "
+                "environment; leave them out, or set environment.name",
+            )
+            return None
+        guess = min(_GUESSED_TURNS, settings.max_turns)
+        seconds = min(_GUESSED_SECONDS, settings.reply_seconds)
+        return ConversationSettings(
+            turns=guess if self.turns is None else self.turns,
+            tool_seconds=seconds if self.tool_seconds is None else self.tool_seconds,
+            given_tokens=_GUESSED_GIVEN if self.given_tokens is None else self.given_tokens,
+            log=self.conversations,
+            max_turns=settings.max_turns,
+            max_tool_seconds=settings.reply_seconds,
+            max_open=settings.max_open,
+        )
+
+    @property
+    def is_talk_guessed(self) -> bool:
+        """Whether turns, times or replies are guessed where there are any."""
+        values = (self.turns, self.tool_seconds, self.given_tokens)
+        return self.conversations is None and any(value is None for value in values)
 
 
 def planned_run(
@@ -64,7 +118,7 @@ def planned_run(
     prompts = _prompt_lengths(
         settings, rows, expected=expected, has_tokenizer=has_config, tell=tell
     )
-    memory = _memory(settings, shape, card=card, prompt_tokens=max(prompts))
+    memory = run_memory(settings, shape, is_gpu=card.is_gpu, prompt_tokens=max(prompts))
     prediction = None
     if memory.can_run(device_bytes):
         prediction = _prediction(
@@ -74,7 +128,7 @@ def planned_run(
             device_bytes=device_bytes,
             num_rows=len(rows) if expected.rows is None else expected.rows,
             mean_prompt=round(sum(prompts) / len(prompts)),
-            mean_length=expected.mean_length,
+            expected=expected,
         )
     return RunPlan(
         card=card,
@@ -85,7 +139,10 @@ def planned_run(
     )
 
 
-def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens: int) -> MemoryPlan:
+def run_memory(
+    settings: TrainSettings, shape: Shape, *, is_gpu: bool, prompt_tokens: int
+) -> MemoryPlan:
+    """The memory of a run, from which `train` takes the size of its caches too."""
     cache_gib, engine = settings.rollout.cache_gib, settings.engine
     return memory_plan(
         shape,
@@ -93,13 +150,15 @@ def _memory(settings: TrainSettings, shape: Shape, *, card: Card, prompt_tokens:
         max_tokens=engine.max_tokens,
         prompt_tokens=prompt_tokens,
         pass_tokens=settings.passes.micro_batch_tokens,
-        precision=_precision(settings, card),
-        is_gpu=card.is_gpu,
+        precision=_precision(settings, is_gpu=is_gpu),
+        is_gpu=is_gpu,
         has_reference=settings.algorithm.kl_coef > 0,
         has_critic=settings.algorithm.has_critic,
         has_engine_copy=settings.rollout.engine in ("vllm", "sglang"),
         lora_rank=settings.lora.rank,
         gradient_checkpointing=settings.passes.gradient_checkpointing,
+        optimiser_state=settings.optimiser.state,
+        gradients=settings.optimiser.gradients,
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
         cluster=settings.cluster,
     )
@@ -113,11 +172,11 @@ def _prediction(
     device_bytes: int,
     num_rows: int,
     mean_prompt: int,
-    mean_length: float | None,
+    expected: Expected,
 ) -> Prediction:
     algorithm, optimisation = settings.algorithm, settings.optimiser
     in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
-    lengths = None
+    lengths, mean_length = None, expected.mean_length
     if mean_length is not None:
         lengths = guessed_lengths(
             settings.engine.max_tokens, mean=mean_length, prompt_tokens=mean_prompt
@@ -134,6 +193,8 @@ def _prediction(
         has_first_pass=in_reward or optimisation.mini_batches * optimisation.epochs > 1,
         lengths=lengths,
         prompt_tokens=mean_prompt,
+        conversations=expected.talk(settings.environment),
+        are_turns_guessed=expected.is_talk_guessed,
     )
 
 
@@ -163,7 +224,7 @@ def _device(
         name = "cpu"
     if name is not None:
         card = card_named(name)
-        known = card.memory_bytes or _machine_bytes()
+        known = card.memory_bytes or machine_bytes()
         return card, known if memory_gib is None else int(memory_gib * _GIB)
     require(
         memory_gib is None,
@@ -173,7 +234,7 @@ def _device(
         device = torch.device(settings.device or "cuda")
         total = int(torch.cuda.get_device_properties(device).total_memory)
         return card_of(torch.cuda.get_device_name(device), total), total
-    return card_named("cpu"), _machine_bytes()
+    return card_named("cpu"), machine_bytes()
 
 
 def card_of(name: str, num_bytes: int) -> Card:
@@ -189,13 +250,14 @@ def card_of(name: str, num_bytes: int) -> Card:
     return card_named(known[0])
 
 
-def _machine_bytes() -> int:
+def machine_bytes() -> int:
+    """The main memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _precision(settings: TrainSettings, card: Card) -> Precision:
+def _precision(settings: TrainSettings, *, is_gpu: bool) -> Precision:
     if settings.precision == "auto":
-        return "bfloat16" if card.is_gpu else "float32"
+        return "bfloat16" if is_gpu else "float32"
     return settings.precision
 
 

@@ -5,12 +5,14 @@ its passes is free while the engine writes, and the other way round, so of these
 larger one counts. The parts add up to the total.
 
 Trainer ranks each hold an even share of what the trainer holds, and gather the layers of a pass as
-they are needed. Colocated, the engine's own weights and its cache stay where they are during an
-update; a run that frees them in between has room to spare. Separated, some devices hold the trainer
-and others the engines, and the larger of the two decides.
+they are needed. Colocated, the engine sleeps during an update: vLLM and SGLang drop their weights
+and their cache, the native engine its cache. What the trainer needs for its passes and what the
+engine needs do not add up then, and the larger of the two decides. Separated, some devices hold the
+trainer and others the engines, and again the larger one decides.
 
 Per trained parameter: 4 bytes of gradient and 8 of moments, all fp32; if the weights have 16 bits,
-4 more for their fp32 master.
+4 more for their fp32 master. Moments in 8 bits take 2; masters and moments in main memory take none
+on the device, but for the pieces of a step. Gradients of 16-bit weights may take 2.
 Per token of a pass and layer, kept for the backward pass: each of two norms keeps its input in
 fp32 and its result twice, attention its queries, keys, values and result, and the feed-forward
 part four times its inner width.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sortedrl.config.algorithm import GradientPrecision, OptimiserState
 from sortedrl.config.cluster import Cluster
 from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
@@ -27,6 +30,10 @@ from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
 __all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "memory_plan", "planned"]
 
 _FULL, _MOMENTS, _GRADIENT = 4, 8, 4
+# A code each, and an fp32 scale for 256 of them.
+_MOMENTS_8BIT = 2 * (1 + 4 / 256)
+# A step in pieces: three times both moments and the master of so many numbers.
+_PIECE_NUMBERS, _PIECE_BYTES = 1 << 24, 36
 _CHUNK_BYTES = {False: 64 << 20, True: 256 << 20}
 _ENGINE_LOGITS_BYTES = 1 << 30
 _GPU_SHARE, _CPU_SHARE = 0.94, 0.9
@@ -41,9 +48,9 @@ class Parts:
     masters: int
     """fp32 copies that the optimiser works on, of 16-bit weights."""
     moments: int
-    """The two moments of AdamW."""
+    """The two moments of AdamW, or the pieces of them that a step brings to the device."""
     gradients: int
-    """Summed in fp32 over the passes of an update."""
+    """Summed over the passes of an update."""
     reference: int
     """The model of the divergence; adapters need none."""
     critic: int
@@ -93,14 +100,27 @@ class MemoryPlan:
     @property
     def least(self) -> int:
         """The bytes of a device below which it cannot run."""
-        engine = self._beside_cache + self.demand.least_cache_bytes
-        return max(self.parts.trainer, engine) if self.demand.is_separated else engine
+        return max(self.update_bytes, self._beside_cache + self.demand.least_cache_bytes)
 
     @property
     def total(self) -> int:
         """The bytes of a device with which every slot has room for its longest answer."""
-        engine = self._beside_cache + self.parts.cache
-        return max(self.parts.trainer, engine) if self.demand.is_separated else engine
+        return max(self.update_bytes, self.rollout_bytes)
+
+    @property
+    def update_bytes(self) -> int:
+        """What a device of the trainer holds in an update.
+
+        A native engine that sleeps has only dropped its cache, others their weights too.
+        """
+        if self.demand.takes_turns:
+            return self.parts.trainer + (0 if self.demand.has_engine_copy else self.parts.engine)
+        return self.parts.trainer
+
+    @property
+    def rollout_bytes(self) -> int:
+        """What a device of an engine holds if every slot has room for its longest answer."""
+        return self._beside_cache + self.parts.cache
 
     def usable(self, device_bytes: int) -> int:
         """What a run can take of a device: the rest is for its driver and for gaps."""
@@ -128,12 +148,19 @@ class MemoryPlan:
     def host_bytes(self) -> int:
         """What the hosts of all devices hold in their place."""
         alone = replace(self.demand, cluster=Cluster())
-        return planned(alone).parts.held if self.demand.cluster.offload else 0
+        if self.demand.optimiser_state != "offload":
+            return 0
+        on_device, in_all = (
+            planned(replace(alone, optimiser_state=state)).parts for state in ("offload", "fp32")
+        )
+        return in_all.masters + in_all.moments + in_all.critic - on_device.critic
 
     @property
     def _beside_cache(self) -> int:
         """What the device of an engine holds beside its cache, which takes what is left."""
-        trainer = 0 if self.demand.is_separated else self.parts.trainer
+        if self.demand.is_separated:
+            return self.parts.generation
+        trainer = self.parts.held if self.demand.takes_turns else self.parts.trainer
         return trainer + self.parts.generation
 
 
@@ -151,6 +178,8 @@ def memory_plan(
     has_engine_copy: bool = False,
     lora_rank: int | None = None,
     gradient_checkpointing: bool = False,
+    optimiser_state: OptimiserState = "fp32",
+    gradients: GradientPrecision = "fp32",
     cache_bytes: int | None = None,
     cluster: Cluster | None = None,
 ) -> MemoryPlan:
@@ -169,6 +198,8 @@ def memory_plan(
             has_engine_copy=has_engine_copy,
             lora_rank=lora_rank,
             gradient_checkpointing=gradient_checkpointing,
+            optimiser_state=optimiser_state,
+            gradients=gradients,
             cache_bytes=cache_bytes,
             cluster=Cluster() if cluster is None else cluster,
         )
@@ -179,29 +210,31 @@ def planned(demand: Demand) -> MemoryPlan:
     """The memory of a demand."""
     shape, size = demand.shape, demand.number_bytes
     trained = demand.trained_parameters
-    is_half, has_adapters = size < _FULL, demand.lora_rank is not None
+    has_adapters = demand.lora_rank is not None
+    # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
+    own = _TrainedBytes.of(demand, number_bytes=_FULL if has_adapters else size)
     ranks = demand.ranks_per_device
     gathered, activations, logits = (
         ranks * part for part in (_gathered(demand), _activations(demand), _logits(demand))
     )
     # Of an engine on the trainer's device only what goes beyond an update counts.
-    free = 0 if demand.is_separated else gathered + activations + logits
+    has_own_turn = demand.is_separated or demand.takes_turns
+    free = 0 if has_own_turn else gathered + activations + logits
 
     def share(num_bytes: int) -> int:
-        return 0 if demand.cluster.offload else ranks * -(-num_bytes // demand.cluster.num_ranks)
+        return ranks * -(-num_bytes // demand.cluster.num_ranks)
 
     return MemoryPlan(
         demand=demand,
         parts=Parts(
-            # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
             weights=share(shape.parameters * size + demand.adapter_parameters * _FULL),
-            masters=share(trained * _FULL if is_half and not has_adapters else 0),
-            moments=share(trained * _MOMENTS),
-            gradients=share(trained * _GRADIENT),
+            masters=share(trained * own.master),
+            moments=share(int(trained * own.moments)) + ranks * own.pieces(trained),
+            gradients=share(trained * own.gradient),
             reference=share(
                 shape.parameters * size if demand.has_reference and not has_adapters else 0
             ),
-            critic=share(_critic(shape, size) if demand.has_critic else 0),
+            critic=share(_critic(demand) if demand.has_critic else 0),
             engine=demand.engine_bytes,
             gathered=gathered,
             cache=demand.full_cache_bytes,
@@ -212,12 +245,46 @@ def planned(demand: Demand) -> MemoryPlan:
     )
 
 
-def _critic(shape: Shape, size: int) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainedBytes:
+    """What a trained number takes on the device beside its weight."""
+
+    master: int
+    moments: float
+    gradient: int
+    is_in_pieces: bool
+
+    @classmethod
+    def of(cls, demand: Demand, *, number_bytes: int) -> _TrainedBytes:
+        """Of weights with numbers of this size."""
+        is_half, state = number_bytes < _FULL, demand.optimiser_state
+        return cls(
+            master=_FULL if is_half and state != "offload" else 0,
+            moments={"fp32": _MOMENTS, "8bit": _MOMENTS_8BIT, "offload": 0}[state],
+            gradient=number_bytes if demand.gradients == "weights" else _GRADIENT,
+            is_in_pieces=state != "fp32",
+        )
+
+    @property
+    def all(self) -> float:
+        """Together."""
+        return self.master + self.moments + self.gradient
+
+    def pieces(self, trained: int) -> int:
+        """What a step brings to the device for a while."""
+        return _PIECE_BYTES * min(_PIECE_NUMBERS, trained) if self.is_in_pieces else 0
+
+
+def _critic(demand: Demand) -> int:
     """A copy of the policy whose output layer is there but not trained, and a value head."""
+    shape, size = demand.shape, demand.number_bytes
     trained = shape.parameters - shape.output_parameters
-    held = _MOMENTS + _GRADIENT + (_FULL if size < _FULL else 0)
-    head = (shape.hidden + 1) * (_FULL + _MOMENTS + _GRADIENT)
-    return shape.parameters * size + trained * held + head
+    own, head = (_TrainedBytes.of(demand, number_bytes=bytes_) for bytes_ in (size, _FULL))
+    return (
+        shape.parameters * size
+        + int(trained * own.all)
+        + int((shape.hidden + 1) * (_FULL + head.all))
+    )
 
 
 def _activations(demand: Demand) -> int:

@@ -9,7 +9,7 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.runs.plan.advice import Change, advice, count, size
 from sortedrl.runs.plan.cards import Card
 from sortedrl.runs.plan.memory import MemoryPlan
-from sortedrl.runs.plan.prediction import Prediction, SchedulePlan
+from sortedrl.runs.plan.prediction import ConversationPlan, Prediction, SchedulePlan
 from sortedrl.simulate.compare import PREDICTION_ERROR
 
 
@@ -43,8 +43,6 @@ class RunPlan:
 def lines(plan: RunPlan) -> list[str]:
     """The plan for a terminal."""
     text = [*_model_lines(plan), "", *_memory_lines(plan)]
-    if plan.settings.cluster.unsupported:
-        text += ["", *(f"not yet    {words}" for words in plan.settings.cluster.unsupported)]
     if not plan.fits:
         text += ["", "It does not fit. What would:"]
         text += [f"  {change.text}  (needs {size(change.least)})" for change in plan.changes]
@@ -71,7 +69,6 @@ def to_json(plan: RunPlan) -> dict[str, object]:
             "host": memory.host_bytes,
         },
         "fits": plan.fits,
-        "not_yet": list(plan.settings.cluster.unsupported),
         "advice": [{"text": change.text, "least": change.least} for change in plan.changes],
         "schedule": asdict(plan.schedule),
         "prediction": None if plan.prediction is None else asdict(plan.prediction),
@@ -114,7 +111,7 @@ def _device_line(plan: RunPlan) -> str:
 
 
 def _cluster_lines(plan: RunPlan) -> list[str]:
-    memory, demand, cluster = plan.memory, plan.memory.demand, plan.memory.demand.cluster
+    demand, cluster = plan.memory.demand, plan.memory.demand.cluster
     workers = _number(cluster.num_workers, "rollout worker")
     ranks = _number(cluster.trainer_ranks, "trainer rank")
     if not cluster.trainer_ranks:
@@ -127,10 +124,7 @@ def _cluster_lines(plan: RunPlan) -> list[str]:
         if demand.is_separated
         else f"{ranks} on the same GPUs, in turns; below is what one of them holds"
     )
-    lines = [f"cluster    {workers} on {on}, {shared}"]
-    if cluster.offload:
-        lines.append(f"           host memory holds {size(memory.host_bytes)} of the trainer")
-    return lines
+    return [f"cluster    {workers} on {on}, {shared}"]
 
 
 def _memory_lines(plan: RunPlan) -> list[str]:
@@ -143,8 +137,8 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     rows = [
         ("weights", parts.weights, _weights_text(plan)),
         ("masters", parts.masters, "fp32 copies of the weights"),
-        ("moments", parts.moments, "of AdamW, fp32"),
-        ("gradients", parts.gradients, "fp32"),
+        ("moments", parts.moments, _MOMENTS_TEXT[demand.optimiser_state]),
+        ("gradients", parts.gradients, _gradients_text(plan)),
         ("reference", parts.reference, "the model the run began with"),
         ("critic", parts.critic, "a second model, trained too"),
         ("engine", parts.engine, "the engine's own weights"),
@@ -155,7 +149,12 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     ]
     rows = [row for row in rows if row[1]]
     rows.append(("cache", parts.cache, _cache_text(plan)))
-    if demand.is_separated:
+    if demand.takes_turns:
+        least = size(memory.least)
+        update = f"an update, while the engine sleeps; with the smallest cache at least {least}"
+        rows.append(("update", memory.update_bytes, update))
+        rows.append(("generation", memory.rollout_bytes, "what the trainer holds meanwhile too"))
+    elif demand.is_separated:
         least = size(parts.generation + demand.least_cache_bytes)
         engine = f"engine, rollout and cache; at least {least}, with the smallest cache"
         rows.append(("trainer GPU", parts.trainer, "all but engine, rollout and cache"))
@@ -163,7 +162,22 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     else:
         least = size(memory.least)
         rows.append(("all", memory.total, f"at least {least}, with the smallest cache"))
+    if demand.optimiser_state == "offload":
+        rows.append(("main memory", memory.host_bytes, "masters and moments, pinned"))
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
+
+
+_MOMENTS_TEXT = {
+    "fp32": "of AdamW, fp32",
+    "8bit": "of AdamW, 8 bits",
+    "offload": "of AdamW: pieces of what main memory holds",
+}
+
+
+def _gradients_text(plan: RunPlan) -> str:
+    demand = plan.memory.demand
+    is_short = demand.gradients == "weights" and demand.lora_rank is None
+    return demand.precision if is_short else "fp32"
 
 
 def _weights_text(plan: RunPlan) -> str:
@@ -234,10 +248,31 @@ def _prediction_lines(prediction: Prediction, slots: int) -> list[str]:
             f"           the cache has room for about {prediction.slots} answers at a time, "
             f"not for {slots}"
         )
+    if prediction.conversations is not None:
+        text += _conversation_lines(prediction.conversations)
     text.append(
         f"lengths    {prediction.mean_length:,.0f} tokens on average, long-tailed: {lengths}"
         + ("; measure some, and see sortedrl fit" if prediction.are_lengths_guessed else "")
     )
+    return text
+
+
+def _conversation_lines(talk: ConversationPlan) -> list[str]:
+    source = (
+        "partly guessed; give --turns, --tool-seconds and --given-tokens, or --conversations"
+        if talk.are_guessed
+        else "as given"
+    )
+    text = [
+        f"turns      {talk.turns:.1f} on average, replies take {talk.reply_seconds:.2g} s and "
+        f"bring {talk.given_tokens:,.0f} tokens in all: {source}",
+        f"           slots that were idle while a tool worked: {talk.outside_bubble:.1%}",
+    ]
+    if talk.fills_context:
+        text.append(
+            "           the model's context has no room for such replies: they are planned "
+            "shorter, and conversations would end early"
+        )
     return text
 
 

@@ -15,6 +15,7 @@ from sortedrl.core.buffer import open_group
 from sortedrl.runs.plan.cards import Card, Demand
 from sortedrl.runs.plan.memory import MemoryPlan
 from sortedrl.simulate.compare import SimulationResult, simulate
+from sortedrl.simulate.conversations import Conversations, ConversationSettings
 from sortedrl.simulate.costs import Costs, CostSettings
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.simulate.settings import Simulation
@@ -50,6 +51,23 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationPlan:
+    """The conversations of a prediction: means over those that were simulated."""
+
+    turns: float
+    given_tokens: float
+    """Tokens of all replies of a conversation."""
+    reply_seconds: float
+    """Time of one reply."""
+    outside_bubble: float
+    """The part of the bubble in which a tool worked for each idle slot."""
+    are_guessed: bool
+    """Whether anything of this is a guess."""
+    fills_context: bool
+    """Whether replies were planned shorter, because the context has no room for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The simulator's numbers for a run."""
 
@@ -71,6 +89,8 @@ class Prediction:
     sync_goodput: float
     sync_hours: float
     are_lengths_guessed: bool
+    conversations: ConversationPlan | None = None
+    """`None` for single answers."""
 
 
 def guessed_lengths(
@@ -95,10 +115,13 @@ def predict(
     has_first_pass: bool = False,
     lengths: LengthSettings | None = None,
     prompt_tokens: int | None = None,
+    conversations: ConversationSettings | None = None,
+    are_turns_guessed: bool = False,
 ) -> Prediction:
     """The numbers of a run on a card; lengths that are not given are guessed.
 
-    `prompt_tokens` is the mean for the guess, by default the longest.
+    `prompt_tokens` is the mean for the guess, by default the longest. With `conversations`, lengths
+    are the tokens that the policy writes in a whole one.
 
     `batch_epochs` is how often an update goes through its batch, and `has_first_pass` whether it
     computes the log-probabilities of the whole batch before it learns: for several steps, or for a
@@ -108,16 +131,27 @@ def predict(
     room = min(demand.max_tokens, demand.shape.context - demand.prompt_tokens)
     known = lengths or guessed_lengths(room, prompt_tokens=prompt_tokens or demand.prompt_tokens)
     drawn = _drawn_lengths(known, demand)
+    talk = None
+    fills_context = False
+    if conversations is not None:
+        known = _per_turn(known, conversations)
+        fitting = _fitting(conversations, known, demand)
+        # A guess is made to fit; what was given is not, and that is said.
+        fills_context = fitting != conversations and not are_turns_guessed
+        conversations = fitting
+        talk = _drawn_conversations(known, conversations, demand)
+        drawn = [one.written for one in talk]
     mean = sum(drawn) / len(drawn)
+    given = 0.0 if talk is None else sum(one.given for one in talk) / len(talk)
     # A long answer is met more often in a slot than it is drawn, on average half written.
-    resident = known.prompt_tokens + sum(n * n for n in drawn) / (2 * sum(drawn))
+    resident = known.prompt_tokens + given / 2 + sum(n * n for n in drawn) / (2 * sum(drawn))
     slots = max(1, min(demand.slots, int(memory.cache_tokens(device_bytes) / resident)))
     costs = _costs(
         demand,
         card=card,
         work=_work(demand, batch_epochs=batch_epochs, has_first_pass=has_first_pass),
         # An update goes through the prompts as well, and the simulator counts answers only.
-        longer=1 + known.prompt_tokens / mean,
+        longer=1 + (known.prompt_tokens + given) / mean,
     )
     simulation = _simulation(
         schedule,
@@ -127,6 +161,8 @@ def predict(
         costs=CostSettings(hardware="ticks", **asdict(costs)),
         most_groups=_MOST_GROUPS_OF_SEVERAL if demand.cluster.is_used else _MOST_GROUPS,
     )
+    if conversations is not None:
+        simulation = replace(simulation, conversations=conversations)
     outcome = simulate(simulation)
     sync = simulate(replace(simulation, schedule=_as_sync(schedule)))
     course, sync_course = (
@@ -147,14 +183,78 @@ def predict(
         sync_bubble=sync.metrics.run.bubble,
         sync_goodput=sync.metrics.run.goodput,
         sync_hours=_hours(sync, sync_course),
-        are_lengths_guessed=lengths is None,
+        are_lengths_guessed=lengths is None
+        and (conversations is None or conversations.log is None),
+        conversations=None
+        if talk is None
+        else ConversationPlan(
+            turns=sum(one.turns for one in talk) / len(talk),
+            given_tokens=given,
+            reply_seconds=sum(one.seconds for one in talk)
+            / max(1, sum(one.turns - 1 for one in talk)),
+            outside_bubble=run.outside_bubble,
+            are_guessed=are_turns_guessed,
+            fills_context=fills_context,
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A conversation as the simulator draws it, without a limit of the context."""
+
+    turns: int
+    written: int
+    given: int
+    seconds: float
+
+
+def _per_turn(lengths: LengthSettings, conversations: ConversationSettings) -> LengthSettings:
+    """Lengths of whole conversations as those of turns."""
+    if conversations.log is not None:
+        return lengths
+    turns = min(conversations.turns, conversations.max_turns or conversations.turns)
+    return replace(lengths, median=max(1.0, lengths.median / turns))
+
+
+def _fitting(
+    conversations: ConversationSettings, lengths: LengthSettings, demand: Demand
+) -> ConversationSettings:
+    """The conversations with replies that leave room in the context for what is written."""
+    written = min(demand.max_tokens, conversations.turns * lengths.median)
+    room = max(1.0, demand.shape.context - demand.prompt_tokens - written)
+    most = room / max(1.0, conversations.turns)
+    return replace(conversations, given_tokens=min(conversations.given_tokens, most))
+
+
+def _drawn_conversations(
+    lengths: LengthSettings, settings: ConversationSettings, demand: Demand
+) -> list[_Conversation]:
+    plain = Lengths(lengths, seed=0, max_tokens=demand.max_tokens, samples_per_prompt=1)
+    source = Conversations(settings, lengths=plain)
+    prompts = [Prompt(id=number) for number in range(_SAMPLE)]
+    found = []
+    for fresh in open_group(prompts, group=0, samples_per_prompt=1, seed=0):
+        now, seconds = fresh, 0.0
+        while True:
+            written = source.length(now, version=0)
+            fill = written - now.num_tokens
+            now = now.extended(range(fill), [0.0] * fill, version=0)
+            is_over = now.num_turns >= source.num_turns(fresh) or written >= demand.max_tokens
+            if is_over:
+                break
+            seconds += source.seconds_outside(now)
+            now = replace(now, given=range(source.num_given(now)))
+        found.append(_Conversation(now.num_turns, now.num_tokens, now.num_given, seconds))
+    return found
 
 
 def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
     """What things cost, with the work of this update; `longer` are its tokens per answer token."""
     shape, size, cluster = demand.shape, demand.number_bytes, demand.cluster
-    costs = card.costs(shape, number_bytes=size, cluster=cluster)
+    costs = card.costs(
+        shape, number_bytes=size, cluster=cluster, optimiser_state=demand.optimiser_state
+    )
     scale = work / (_FORWARD + _BACKWARD) * longer
     computing = costs.update_token_seconds * scale
     if cluster.num_ranks == 1:

@@ -1,0 +1,333 @@
+"""Tries every part of a run that needs GPUs, and prints a verdict for each.
+
+    python benchmarks/multi_gpu_check.py                       all parts; 5 to 15 minutes
+    python benchmarks/multi_gpu_check.py --parts nccl ranks    some of them
+    python benchmarks/multi_gpu_check.py --json check.json     the verdicts as a file too
+
+A user with two or eight GPUs runs it once before a long run. Every part has a process of its own
+and a tiny model, so one that fails or hangs does not disturb the others. A part that this machine
+cannot run says what it needs. The exit code is 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from multiprocessing.queues import Queue
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+
+_SECONDS = 900.0
+_TOKENS = 16
+_PROMPT = [5, 9, 2, 7]
+_SYNC_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing to try."""
+
+    about: str
+    run: Callable[[], str]
+    gpus: int
+    packages: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> str | None:
+        """What this machine lacks for it."""
+        if torch.cuda.device_count() < self.gpus:
+            return f"needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+        lacking = [name for name in self.packages if find_spec(name) is None]
+        return f"needs the package {lacking[0]}" if lacking else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of a part."""
+
+    part: str
+    verdict: Literal["ok", "failed", "skipped"]
+    words: str
+    seconds: float = 0.0
+
+
+# --- vLLM -----------------------------------------------------------------------------------------
+
+
+def _with_vllm(*, shards: int, can_sleep: bool) -> str:
+    """Start vLLM, let it sleep, give it new weights, and compare what it writes."""
+    from sortedrl.engines.conformance import greedy, reference_model
+    from sortedrl.engines.sampling import Sampling
+    from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest
+    from sortedrl.engines.vllm.vllm_process import VllmProcess
+    from sortedrl.types import Weights
+
+    loop = EventLoop("check")
+    with tempfile.TemporaryDirectory() as folder:
+        reference_model().save_pretrained(folder)
+        backend = loop.call(
+            VllmProcess.start(
+                model=folder,
+                slots=4,
+                context=128,
+                dtype="float32",
+                memory_share=0.3,
+                tensor_parallel=shards,
+                can_sleep=can_sleep,
+                options={"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True},
+            )
+        )
+        try:
+            freed = 0
+            if can_sleep:
+                before = torch.cuda.mem_get_info()[0]
+                _require(loop.call(backend.sleep()), "it must drop its weights when it sleeps")
+                freed = torch.cuda.mem_get_info()[0] - before
+                _require(freed > 0, f"sleeping must free memory, it freed {freed} bytes")
+            new = reference_model(1)
+            on_gpu = {name: tensor.cuda() for name, tensor in new.state_dict().items()}
+            start = perf_counter()
+            loop.call(backend.load_weights(Weights(1, on_gpu)))
+            seconds = perf_counter() - start
+            request = GenerationRequest(
+                id="check-0",
+                tokens=_PROMPT,
+                max_tokens=_TOKENS,
+                stop_tokens=frozenset(),
+                sampling=Sampling(temperature=0),
+                priority=0,
+            )
+
+            async def written() -> list[int]:
+                return [token async for delta in backend.stream(request) for token in delta.tokens]
+
+            found = loop.call(written())
+            expected = greedy(new, _PROMPT, _TOKENS)
+            _require(
+                found == expected, f"it must write with the new weights: {expected}, got {found}"
+            )
+        finally:
+            loop.call(backend.close())
+            loop.close()
+    slept = f"slept ({freed / 2**30:.1f} GiB freed), " if can_sleep else ""
+    return f"{slept}weights by CUDA IPC in {seconds:.2f} s, {_TOKENS} tokens as the model writes"
+
+
+# --- weights between processes --------------------------------------------------------------------
+
+
+def _ipc() -> str:
+    """A tensor of this process, read by another one on the same card."""
+    from sortedrl.engines.vllm.worker_extension import addresses
+
+    tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+    (address,) = addresses({"weight": tensor})
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=_read_address, args=(address, answers))
+    child.start()
+    found = answers.get(timeout=120)
+    child.join(60)
+    expected = float(tensor.double().sum())
+    _require(found == expected, f"the other process must read {expected}, got {found}")
+    return "a tensor was read in place by another process on the same card"
+
+
+def _read_address(address: Sequence[object], answers: Queue[float]) -> None:
+    from sortedrl.engines.vllm.worker_extension import _gpu, _tensors
+
+    ((_, tensor),) = _tensors([address], {_gpu(0): 0})
+    answers.put(float(tensor.double().sum()))
+
+
+def _nccl() -> str:
+    """A broadcast of 1 GiB from the first GPU to the second, as a weight sync does it."""
+    from sortedrl.cluster.broadcast import BroadcastSender, RendezvousStore, parts
+    from sortedrl.cluster.weight_transport import BROADCAST_BYTES, Rendezvous
+
+    store = RendezvousStore("127.0.0.1", seconds=120)
+    rendezvous = Rendezvous(host=store.host, port=store.port, world=2, key="check", timeout=120)
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=_receive, args=(rendezvous, answers))
+    child.start()
+    tensors = {f"{n}": torch.full((1 << 22,), float(n), device="cuda:0") for n in range(64)}
+    sender = BroadcastSender("cuda:0")
+    sent = sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+    found = answers.get(timeout=120)
+    child.join(60)
+    expected = [float(n) for n in range(64)]
+    _require(found["values"] == expected, "the second GPU must have what the first one sent")
+    _require(found["device"] == "cuda", f"weights must stay on GPUs (NCCL), got {found['device']}")
+    return f"{sent.bytes / 1e9:.1f} GB in {sent.seconds:.2f} s, the first time, over NCCL"
+
+
+def _receive(rendezvous: object, answers: Queue[dict[str, object]]) -> None:
+    from sortedrl.cluster.broadcast import BroadcastReceiver
+    from sortedrl.cluster.weight_transport import Rendezvous
+
+    assert isinstance(rendezvous, Rendezvous)
+    received = BroadcastReceiver("cuda:1").receive(rendezvous, 1).tensors
+    values = [float(received[f"{n}"][-1]) for n in range(64)]
+    answers.put({"values": values, "device": received["0"].device.type})
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def _run(**cluster: object) -> Callable[[], str]:
+    """Two updates of a tiny model with this cluster."""
+
+    def run() -> str:
+        engine = cluster.pop("engine", "native")
+        gpus = torch.cuda.device_count()
+        flags = {
+            "--model": "tiny",
+            "--task": "knights_knaves:people=2,count=128,style=compact",
+            "--rollout.engine": engine,
+            "--schedule.mode": "partial",
+            "--schedule.group-prompts": 16,
+            "--schedule.update-batch": 8,
+            "--engine.slots": 8 * gpus,
+            "--engine.max-tokens": 24,
+            "--max-updates": 2,
+            "--rewards.workers": 1,
+        }
+        given = {"rollout_workers": 1, "trainer_ranks": 1, "gpus_per_worker": 1} | cluster
+        for name, value in given.items():
+            number = gpus if value == "all" else value
+            flags[f"--cluster.{name.replace('_', '-')}"] = number
+        with tempfile.TemporaryDirectory() as folder:
+            flags["--out"] = str(Path(folder) / "run")
+            words = [str(word) for flag in flags.items() for word in flag]
+            command = [sys.executable, "-m", "sortedrl", "train", *words]
+            start = perf_counter()
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            _require(done.returncode == 0, f"the run failed:\n{done.stdout}\n{done.stderr}")
+        return f"two updates in {perf_counter() - start:.0f} s"
+
+    return run
+
+
+def _require(claim: bool, otherwise: str) -> None:
+    if not claim:
+        raise RuntimeError(otherwise)
+
+
+PARTS: Mapping[str, Part] = {
+    "ipc": Part(about="weights between processes on one card", run=_ipc, gpus=1),
+    "sleep": Part(
+        about="vLLM sleeps, gets weights by IPC and wakes",
+        run=lambda: _with_vllm(shards=1, can_sleep=True),
+        gpus=1,
+        packages=("vllm",),
+    ),
+    "tensor_parallel": Part(
+        about="vLLM over two GPUs, weights to both shards",
+        run=lambda: _with_vllm(shards=2, can_sleep=False),
+        gpus=2,
+        packages=("vllm",),
+    ),
+    "nccl": Part(about="weight sync between two cards", run=_nccl, gpus=2),
+    "colocated": Part(
+        about="a worker and an FSDP rank in turns on every GPU",
+        run=_run(kind="colocated", rollout_workers="all", trainer_ranks="all"),
+        gpus=1,
+        packages=("ray",),
+    ),
+    "colocated_vllm": Part(
+        about="the same with vLLM, which sleeps during updates",
+        run=_run(kind="colocated", rollout_workers="all", trainer_ranks="all", engine="vllm"),
+        gpus=1,
+        packages=("ray", "vllm"),
+    ),
+    "ranks": Part(
+        about="FSDP over two cards, a worker on a third",
+        run=_run(trainer_ranks=2),
+        gpus=3,
+        packages=("ray",),
+    ),
+    "separated": Part(
+        about="a worker and a rank on cards of their own",
+        run=_run(),
+        gpus=2,
+        packages=("ray",),
+    ),
+    "controller": Part(
+        about="the trainer in the controller's process, on a card that no worker gets",
+        run=_run(trainer_ranks=0),
+        gpus=2,
+        packages=("ray",),
+    ),
+    "colocated_shards": Part(
+        about="one vLLM over two cards that two ranks share with it",
+        run=_run(
+            kind="colocated", gpus_per_worker=2, tensor_parallel=2, trainer_ranks=2, engine="vllm"
+        ),
+        gpus=2,
+        packages=("ray", "vllm"),
+    ),
+}
+
+
+def tried(name: str, *, seconds: float) -> Verdict:
+    """The verdict on one part, from a process of its own."""
+    missing = PARTS[name].missing
+    if missing is not None:
+        return Verdict(part=name, verdict="skipped", words=missing)
+    start = perf_counter()
+    command = [sys.executable, str(Path(__file__).resolve()), "--alone", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return Verdict(part=name, verdict="failed", words=f"no end within {seconds:g} s")
+    took = perf_counter() - start
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        words = lines[-1] if lines else f"exit code {done.returncode}"
+        return Verdict(part=name, verdict="failed", words=words, seconds=took)
+    words = done.stdout.strip().splitlines()[-1]
+    return Verdict(part=name, verdict="ok", words=words, seconds=took)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the parts, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of one part, at most")
+    parser.add_argument("--json", type=Path, help="write the verdicts to this file too")
+    parser.add_argument("--alone", choices=list(PARTS), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.alone is not None:
+        try:
+            print(PARTS[given.alone].run())
+        except Exception as error:  # noqa: BLE001  printed with its traceback, for the caller
+            traceback.print_exc()
+            print(f"{type(error).__name__}: {error}".partition("\n")[0], file=sys.stderr)
+            return 1
+        return 0
+    cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    print(f"GPUs: {', '.join(cards) if cards else 'none; every part below needs one'}")
+    verdicts = []
+    for name in given.parts:
+        verdict = tried(name, seconds=given.seconds)
+        verdicts.append(verdict)
+        print(f"{verdict.verdict:8} {name:16} {PARTS[name].about}: {verdict.words}", flush=True)
+    if given.json is not None:
+        report = {"gpus": cards, "parts": [asdict(verdict) for verdict in verdicts]}
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    return int(any(verdict.verdict == "failed" for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
