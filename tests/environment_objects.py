@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import dataclass
 from typing import ClassVar
 
 from sortedrl.environments.protocol import Opening, Reply
@@ -119,3 +120,37 @@ class SkyGym:
 
 def sky_gym(row):
     return SkyGym(row)
+
+
+@dataclass
+class StepResult:
+    """The form of what OpenEnv's clients return."""
+
+    observation: object
+    reward: float | None
+    done: bool
+
+
+class OpenEnvClient:
+    """An OpenEnv client as it comes: observations are objects, and so are actions."""
+
+    def reset(self):
+        return StepResult({"echo": ""}, None, False)
+
+    def step(self, action):
+        return StepResult({"echo": action}, 1.0, False)
+
+
+class WrappedClient:
+    """The wrapper that such a client needs: text in, text out."""
+
+    def __init__(self):
+        self.client = OpenEnvClient()
+
+    def reset(self):
+        return StepResult("Say something.", None, False)
+
+    def step(self, text):
+        result = self.client.step(text)
+        said = result.observation["echo"]
+        return StepResult(f"You said {said}.", result.reward, said == "bye")

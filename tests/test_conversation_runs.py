@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import sortedrl
 from run_worlds import Nursery, later_wins, num_resumes, run_words, said, trained, write_world
+from sortedrl.config.environment import EnvironmentSettings
 
 _ENVIRONMENTS = '''"""Environments over random letters."""
 
@@ -34,7 +36,8 @@ class Letters:
         found = crc32(self.told.encode())
         reward = self.good / (1 + len(self.told))
         if found % 3 == 0:
-            return Reply(is_done=True, reward=reward, metrics={"letters": self.good})
+            metrics = {"letters": self.good, "correct": found % 2}
+            return Reply(is_done=True, reward=reward, metrics=metrics)
         return Reply(messages=[{"role": "user", "content": f"{found % 1000};"}], reward=reward)
 
     def close(self):
@@ -143,7 +146,6 @@ def test_environments_that_hang_and_die_lose_no_conversation(capsys, policy):
     [
         (("--schedule.mode", "coupled"), "is not replayable"),
         (("--reward", "judge.py:letters"), "environment.reward is 'environment'"),
-        (("--evaluation.tasks", "knights_knaves:count=4"), "evaluation.tasks cannot be asked"),
         (("--environment.name", "nobody"), "unknown environment 'nobody'"),
         (("--environment.name", "crowd.py:Nobody"), "unknown class or function"),
     ],
@@ -152,6 +154,119 @@ def test_what_cannot_work_is_refused_before_the_run(capsys, flags, message):
     _, err = said(capsys, later_wins(*words("refused", name="Once"), *flags), code=2)
     assert message in err
     assert not Path("refused").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dry_run_knows_turns_and_tool_times(capsys, tmp_path):
+    log = tmp_path / "seen.jsonl"
+    turn = {"tokens": 3, "seconds": 0.5, "given": 4}
+    log.write_text(json.dumps({"turns": [turn] * 6}) + "\n")
+    plan = [*words("planned"), "--dry-run", "--card", "cpu", "--json"]
+
+    def talk(*more):
+        out, _ = said(capsys, [*plan, *more])
+        return json.loads(out)["prediction"]["conversations"]
+
+    assert talk()["are_guessed"]
+    told = talk("--turns", "3", "--tool-seconds", "2", "--given-tokens", "5")
+    assert not told["are_guessed"]
+    assert told["turns"] > 2
+    seen = talk("--conversations", str(log))
+    assert (seen["turns"], seen["reply_seconds"]) == (4, 0.5)  # environment.max_turns
+    assert not Path("planned").exists()
+    for flags, message in (
+        (("--turns", "0.5"), "--turns must be at least 1"),
+        (("--turns", "2", "--conversations", str(log)), "leave out --turns"),
+    ):
+        assert message in said(capsys, [*plan, *flags], code=2)[1]
+    single = [*run_words("planned"), "--dry-run", "--card", "cpu", "--turns", "2"]
+    assert "are for runs with an environment" in said(capsys, single, code=2)[1]
+
+
+HELD_OUT = "knights_knaves:people=2-3,count=12,style=compact,split=test"
+LIMITS = ("--max-turns", "4", "--max-tokens", "48", "--temperature", "1")
+ASK = ("--tasks", HELD_OUT, "--device", "cpu", *LIMITS)
+
+
+def examined(capsys, out, *more, name="Letters"):
+    """The conversations of `sortedrl eval`, by key."""
+    words = ("eval", "begun", *ASK, "--environment", f"crowd.py:{name}", "--out", out, *more)
+    said(capsys, [*words, "--workers", "1"])
+    rows = (Path(out) / "begun" / "samples.jsonl").read_text().splitlines()
+    found = [json.loads(row) for row in rows]
+    return {(row["prompt_id"], row["sample_index"]): row for row in found}
+
+
+@pytest.mark.usefixtures("here")
+def test_held_out_tasks_are_asked_in_conversations_as_by_the_command_eval(capsys):
+    flags = ("--evaluation.tasks", HELD_OUT, "--evaluation.temperature", "1")
+    more = ("--evaluation.every", "2", "--schedule.mode", "partial")
+    said(capsys, words("held-out", *FROZEN, *flags, *more))
+    assert_whole("held-out")
+    rows = [json.loads(r) for r in (Path("held-out") / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "evaluation/score" in row]
+    assert len(rows) > 2
+    told = examined(capsys, "as-told")
+    turns = [row["parts"]["turns"] for row in told.values()]
+    for row in rows:
+        assert row["evaluation/score"] == sum(r["is_correct"] for r in told.values()) / 12
+        assert row["evaluation/turns"] == pytest.approx(sum(turns) / 12)
+        assert row["evaluation/outside_seconds"] > 0
+    assert max(turns) > 2
+
+
+@pytest.mark.usefixtures("here")
+def test_conversations_of_an_evaluation_do_not_depend_on_the_slots(capsys):
+    def content(rows):
+        names = ("response", "reward", "is_correct", "finish_reason", "num_tokens")
+        return {key: [row[name] for name in names] for key, row in rows.items()}
+
+    many = examined(capsys, "many", "--samples", "3", "--slots", "9")
+    one = examined(capsys, "one", "--samples", "3", "--slots", "1")
+    assert len(many) == 36
+    assert content(many) == content(one)
+    assert {row["finish_reason"] for row in many.values()} == {"stop", "length"}
+    assert any(row["reward"] for row in many.values() if row["finish_reason"] == "length")
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_scores_conversations_by_a_function_too(capsys):
+    flags = ("--environment-reward", "function", "--reward", "judge.py:parts")
+    for row in examined(capsys, "judged-eval", *flags).values():
+        text = row["response"]
+        letters = sum(c.isascii() and c.isalpha() for c in text) / (1 + len(text))
+        assert row["reward"] == pytest.approx(letters + len(text) / 100)
+        assert row["parts"]["turns"] >= 1
+    _, err = said(
+        capsys, ["eval", "begun", *ASK, "--environment", "crowd.py:Letters", *flags[2:]], code=2
+    )
+    assert "gives the rewards" in err
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_of_an_environment_that_hangs_and_dies_comes_to_its_end(capsys):
+    found = examined(capsys, "fragile-eval", "--reply-seconds", "1", name="Fragile")
+    assert len(found) == 12
+    assert any("Error: " in row["response"] for row in found.values())
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("limit", [1, 3])
+def test_python_evaluates_in_conversations_with_a_limit_of_open_ones(limit):
+    settings = EnvironmentSettings(
+        name="crowd.py:Letters", processes=1, max_turns=4, max_open=limit
+    )
+    found = sortedrl.evaluate(
+        "begun",
+        HELD_OUT,
+        environment=settings,
+        max_tokens=24,
+        slots=4,
+        temperature=1.0,
+        device="cpu",
+    )
+    assert len(found.answers) == 12
+    assert {answer.finish_reason for answer in found.answers} == {"stop", "length"}
 
 
 @pytest.mark.usefixtures("here")

@@ -1,6 +1,7 @@
 """Laws of conversations: turns, replies, and a state outside that holds no slot."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from sortedrl.core.events import Order, from_json, to_json
 from sortedrl.core.meter import measure
 from sortedrl.core.recorder import Journal
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.lanes import lanes
 from sortedrl.simulate.compare import agent_variants
 from sortedrl.simulate.conversations import ConversationSettings, read_conversations
 from sortedrl.simulate.settings import PRESETS, PoolSettings
@@ -68,6 +70,21 @@ def test_the_ledger_counts_written_tokens_and_balances(simulation):
         assert len(answer.response) == answer.num_tokens + answer.num_given
         assert sum(answer.loss_mask) == answer.num_tokens == len(answer.logprobs)
         assert not answer.given
+
+
+@given(worlds())
+def test_the_lanes_show_every_token_that_was_written_and_discarded(simulation):
+    finished = run(simulation)
+    bars, ledger = lanes(finished.events).bars, measure(finished.events).run.ledger
+    assert sum(bar.decoded for bar in bars) == ledger.decoded
+    assert sum(bar.discarded for bar in bars) == ledger.discarded
+    left = Counter()
+    for bar in bars:
+        left[bar.prompt, bar.sample] += bar.decoded - bar.discarded
+    answers = [t for batch in finished.batches for t in batch.trajectories]
+    assert dict(left) == {t.key: t.num_tokens for t in answers}
+    ended = Counter((bar.prompt, bar.sample) for bar in bars if bar.is_finished)
+    assert all(ended[t.key] for t in answers)
 
 
 @given(worlds())

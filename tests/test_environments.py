@@ -8,9 +8,8 @@ import pytest
 import environment_objects as objects
 from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.environments.adapters import adapted, made
-from sortedrl.environments.calculator import Calculator
+from sortedrl.environments.builtin import Calculator, Questions
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
-from sortedrl.environments.questions import Questions
 from sortedrl.environments.rendering import Renderer
 from sortedrl.environments.tool_calls import ToolCall, call_tool, schema_of, tool_calls, tools_of
 from sortedrl.errors import ConfigError, EnvironmentFailed
@@ -229,6 +228,38 @@ def test_a_reset_gets_the_columns_that_it_names():
 
     opening = adapted(Narrow()).open({"prompt": "Reach 10.", "start": 4, "place": "rows:1"})
     assert opening.messages[0]["content"] == "Reach 10."
+
+
+def test_an_openenv_client_is_heard_through_a_wrapper():
+    wrapped = adapted(objects.WrappedClient())
+    assert "Say something." in wrapped.open({"prompt": "Hello"}).messages[-1]["content"]
+    first = wrapped.reply({"role": "assistant", "content": "hi"})
+    assert (first.messages[0]["content"], first.is_done, first.reward) == ("You said hi.", False, 1)
+    last = wrapped.reply({"role": "assistant", "content": "bye"})
+    assert (last.is_done, last.reward) == (True, 2.0)
+    assert not wrapped.is_replayable
+    with pytest.raises(ConfigError, match="must be text or messages, got dict"):
+        adapted(objects.OpenEnvClient()).open({"prompt": "Hello"})
+
+
+def test_an_environment_of_skyrl_gym_plays_a_whole_episode():
+    """Runs where skyrl-gym is installed; docs/how-to/environments.md says with which version."""
+    skyrl_gym = pytest.importorskip("skyrl_gym")
+
+    def make(row):
+        extras = {"reward_spec": {"ground_truth": row["answer"]}, "max_turns": 3}
+        return skyrl_gym.make("gsm8k_multi_turn", extras=extras)
+
+    row = {"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
+    environment = made(make, row)
+    assert environment.open(row).messages == row["prompt"]
+    first = environment.reply({"role": "assistant", "content": "It is 41. #### 41"})
+    assert not first.is_done
+    assert "#### ANSWER" in first.messages[0]["content"]
+    last = environment.reply({"role": "assistant", "content": "#### 42"})
+    assert last.is_done
+    assert last.reward == pytest.approx(1 + 0.2 / 3)
+    environment.close()
 
 
 def test_gym_and_step_environments_are_environments():

@@ -2,7 +2,8 @@
 
     open, reply, close        ours
     init, step, close         skyrl-gym: `init(messages)`, `step(text)` gives observations
-    reset, step               gym style: `step(text)` gives (observation, reward, done, ...)
+    reset, step               gym style: `step(text)` gives (observation, reward, done, ...), or
+                              an object with these names, as OpenEnv's clients do
     reset and tools           TRL's environment_factory: methods with docstrings are tools
 
 Rewards of steps are summed, as in those libraries. An object may say `is_replayable = True`;
@@ -47,6 +48,15 @@ class _Resettable(Protocol):
 
 
 @runtime_checkable
+class _StepResult(Protocol):
+    """What `reset` and `step` of OpenEnv's clients return."""
+
+    observation: Any
+    reward: Any
+    done: Any
+
+
+@runtime_checkable
 class _Rewarding(Protocol):
     def get_reward(self) -> float: ...
 
@@ -78,7 +88,8 @@ def adapted(subject: object) -> Environment:
         return ToolEnvironment(subject)
     raise ConfigError(
         f"an environment must have the methods open, reply and close; or init and step; or reset "
-        f"and step; or reset and tools, got {type(subject).__name__}; see docs/environments.md"
+        f"and step; or reset and tools, got {type(subject).__name__}; see "
+        "docs/how-to/environments.md"
     )
 
 
@@ -98,7 +109,7 @@ class ToolEnvironment:
 
     def __init__(self, subject: _Resettable) -> None:
         """Wrap a fresh object."""
-        self.is_replayable = _declared(subject)
+        self.is_replayable = is_declared_replayable(subject)
         self._subject = subject
         self._tools = tools_of(subject, without=_NO_TOOLS)
         if not self._tools:
@@ -138,7 +149,7 @@ class StepEnvironment:
 
     def __init__(self, subject: _Steps) -> None:
         """Wrap a fresh object."""
-        self.is_replayable = _declared(subject)
+        self.is_replayable = is_declared_replayable(subject)
         self._subject = subject
         self._reward = 0.0
 
@@ -168,7 +179,7 @@ class GymEnvironment:
 
     def __init__(self, subject: _Gym) -> None:
         """Wrap a fresh object."""
-        self.is_replayable = _declared(subject)
+        self.is_replayable = is_declared_replayable(subject)
         self._subject = subject
         self._reward = 0.0
 
@@ -176,6 +187,9 @@ class GymEnvironment:
         """Reset it; what it observes follows the prompt of the row."""
         returned = self._subject.reset()
         observed = returned[0] if isinstance(returned, tuple) else returned
+        if isinstance(returned, _StepResult):
+            observed = returned.observation
+        _refuse_object(observed, self._subject)
         messages = [dict(message) for message in prompt_messages(row)]
         if isinstance(observed, str) and observed:
             messages[-1]["content"] = "\n\n".join(
@@ -184,10 +198,19 @@ class GymEnvironment:
         return Opening(messages)
 
     def reply(self, message: Message) -> Reply:
-        """One step: (observation, reward, done, ...) or (observation, reward, ended, cut, info)."""
-        observed, reward, *rest = self._subject.step(message["content"])
-        self._reward += float(reward)
-        ends = rest[:2] if len(rest) > 2 else rest[:1]
+        """One step.
+
+        It gives (observation, reward, done, ...), (observation, reward, ended, cut, info), or an
+        object with observation, reward and done.
+        """
+        returned = self._subject.step(message["content"])
+        if isinstance(returned, _StepResult):
+            observed, reward, ends = returned.observation, returned.reward, [returned.done]
+        else:
+            observed, reward, *rest = returned
+            ends = rest[:2] if len(rest) > 2 else rest[:1]
+        _refuse_object(observed, self._subject)
+        self._reward += float(reward or 0.0)
         return Reply(
             messages=_messages(observed), is_done=any(map(bool, ends)), reward=self._reward
         )
@@ -214,6 +237,16 @@ def _taken(function: Callable[..., object], row: Mapping[str, object]) -> dict[s
     return {name: value for name, value in row.items() if name in parameters}
 
 
+def _refuse_object(observed: object, subject: object) -> None:
+    """Refuse an observation that is neither text nor messages: nobody knows what to say of it."""
+    if observed is not None and not isinstance(observed, str | list | tuple):
+        raise ConfigError(
+            f"an observation of {type(subject).__name__} must be text or messages, got "
+            f"{type(observed).__name__}; wrap it in a class whose reset() and step(text) return "
+            "the text of the observation"
+        )
+
+
 def _messages(observed: object) -> list[Message]:
     if isinstance(observed, str):
         return [{"role": "user", "content": observed}] if observed else []
@@ -222,7 +255,8 @@ def _messages(observed: object) -> list[Message]:
     return []
 
 
-def _declared(subject: object) -> bool:
+def is_declared_replayable(subject: object) -> bool:
+    """Whether an object says `is_replayable = True`."""
     return isinstance(subject, _Declared) and bool(subject.is_replayable)
 
 

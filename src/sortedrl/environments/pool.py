@@ -16,29 +16,33 @@ A supervisor thread runs the workers; the other methods are called from one thre
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Literal, Self
 
 from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.core.protocols import Scorer
+from sortedrl.data.rows import Row
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.environments.rendering import Renderer
-from sortedrl.environments.worker import Answered, Call, Close, Failed, Ready, Refused, Setup, Turn
-from sortedrl.errors import ConfigError, EnvironmentFailed, SortedRLError
+from sortedrl.environments.worker import Answered, Call, Close, Failed, Ready, Turn
+from sortedrl.errors import EnvironmentFailed
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.rewards.pool.process import WorkerLostError, WorkerProcess
+from sortedrl.rewards.pool.process import (
+    LOAD_SECONDS,
+    MEASURE_SECONDS,
+    Loading,
+    Refused,
+    Supervisor,
+    WorkerLostError,
+    WorkerProcess,
+)
 from sortedrl.types import Key, Trajectory
 
 _LOG = logging.getLogger(__name__)
-_LOAD_SECONDS = 300.0
-_MEASURE_SECONDS = 0.2
 _WORKER = "sortedrl.environments.worker"
 Failure = Literal["timeout", "memory", "died", "lost", "differs"]
 """Why an environment did not answer; `differs`: it replied otherwise when it was replayed."""
@@ -80,7 +84,7 @@ class EnvironmentPool:
     def __init__(
         self, source: RewardSource, settings: EnvironmentSettings, *, renderer: Renderer
     ) -> None:
-        """Start the workers, and wait until one has loaded the environment."""
+        """Start the workers; they are not ready yet."""
         self.settings = settings
         self.stats = EnvironmentStats()
         self.is_replayable = True
@@ -88,7 +92,11 @@ class EnvironmentPool:
         self._source = source
         self._renderer = renderer
         self._role = "user"
-        self._changed = threading.Condition()
+        self._loading = Loading("environment", source, EnvironmentFailed)
+        self._supervisor = Supervisor(
+            self._supervise, name="environments", failure=EnvironmentFailed
+        )
+        self._changed = self._supervisor.changed
         self._queues: list[deque[_Job | Close]] = [deque() for _ in range(settings.num_workers)]
         self._workers: dict[int, _Worker] = {}
         self._homes: dict[Key, int] = {}
@@ -98,14 +106,7 @@ class EnvironmentPool:
         self._skipped: set[Key] = set()
         self._next_ticket = 0
         self._next_measure = 0.0
-        self._error: SortedRLError | None = None
-        self._is_closing = False
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        self._wake_reader = Connection(reader, writable=False)
-        self._wake_writer = Connection(writer, readable=False)
-        self._thread = threading.Thread(target=self._supervise, name="environments", daemon=True)
-        self._thread.start()
+        self._supervisor.start()
 
     @property
     def limit(self) -> int | None:
@@ -156,16 +157,16 @@ class EnvironmentPool:
             home = self._homes.pop(key, None)
             if home is not None:
                 self._queues[home].append(Close(key))
-        self._wake()
+        self._supervisor.wake()
 
     def collect(self, *, wait: bool) -> Sequence[Trajectory]:
         """Conversations that were answered: with a reply in `given`, or with a finish reason."""
         with self._changed:
             if wait and self._by_key:
                 self._changed.wait_for(
-                    lambda: self._error is not None or bool(self._done_tickets())
+                    lambda: self._supervisor.error is not None or bool(self._done_tickets())
                 )
-            self._raise_error()
+            self._supervisor.raise_error()
             done = [(self._jobs.pop(t), self._results.pop(t)) for t in self._done_tickets()]
         return [self._replied(job, result) for job, result in done]
 
@@ -191,11 +192,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill the workers; unanswered conversations are dropped."""
-        self._is_closing = True
-        self._wake()
-        self._thread.join()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._supervisor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -320,7 +317,7 @@ class EnvironmentPool:
 
     def _start(self, job: _Job) -> int:
         with self._changed:
-            self._raise_error()
+            self._supervisor.raise_error()
             self._jobs[job.call.ticket] = job
             home = self._homes.get(job.call.key)
             if home is None:
@@ -331,69 +328,42 @@ class EnvironmentPool:
                 if job.call.turns:
                     self._homes[job.call.key] = home
             self._queues[home].append(job)
-        self._wake()
+        self._supervisor.wake()
         return job.call.ticket
 
     def _wait(self, ticket: int) -> Answered | Failure:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or ticket in self._results)
-            self._raise_error()
+            self._changed.wait_for(
+                lambda: self._supervisor.error is not None or ticket in self._results
+            )
+            self._supervisor.raise_error()
             self._jobs.pop(ticket)
             return self._results.pop(ticket)
 
     def _done_tickets(self) -> list[int]:
         return [ticket for ticket in self._results if self._jobs[ticket].trajectory is not None]
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_writer.fileno(), b".")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or has ended
-
     # From here on: the supervisor thread.
 
     def _supervise(self) -> None:
         try:
-            while not self._is_closing:
+            while self._supervisor.is_running:
                 self._fill_up()
                 self._hand_out()
                 by_connection = {w.process.connection: n for n, w in self._workers.items()}
-                for found in wait([self._wake_reader, *by_connection], self._seconds_to_limit()):
-                    if isinstance(found, Connection) and found in by_connection:
-                        self._listen(by_connection[found])
-                while self._wake_reader.poll():
-                    os.read(self._wake_reader.fileno(), 4096)
+                for found in self._supervisor.wait(by_connection, self._seconds_to_limit()):
+                    self._listen(by_connection[found])
                 self._enforce_limits()
-        except SortedRLError as error:
-            self._stop(error)
-        except Exception as error:  # noqa: BLE001  callers that wait must be released
-            broken = EnvironmentFailed(f"the pool of environments failed: {error!r}")
-            broken.__cause__ = error
-            self._stop(broken)
         finally:
             for worker in self._workers.values():
                 worker.process.hang_up()
             for worker in self._workers.values():
                 worker.process.end()
 
-    def _stop(self, error: SortedRLError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
     def _fill_up(self) -> None:
-        memory = self.settings.process_gib
-        options = dict(self._source.options)
+        setup = self._loading.setup(self.settings.process_gib)
         for number in range(len(self._queues)):
             if number not in self._workers:
-                setup = Setup(
-                    replace(self._source, options=options),
-                    None if memory is None else int(memory * (1 << 30)),
-                )
                 process = WorkerProcess.start(setup, module=_WORKER)
                 self._workers[number] = _Worker(process, time.monotonic())
 
@@ -423,12 +393,7 @@ class EnvironmentPool:
                     worker.is_ready = True
                     worker.loaded_bytes = worker.process.memory_bytes()
                 elif isinstance(said, Refused):
-                    if said.is_setting:
-                        raise ConfigError(said.message)
-                    raise EnvironmentFailed(
-                        f"the environment {self._source.function!r} cannot be loaded:\n"
-                        f"{said.message}"
-                    )
+                    raise self._loading.refused(said)
                 elif isinstance(said, Failed) and said.fault != "lost":
                     self._broke(worker, said)
                 else:
@@ -466,10 +431,7 @@ class EnvironmentPool:
         worker = self._workers.pop(number)
         status = worker.process.end()
         if not worker.is_ready:
-            raise EnvironmentFailed(
-                f"a worker ended with status {status} while it loaded the environment "
-                f"{self._source.function!r}; the module must not end the process"
-            )
+            raise self._loading.ended(status)
         job = worker.under_way
         if job is None or job.is_cancelled:
             return
@@ -484,17 +446,14 @@ class EnvironmentPool:
         now = time.monotonic()
         for number, worker in list(self._workers.items()):
             if not worker.is_ready:
-                if now - worker.began > _LOAD_SECONDS:
-                    raise EnvironmentFailed(
-                        f"the environment {self._source.function!r} took more than "
-                        f"{_LOAD_SECONDS:.0f} seconds to load"
-                    )
+                if now - worker.began > LOAD_SECONDS:
+                    raise self._loading.overdue()
             elif worker.under_way is not None and now >= self._until(worker.under_way):
                 self._kill(number, "timeout")
         memory = self.settings.process_gib
         if memory is None or now < self._next_measure:
             return
-        self._next_measure = now + _MEASURE_SECONDS
+        self._next_measure = now + MEASURE_SECONDS
         for number, worker in list(self._workers.items()):
             if worker.under_way is None:
                 continue
@@ -516,12 +475,38 @@ class EnvironmentPool:
         moments = []
         for worker in self._workers.values():
             if not worker.is_ready:
-                moments.append(worker.began + _LOAD_SECONDS)
+                moments.append(worker.began + LOAD_SECONDS)
             elif worker.under_way is not None:
                 moments.append(self._until(worker.under_way))
                 if self.settings.process_gib is not None:
                     moments.append(self._next_measure)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+
+def opened_rows(pool: EnvironmentPool, rows: Sequence[Row]) -> list[Row]:
+    """The rows with the messages and the tools that their environments open with."""
+    fields = [_fields(row) for row in rows]
+    return [
+        replace(
+            row,
+            prompt=_prompt(opening.messages),
+            tools=opening.tools,
+            fields={"prompt": own["prompt"], **row.fields},
+        )
+        for row, own, opening in zip(rows, fields, pool.open_rows(fields), strict=True)
+    ]
+
+
+def _fields(row: Row) -> dict[str, object]:
+    """The columns of a row as its environment gets them."""
+    prompt = row.prompt if isinstance(row.prompt, str) else [dict(m) for m in row.prompt]
+    return {"prompt": prompt, "place": row.place, **row.fields}
+
+
+def _prompt(messages: Sequence[Mapping[str, str]]) -> str | tuple[Mapping[str, str], ...]:
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return messages[0]["content"]
+    return tuple(messages)
 
 
 class EnvironmentScorer:

@@ -11,22 +11,18 @@ them again: after turns were rejected, in a resumed run, in place of a worker th
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from sortedrl.environments.adapters import made
 from sortedrl.environments.protocol import Environment, Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.rewards.functions import RewardSource, load_module
-from sortedrl.rewards.pool.limits import limit_memory
-from sortedrl.rewards.pool.process import leave, served
+from sortedrl.rewards.pool.process import served
 from sortedrl.types import LARGEST_REWARD, Key
 
 Turn = str | None
@@ -36,24 +32,8 @@ Fault = Literal["raised", "invalid", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to a worker; the source of a reward and of an environment look alike."""
-
-    source: RewardSource
-    memory_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """The environment's module is loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """It cannot be loaded; `is_setting` if the address is wrong, not the code."""
-
-    message: str
-    is_setting: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,28 +147,17 @@ class Host:
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of the socket until it closes."""
-    connection = served(descriptor)
-    setup: Setup = connection.recv()
-    try:
-        factory = load(setup.source)
-    except ConfigError as error:
-        connection.send(Refused(str(error), is_setting=True))
+    worker = served(descriptor, load)
+    if worker is None:
         return
-    except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
-        connection.send(Refused(traceback.format_exc(), is_setting=False))
-        return
-    if setup.memory_bytes is not None:
-        limit_memory(setup.memory_bytes)
-    works: queue.SimpleQueue[Call | Close] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
-    connection.send(Ready())
-    host = Host(factory)
+    worker.connection.send(Ready())
+    host = Host(worker.loaded)
     while True:
-        work = works.get()
+        work: Call | Close = worker.works.get()
         if isinstance(work, Close):
             host.close(work.key)
         else:
-            connection.send(_answered(host, work))
+            worker.connection.send(_answered(host, work))
 
 
 def load(source: RewardSource) -> Callable[..., object]:
@@ -215,14 +184,6 @@ def _answered(host: Host, call: Call) -> Answered | Failed:
         return Failed(call.ticket, "invalid", str(error))
     except Exception:  # noqa: BLE001  the user's own; the parent shows it
         return Failed(call.ticket, "raised", traceback.format_exc())
-
-
-def _receive(connection: Connection, works: queue.SimpleQueue[Call | Close]) -> None:
-    while True:
-        try:
-            works.put(connection.recv())
-        except (EOFError, OSError):
-            leave()
 
 
 def _checked_opening(opening: object) -> Opening:

@@ -2,31 +2,44 @@
 
 Every answer that is scored is recorded at once, so a run that is cut off can be taken up again:
 the noise of an answer depends on the seed, its task, its row and its number, and on nothing else.
+
+With environments an answer is a conversation, and slots belong to turns as in training: a
+conversation that waits for its environment holds none, and one that comes back goes before those
+that have not begun.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sortedrl.core.protocols import Engine
 from sortedrl.core.randomness import mix
 from sortedrl.data.stream import TokenizedRow
+from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.evaluation.statistics import Answer, AnswerKey
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.rewards.pool.score import CallResult
+from sortedrl.rewards.pool.score import CallResult, Failure, Score
 from sortedrl.tasks.catalogue import Task
-from sortedrl.types import Prompt, Trajectory
+from sortedrl.types import Key, Prompt, Trajectory
+
+TURNS, OUTSIDE_SECONDS = "turns", "outside_seconds"
+"""Parts of the score of every conversation: turns of the policy, and time in its environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A task with the tokens of its rows, and the pool that scores it."""
+    """A task with the tokens of its rows, and the pool that scores it.
+
+    Without a pool its answers are conversations, and their environments give the rewards.
+    """
 
     task: Task
     rows: Sequence[TokenizedRow]
-    pool: RewardPool
+    pool: RewardPool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +64,27 @@ class Runner:
         samples: int,
         seed: int,
         is_done: Callable[[AnswerKey], bool] = lambda _: False,
+        environments: EnvironmentPool | None = None,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Answers for which `is_done` holds are left out."""
+        """Answers for which `is_done` holds are left out.
+
+        With `environments`, which must be idle, all answers are conversations.
+        """
         self._engine = engine
         self._text = text
-        self._pools = list({id(question.pool): question.pool for question in questions}.values())
+        self._environments = environments
+        self._seconds = seconds
+        pools = {id(question.pool): question.pool for question in questions}
+        self._pools = [pool for pool in pools.values() if pool is not None]
         self._questions: dict[int, tuple[Question, int]] = {}
         self._open: dict[tuple[RewardPool, int], tuple[Trajectory, str]] = {}
         self._trajectories: list[Trajectory] = []
+        self._returned: deque[Trajectory] = deque()
+        self._outside: dict[Key, float] = {}
+        self._outside_seconds: dict[Key, float] = defaultdict(float)
+        self._cut: list[Trajectory] = []
+        self._begun = self._running = 0
         self._written = self._scored = self._tokens = 0
         first = 0
         for question in questions:
@@ -76,6 +102,7 @@ class Runner:
                     if not is_done((question.task.name, index, sample))
                 ]
             first += len(question.rows)
+        self._fresh = deque(self._trajectories)
 
     @property
     def total(self) -> int:
@@ -89,33 +116,111 @@ class Runner:
 
     def run(self) -> Iterator[Answer | None]:
         """The answers in the order in which they are scored; `None` after every engine step."""
-        self._engine.submit(self._trajectories, tolerance=None)
         while self._written < self.total:
-            step = self._engine.step()
-            self._tokens += step.decoded_tokens
-            for trajectory in step.finished:
-                self._score(trajectory)
+            self._start()
+            if self._running:
+                step = self._engine.step()
+                self._tokens += step.decoded_tokens
+                for trajectory in step.finished:
+                    yield from self._end_turn(trajectory)
+            yield from self._take_replies()
             for pool in self._pools:
                 yield from (self._answer(pool, result) for result in pool.completed())
             yield None
+        yield from self._score_cut()
         for pool in self._pools:
             tickets = [ticket for of, ticket in self._open if of is pool]
             yield from (self._answer(pool, result) for result in pool.wait(tickets))
 
-    def _score(self, trajectory: Trajectory) -> None:
+    def _start(self) -> None:
+        """Submit what is to be written now: without environments, everything at once."""
+        limit, room = None, len(self._fresh)
+        if self._environments is not None:
+            limit = self._environments.limit
+            room = self._engine.slots - self._running
+        started: list[Trajectory] = []
+        while len(started) < room:
+            if self._returned:
+                started.append(self._returned.popleft())
+            elif self._fresh and (limit is None or self._begun < limit):
+                started.append(self._fresh.popleft())
+                self._begun += 1
+            else:
+                break
+        self._running += len(started)
+        if started:
+            self._engine.submit(started, tolerance=None)
+
+    def _end_turn(self, trajectory: Trajectory) -> Iterator[Answer]:
+        self._running -= 1
+        if self._environments is not None and trajectory.finish_reason == "stop":
+            self._outside[trajectory.key] = self._seconds()
+            self._environments.submit(replace(trajectory, finish_reason=None))
+        else:
+            yield from self._finish(trajectory)
+
+    def _take_replies(self) -> Iterator[Answer]:
+        if self._environments is None:
+            return
+        for trajectory in self._environments.collect(wait=not self._running):
+            since = self._outside.pop(trajectory.key)
+            self._outside_seconds[trajectory.key] += self._seconds() - since
+            if trajectory.finish_reason is None:
+                self._returned.append(trajectory)
+            else:
+                yield from self._finish(trajectory)
+        if not (self._running or self._outside or self._returned):
+            yield from self._score_cut()  # they hold the environments that others wait for
+
+    def _finish(self, trajectory: Trajectory) -> Iterator[Answer]:
+        """Score what is complete."""
         question, _ = self._questions[trajectory.prompt.id]
-        response = self._text(trajectory)
-        ticket = question.pool.submit(
-            trajectory.prompt, response, sample_index=trajectory.sample_index
-        )
-        self._open[question.pool, ticket] = (trajectory, response)
         self._written += 1
+        if question.pool is not None:
+            if self._environments is not None:
+                self._environments.cancel(trajectory)
+                self._begun -= 1
+            response = self._text(trajectory)
+            ticket = question.pool.submit(
+                trajectory.prompt, response, sample_index=trajectory.sample_index
+            )
+            self._open[question.pool, ticket] = (trajectory, response)
+        elif trajectory.reward is None:
+            self._cut.append(trajectory)
+        else:
+            self._begun -= 1
+            score = Score(trajectory.reward, trajectory.reward_parts)
+            yield self._scored_as(trajectory, self._text(trajectory), score)
+
+    def _score_cut(self) -> Iterator[Answer]:
+        """Conversations that were cut off earn what the last reply said; that may take a replay."""
+        for trajectory in self._cut:
+            assert self._environments is not None, "a question without a pool has environments"
+            reward = self._environments.reward(trajectory)
+            self._begun -= 1
+            yield self._scored_as(
+                trajectory,
+                self._text(trajectory),
+                None if reward is None else Score(reward),
+                failure="timeout" if reward is None else None,
+            )
+        self._cut.clear()
 
     def _answer(self, pool: RewardPool, result: CallResult) -> Answer:
         trajectory, response = self._open.pop((pool, result.ticket))
+        return self._scored_as(trajectory, response, result.score, failure=result.failure)
+
+    def _scored_as(
+        self,
+        trajectory: Trajectory,
+        response: str,
+        score: Score | None,
+        *,
+        failure: Failure | None = None,
+    ) -> Answer:
         question, index = self._questions[trajectory.prompt.id]
         self._scored += 1
-        fields, score = trajectory.prompt.fields, result.score
+        fields = trajectory.prompt.fields
         assert trajectory.finish_reason is not None
         return Answer(
             task=question.task.name,
@@ -126,14 +231,23 @@ class Runner:
             gold=gold_of(fields),
             response=response,
             reward=None if score is None else score.reward,
-            parts={} if score is None else dict(score.parts),
+            parts={**self._turns(trajectory), **({} if score is None else score.parts)},
             is_correct=score is not None
-            and result.failure is None
+            and failure is None
             and score.is_correct(question.task.correct_from),
             num_tokens=trajectory.num_tokens,
             finish_reason=trajectory.finish_reason,
-            failure=result.failure,
+            failure=failure,
         )
+
+    def _turns(self, trajectory: Trajectory) -> dict[str, float]:
+        """What is worth knowing about a conversation, beside its reward."""
+        if self._environments is None:
+            return {}
+        return {
+            TURNS: float(trajectory.num_turns),
+            OUTSIDE_SECONDS: round(self._outside_seconds.pop(trajectory.key, 0.0), 3),
+        }
 
 
 def gold_of(fields: Mapping[str, object]) -> str | None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from sortedrl.config.train import RewardSettings
-from sortedrl.errors import RewardError, SortedRLError
+from sortedrl.errors import RewardError
 from sortedrl.rewards.functions import RewardSource
+from sortedrl.rewards.pool.process import Loading, Supervisor
 from sortedrl.rewards.pool.score import Call, CallResult, Failure, Score
 from sortedrl.rewards.pool.workers import WorkerGroup, WorkerStats
 from sortedrl.types import Key, Prompt, Scoring, Trajectory
@@ -61,23 +59,20 @@ class RewardPool:
         self.stats = PoolStats()
         self._source = source
         self._folder = folder
-        self._changed = threading.Condition()
+        self._supervisor = Supervisor(self._supervise, name="rewards", failure=RewardError)
+        self._changed = self._supervisor.changed
         self._news: deque[Call | int | tuple[int, ...]] = deque()
         self._results: dict[int, CallResult] = {}
         self._open: dict[int, Call] = {}
         self._next_ticket = 0
-        self._error: SortedRLError | None = None
         self._lowest: float | None = None
         self._lowest_scored: float | None = None
         self._is_ready = False
-        self._is_closing = False
-        self._wake_reader, self._wake_writer = _wake_pipe()
-        self._thread = threading.Thread(target=self._supervise, name="rewards", daemon=True)
-        self._thread.start()
+        self._supervisor.start()
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_ready or self._error is not None)
-                self._raise_error()
+                self._changed.wait_for(lambda: self._is_ready or not self._supervisor.is_running)
+                self._supervisor.raise_error()
         except BaseException:
             self.close()
             raise
@@ -85,15 +80,15 @@ class RewardPool:
     def submit(self, prompt: Prompt, response: str, *, sample_index: int = 0) -> int:
         """Start scoring an answer; returns its ticket."""
         with self._changed:
-            self._raise_error()
-            if self._is_closing:
+            self._supervisor.raise_error()
+            if self._supervisor.is_closing:
                 raise RewardError("the reward pool is closed")
             ticket = self._next_ticket
             self._next_ticket += 1
             call = Call(ticket, prompt, sample_index, response)
             self._open[ticket] = call
             self._news.append(call)
-        self._wake()
+        self._supervisor.wake()
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -103,12 +98,12 @@ class RewardPool:
             if self._open.pop(ticket, None) is None:
                 return
             self._news.append(ticket)
-        self._wake()
+        self._supervisor.wake()
 
     def completed(self) -> list[CallResult]:
         """The results that were not returned yet, in order of completion."""
         with self._changed:
-            self._raise_error()
+            self._supervisor.raise_error()
             results = list(self._results.values())
             self._results.clear()
         return results
@@ -121,11 +116,13 @@ class RewardPool:
                 raise ValueError(f"tickets {unknown} were cancelled, returned, or never submitted")
             if self._open.keys() - set(tickets):
                 self._news.append(tuple(tickets))
-                self._wake()
+                self._supervisor.wake()
             self._changed.wait_for(
-                lambda: self._error is not None or all(t in self._results for t in tickets)
+                lambda: (
+                    self._supervisor.error is not None or all(t in self._results for t in tickets)
+                )
             )
-            self._raise_error()
+            self._supervisor.raise_error()
             return [self._results.pop(ticket) for ticket in tickets]
 
     @property
@@ -142,11 +139,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Stop the workers; unfinished answers are dropped."""
-        self._is_closing = True
-        self._wake()
-        self._thread.join()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._supervisor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +168,9 @@ class RewardPool:
         what = f"reward {self._source.function!r} for {call.name}: {detail}"
         self._write_failure(call, failure)
         if self.settings.on_failure == "stop":
-            self._stop(RewardError(what, prompt_id=call.prompt.id, response=call.response))
+            self._supervisor.stop(
+                RewardError(what, prompt_id=call.prompt.id, response=call.response)
+            )
             return
         if self.stats.failures[failure] == 1:
             _LOG.warning("%s; %s", what, self._consequence())
@@ -184,7 +179,7 @@ class RewardPool:
 
     def broke(self, calls: Sequence[Call], *, words: str, is_exception: bool) -> None:
         """Stop the run: the function raised an exception or returned an invalid score."""
-        if self._error is not None:
+        if self._supervisor.error is not None:
             return
         call = calls[0]
         names = ", ".join(call.name for call in calls[:_SHOWN_ANSWERS])
@@ -192,7 +187,7 @@ class RewardPool:
         more = (f" and {hidden} more" if hidden > 0 else "") + (" in one batch" * (len(calls) > 1))
         saved = self._write_error(calls, words)
         what = "raised" if is_exception else "gave no reward"
-        self._stop(
+        self._supervisor.stop(
             RewardError(
                 f"the reward {self._source.function!r} {what} for {names}{more} ({saved}):\n"
                 f"{words.rstrip()}\n"
@@ -219,47 +214,24 @@ class RewardPool:
                 self._results[call.ticket] = result
                 self._changed.notify_all()
 
-    def _stop(self, error: SortedRLError) -> None:
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._changed.notify_all()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_writer.fileno(), b".")
-        except (BlockingIOError, OSError):
-            return  # it is awake, or has ended
-
     def _supervise(self) -> None:
-        group = WorkerGroup(self._source, self.settings, self)
+        loading = Loading("reward", self._source, RewardError)
+        group = WorkerGroup(loading, self.settings, self)
         self.stats.workers = group.stats
         try:
             group.start()
-            while not self._is_closing and self._error is None:
-                group.turn(self._wake_reader)
+            while self._supervisor.is_running:
+                group.turn(self._supervisor.wait)
                 self._take_news(group)
                 if not self._is_ready and group.is_ready:
                     self._lowest = group.lowest
                     with self._changed:
                         self._is_ready = True
                         self._changed.notify_all()
-        except SortedRLError as error:
-            self._stop(error)
-        except Exception as error:  # noqa: BLE001  callers that wait for a score must be released
-            broken = RewardError(f"the reward pool failed: {error!r}")
-            broken.__cause__ = error
-            self._stop(broken)
         finally:
             group.end()
 
     def _take_news(self, group: WorkerGroup) -> None:
-        while self._wake_reader.poll():
-            os.read(self._wake_reader.fileno(), 4096)
         while self._news:
             news = self._news.popleft()
             if isinstance(news, Call):
@@ -302,12 +274,6 @@ def _described(call: Call) -> dict[str, object]:
         "fields": dict(call.prompt.fields),
         "response": call.response,
     }
-
-
-def _wake_pipe() -> tuple[Connection, Connection]:
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    return Connection(reader, writable=False), Connection(writer, readable=False)
 
 
 @dataclass(frozen=True, slots=True)

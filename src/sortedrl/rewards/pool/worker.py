@@ -1,9 +1,7 @@
 """A worker process: loads a reward function, scores answers, and reports each result.
 
-    parent -> worker    Setup, then Work after Work
-    worker -> parent    Ready or Refused, then one Report for each answer, as it is done
-
-When the socket closes, the worker exits at once, with all processes it started.
+parent -> worker    Setup, then Work after Work
+worker -> parent    Ready or Refused, then one Report for each answer, as it is done
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import inspect
 import os
 import queue
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,24 +19,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from sortedrl.errors import ConfigError
-from sortedrl.rewards.functions import CallStyle, RewardSource, load
-from sortedrl.rewards.pool.limits import limit_memory
-from sortedrl.rewards.pool.process import leave, served
+from sortedrl.rewards.functions import CallStyle, load
+from sortedrl.rewards.pool.process import served
 from sortedrl.rewards.pool.score import NoScoreError, Score, checked_score, values_of_batch
 from sortedrl.types import Prompt
 
 Ending = Literal["raised", "no_score", "memory", "timeout"]
 """How a call ends without a score."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to a worker."""
-
-    source: RewardSource
-    time_limit_seconds: float
-    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +35,6 @@ class Ready:
     style: CallStyle
     lowest: float | None
     """The lowest reward that it gives, if known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The function cannot be loaded; `is_setting` if the address is wrong, not the code."""
-
-    message: str
-    is_setting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +61,18 @@ class Report:
 
 def main(descriptor: int) -> None:
     """Serve the parent at the other end of the socket until it closes."""
-    connection = served(descriptor)
-    setup: Setup = connection.recv()
-    try:
-        reward = load(setup.source)
-    except ConfigError as error:
-        connection.send(Refused(str(error), is_setting=True))
+    worker = served(descriptor, load)
+    if worker is None:
         return
-    except (Exception, SystemExit):  # noqa: BLE001  what the user's module does when imported
-        connection.send(Refused(traceback.format_exc(), is_setting=False))
-        return
-    call = partial(reward.function, **setup.source.options)
-    if setup.memory_bytes is not None:
-        limit_memory(setup.memory_bytes)
-    works: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, works), daemon=True).start()
+    reward, connection, works = worker.loaded, worker.connection, worker.works
+    call = partial(reward.function, **worker.setup.source.options)
     connection.send(Ready(reward.style, reward.lowest))
     is_batched = reward.style.is_batched
     if reward.style.is_async:
-        limit = setup.time_limit_seconds
+        limit = worker.setup.time_limit_seconds
         asyncio.run(_serve_async(call, works, connection, is_batched=is_batched, limit=limit))
     else:
         _serve(call, works, connection, is_batched=is_batched)
-
-
-def _receive(connection: Connection, works: queue.SimpleQueue[Work]) -> None:
-    while True:
-        try:
-            works.put(connection.recv())
-        except (EOFError, OSError):
-            leave()
 
 
 def _serve(
@@ -149,7 +109,7 @@ async def _serve_async(
     connection: Connection,
     *,
     is_batched: bool,
-    limit: float,
+    limit: float | None,
 ) -> None:
     async def serve(work: Work) -> None:
         began = time.perf_counter()
@@ -163,7 +123,7 @@ async def _serve_async(
             _report_end(connection, work, began, "no_score", error)
         except TimeoutError as error:
             # A TimeoutError of the user's code comes before the limit.
-            is_ours = time.perf_counter() - began >= limit
+            is_ours = limit is not None and time.perf_counter() - began >= limit
             _report_end(connection, work, began, "timeout" if is_ours else "raised", error)
         except Exception as error:  # noqa: BLE001  the user's own; the parent shows it
             _report_end(connection, work, began, "raised", error)

@@ -14,24 +14,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 from sortedrl.config.train import RewardSettings
-from sortedrl.errors import ConfigError, RewardError
-from sortedrl.rewards.functions import CallStyle, RewardSource
-from sortedrl.rewards.pool.process import WorkerLostError, WorkerProcess
+from sortedrl.rewards.functions import CallStyle
+from sortedrl.rewards.pool.process import (
+    LOAD_SECONDS,
+    MEASURE_SECONDS,
+    Loading,
+    Refused,
+    Setup,
+    WorkerLostError,
+    WorkerProcess,
+)
 from sortedrl.rewards.pool.score import Call, Failure, Score
-from sortedrl.rewards.pool.worker import Ready, Refused, Report, Setup, Work
+from sortedrl.rewards.pool.worker import Ready, Report, Work
 
-_LOAD_SECONDS = 300.0
 _GRACE_SECONDS = 1.0  # async workers time out their own calls; also for cancelled calls
-_MEASURE_SECONDS = 0.2
 _WORKER = "sortedrl.rewards.pool.worker"
 
 Said = Ready | Refused | Report
+Waiting = Callable[[Iterable[Connection], float | None], Sequence[Connection]]
+"""Waits for one of these to send something, at most so many seconds; returns those that did."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +100,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        source: RewardSource,
+        loading: Loading,
         settings: RewardSettings,
         delivery: Delivery,
         *,
@@ -101,7 +108,7 @@ class WorkerGroup:
     ) -> None:
         """A group without workers yet."""
         self.stats = WorkerStats()
-        self._source = source
+        self._loading = loading
         self._settings = settings
         self._delivery = delivery
         self._clock = clock
@@ -141,13 +148,12 @@ class WorkerGroup:
         rest = [call for call in self._waiting if call.ticket not in wanted]
         self._waiting = deque([*first, *rest])
 
-    def turn(self, wake: Connection) -> None:
+    def turn(self, wait: Waiting) -> None:
         """Dispatch work, then wait until a message arrives or a limit is reached."""
         self._hand_out()
         by_connection = {worker.connection: worker for worker in self._workers}
-        for found in wait([wake, *by_connection], self._seconds_to_limit()):
-            if isinstance(found, Connection) and found in by_connection:
-                self._listen(by_connection[found])
+        for found in wait(by_connection, self._seconds_to_limit()):
+            self._listen(by_connection[found])
         self._enforce_limits()
         self._fill_up()
 
@@ -160,11 +166,8 @@ class WorkerGroup:
         self._workers = []
 
     def _fill_up(self) -> None:
-        memory = self._settings.memory_gib
-        setup = Setup(
-            source=replace(self._source, options=dict(self._source.options)),
-            time_limit_seconds=self._settings.time_limit_seconds,
-            memory_bytes=None if memory is None else int(memory * (1 << 30)),
+        setup = self._loading.setup(
+            self._settings.memory_gib, time_limit_seconds=self._settings.time_limit_seconds
         )
         # a replacement gets the number of the worker it replaces
         missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
@@ -242,11 +245,7 @@ class WorkerGroup:
             if self._settings.memory_gib is not None:
                 worker.loaded_bytes = worker.grown_bytes()
         elif isinstance(said, Refused):
-            if said.is_setting:
-                raise ConfigError(said.message)
-            raise RewardError(
-                f"the reward {self._source.function!r} cannot be loaded:\n{said.message}"
-            )
+            raise self._loading.refused(said)
         else:
             self._reported(worker, said)
 
@@ -305,10 +304,7 @@ class WorkerGroup:
         calls = self._dismissed(worker)
         status = worker.process.end()
         if worker.style is None:
-            raise RewardError(
-                f"a worker ended with status {status} while it loaded the reward "
-                f"{self._source.function!r}; the module must not end the process"
-            )
+            raise self._loading.ended(status)
         self.stats.died += 1
         for call in calls:
             self._crashed(call, "died", f"the worker ended with status {status}, twice")
@@ -326,11 +322,8 @@ class WorkerGroup:
         now = self._clock()
         for worker in list(self._workers):
             if worker.style is None:
-                if now - worker.began > _LOAD_SECONDS:
-                    raise RewardError(
-                        f"the reward {self._source.function!r} took more than "
-                        f"{_LOAD_SECONDS:.0f} seconds to load"
-                    )
+                if now - worker.began > LOAD_SECONDS:
+                    raise self._loading.overdue()
             elif any(
                 now >= self._calls[ticket].began + self._limit(worker.style)
                 for ticket in worker.under_way
@@ -346,7 +339,7 @@ class WorkerGroup:
         limit = self._settings.memory_gib
         if limit is None or now < self._next_measure:
             return
-        self._next_measure = now + _MEASURE_SECONDS
+        self._next_measure = now + MEASURE_SECONDS
         for worker in [worker for worker in self._workers if worker.under_way]:
             if worker.grown_bytes() > limit * (1 << 30):
                 calls = self._dismissed(worker)
@@ -393,7 +386,7 @@ class WorkerGroup:
         moments = []
         for worker in self._workers:
             if worker.style is None:
-                moments.append(worker.began + _LOAD_SECONDS)
+                moments.append(worker.began + LOAD_SECONDS)
                 continue
             if self._could_block(worker):
                 moments.append(worker.began + _GRACE_SECONDS)
