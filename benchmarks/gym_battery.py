@@ -1,7 +1,7 @@
 """What constants and altered golds earn in each task of reasoning-gym.
 
-    python benchmarks/gym_battery.py --out docs/gym-scorers.md        all tasks, half an hour
-    python benchmarks/gym_battery.py --tasks countdown puzzle24       some, on the screen
+    python benchmarks/gym_battery.py --out docs/reference/gym-scorers.md   all, half an hour
+    python benchmarks/gym_battery.py --tasks countdown puzzle24            some, on the screen
 
 For every task some rows are generated. Each is answered with a battery of constants, which do not
 look at the row, and of altered golds, which are almost the right answer; the share of rows in which
@@ -227,8 +227,8 @@ def line(task: str, mine: Rates, theirs: Rates) -> str:
 
 PAGE = """# How reasoning-gym answers are judged
 
-Made by `python benchmarks/gym_battery.py --out docs/gym-scorers.md` with reasoning-gym {version}, {count} rows per task.
-[Tasks](tasks.md#reasoning-gym) says how the rules work; they stand in [gym_rules.py](../src/sortedrl/rewards/gym_rules.py).
+Made by `python benchmarks/gym_battery.py --out docs/reference/gym-scorers.md` with reasoning-gym {version}, {count} rows per task.
+[Tasks](tasks.md#reasoning-gym) says how the rules work; they stand in [gym_rules.py](../../src/sortedrl/rewards/gym_rules.py).
 
 - *Read as* says what an answer must be; anything else is refused.
 - *Judged by*: `library` is the library's scorer, which only sees answers of that form; `ours` is a check of our own.

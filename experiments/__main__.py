@@ -106,13 +106,13 @@ def _measure(table: str, given: Arguments) -> int:
         return 0
     require(
         given.resume or not done,
-        f"{setup.results.folder / table} has results of {len(done)} pieces already; go on with "
+        f"{setup.results.folder / table} has results of {len(done)} pieces already; continue with "
         "--resume, or give another folder (--results)",
     )
     waiting = [piece for piece in pieces if piece.name not in done]
     left = _run(waiting, setup, given)
     if left:
-        tell(f"no time for {len(left)} pieces ({', '.join(left)}); go on with --resume")
+        tell(f"no time for {len(left)} pieces ({', '.join(left)}); continue with --resume")
     return 3 if left else 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from experiments.warm_up import warm_up
-from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.algorithm import GradientPrecision, Optimisation, OptimiserState
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import PassSettings, TrainSettings
+from sortedrl.config.train import Lora, PassSettings, TrainSettings
 from sortedrl.core.buffer import Buffer, open_group
 from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
@@ -38,12 +38,14 @@ from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.lengths import Lengths, LengthSettings
 from sortedrl.tasks.catalogue import open_task
 from sortedrl.training.forward import PackedModel
-from sortedrl.training.lora import trained_parameters
+from sortedrl.training.lora import add_adapters, trained_parameters
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
 
 _SPARE_TOKENS = 64
+_WARM_UP_ANSWERS = 16
+_GIB = 1 << 30
 _COIN_KEY = 0x636F696E
 
 
@@ -65,6 +67,17 @@ class Workload:
     task: str = "knights_knaves:people=3-5"
     prompt_tokens: int = 192
     """Of the prompts of a model without a tokenizer, which are random."""
+    optimiser_state: OptimiserState = "fp32"
+    gradients: GradientPrecision = "fp32"
+    gradient_checkpointing: bool = False
+    lora_rank: int | None = None
+    is_compiled: bool | None = None
+    """Whether the layers of an update are; by default on a GPU."""
+    cache_gib: float | None = None
+    """At most; by default every slot has room for the longest answer."""
+    restores: bool = True
+    """Whether every run begins with the first weights, which are kept beside the others, and with a
+    new optimiser."""
 
     def lengths(self) -> Lengths | None:
         """The forced lengths."""
@@ -114,6 +127,11 @@ class BenchWorld:
         self.workload = workload
         self._lengths = workload.lengths()
         self._model = model
+        if workload.lora_rank is not None:
+            add_adapters(model, Lora(rank=workload.lora_rank), seed=workload.seed)
+        if workload.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
         self._rows = _Rows(source, workload, vocabulary=model.config.vocab_size)
         # The rotary angles are computed for any position; the limit of the file is no limit here.
         model.config.max_position_embeddings = 4 * workload.max_tokens
@@ -126,12 +144,18 @@ class BenchWorld:
             cache_bytes=self._cache_bytes(),
         )
         on_gpu = model.device.type == "cuda"
-        self._policy = PackedModel(model, temperature=1.0, is_compiled=on_gpu)
-        self._begun = {name: p.detach().clone() for name, p in model.named_parameters()}
+        is_compiled = on_gpu if workload.is_compiled is None else workload.is_compiled
+        self._policy = PackedModel(model, temperature=1.0, is_compiled=is_compiled)
+        self._begun = {
+            name: p.detach().clone() for name, p in model.named_parameters() if workload.restores
+        }
+        self._optimiser: Optimiser | None = None
         if on_gpu:
             written = warm_up(self.engine, max_tokens=workload.max_tokens)
-            self._trainer(Schedule(update_batch=len(written))).update(
-                TrainBatch(0, tuple(replace(t, reward=coin(t)) for t in written))
+            # The last to finish is the longest; without compiled layers a few are enough.
+            chosen = written if is_compiled else written[-_WARM_UP_ANSWERS:]
+            self._trainer(Schedule(update_batch=len(chosen))).update(
+                TrainBatch(0, tuple(replace(t, reward=coin(t)) for t in chosen))
             )
 
     @classmethod
@@ -148,8 +172,18 @@ class BenchWorld:
             made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         return cls(made.eval(), None, workload)
 
-    def run(self, schedule: Schedule, *, groups: int, events: Path) -> Measured:
-        """One schedule, from the first group to the last; its events are written down."""
+    def run(
+        self,
+        schedule: Schedule,
+        *,
+        groups: int,
+        events: Path,
+        after_update: Callable[[Metrics], None] = lambda metrics: None,
+    ) -> Measured:
+        """One schedule, from the first group to the last; its events are written down.
+
+        `after_update` is given the metrics so far.
+        """
         self._restore()
         trainer = self._trainer(schedule)
         self.engine.load_weights(Weights(0))
@@ -174,6 +208,7 @@ class BenchWorld:
         )
         for _ in loop.run():
             gaps.append(trainer.last.get("gap/mean", 0.0))
+            after_update(meter.metrics())
         log.close()
         metrics = meter.metrics()
         return Measured(
@@ -203,21 +238,35 @@ class BenchWorld:
 
     def _trainer(self, schedule: Schedule) -> PolicyTrainer:
         workload = self.workload
-        optimisation = Optimisation(learning_rate=workload.learning_rate)
+        optimisation = Optimisation(
+            learning_rate=workload.learning_rate,
+            state=workload.optimiser_state,
+            gradients=workload.gradients,
+        )
         settings = TrainSettings(
             schedule=schedule,
             engine=EngineSettings(slots=workload.slots, max_tokens=workload.max_tokens),
             optimiser=optimisation,
             passes=PassSettings(micro_batch_tokens=workload.pass_tokens),
         )
-        gc.collect()  # the moments of the run before
-        optimiser = Optimiser(trained_parameters(self._model), optimisation, total_steps=None)
-        return PolicyTrainer(self._policy, optimiser, settings=settings.update)
+        if self._optimiser is not None and workload.restores:
+            self._optimiser.close()
+            self._optimiser = None
+            gc.collect()  # the moments of the run before
+        if self._optimiser is None:
+            self._optimiser = Optimiser(
+                trained_parameters(self._model),
+                optimisation,
+                total_steps=None,
+                computes_in=self._model.dtype,
+            )
+        return PolicyTrainer(self._policy, self._optimiser, settings=settings.update)
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(self._begun[name])
+        own = dict(self._model.named_parameters())
+        for name, begun in self._begun.items():
+            own[name].copy_(begun)
 
     def _cache_bytes(self) -> int:
         config: Any = self._model.config
@@ -225,7 +274,9 @@ class BenchWorld:
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * dim
         context = self._rows.longest + self.workload.max_tokens + _SPARE_TOKENS
         room: int = (self.workload.slots + 1) * context * per_token
-        return room * self._model.dtype.itemsize
+        full = room * self._model.dtype.itemsize
+        limit = self.workload.cache_gib
+        return full if limit is None else min(full, int(limit * _GIB))
 
 
 class _Rows:

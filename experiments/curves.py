@@ -7,7 +7,7 @@ to the later one, so the windows of a curve cover the run without a gap and with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,8 @@ from sortedrl.report.record import number
 
 Along = Literal["samples", "trained_tokens", "decoded_tokens", "seconds"]
 """What a score can have taken."""
+_TASK = "evaluation/"
+_OVER_TASKS = ("evaluation/score", "evaluation/length")
 ALONG: tuple[Along, ...] = ("samples", "trained_tokens", "decoded_tokens", "seconds")
 
 
@@ -49,6 +51,8 @@ class CurvePoint:
     """Mean entropy of the policy over the same tokens, in nats."""
     gap: float | None = None
     """Largest difference between the log-probabilities of engine and trainer, in nats."""
+    by_task: Mapping[str, float] = field(default_factory=dict)
+    """The score of each task, where there are several."""
 
 
 def curve(folder: Path) -> list[CurvePoint]:
@@ -162,8 +166,18 @@ def _points(rows: Sequence[Mapping[str, Value]]) -> Iterator[CurvePoint]:
             if tokens
             else None,
             gap=max((number(row, "gap/max") or 0.0 for row in window), default=None),
+            by_task=_by_task(row),
         )
         window = []
+
+
+def _by_task(row: Mapping[str, Value]) -> dict[str, float]:
+    scores = {
+        name.removeprefix(_TASK): value
+        for name, value in row.items()
+        if name.startswith(_TASK) and name not in _OVER_TASKS and isinstance(value, int | float)
+    }
+    return scores if len(scores) > 1 else {}
 
 
 def _place(point: CurvePoint, along: Along) -> float:

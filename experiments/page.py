@@ -13,6 +13,7 @@ from pathlib import Path
 from experiments import (
     ablations,
     efficiency_page,
+    eight_billion,
     learning_page,
     learning_seeds,
     natural,
@@ -51,6 +52,12 @@ SECTIONS = (
         folders=("efficiency",),
         text=efficiency_page.section,
         readings="efficiency",
+    ),
+    Section(
+        title="8 billion weights on one card",
+        folders=("eight_billion",),
+        text=eight_billion.section,
+        readings="eight_billion",
     ),
     Section(
         title="The simulator's predictions",

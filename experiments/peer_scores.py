@@ -49,7 +49,7 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
     from sortedrl.evaluation.runner import Question
     from sortedrl.models.loading import read_safetensors
     from sortedrl.rewards.pool.pool import RewardPool
-    from sortedrl.runs.build_training import trained_model
+    from sortedrl.runs.build_training import ModelSettings, trained_model
     from sortedrl.runs.tasks import tokenizer_of, training_tasks
     from sortedrl.runs.training import Evaluator
     from sortedrl.types import Weights
@@ -60,7 +60,7 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
     _, held_out = training_tasks(settings)
     tokenizer = tokenizer_of(settings.model)
     engine = NativeEngine(
-        trained_model(settings),
+        trained_model(ModelSettings.of(settings)),
         slots=settings.engine.slots,
         max_tokens=settings.engine.max_tokens,
         tokenizer=tokenizer,

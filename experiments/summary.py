@@ -61,6 +61,27 @@ def _speed(records: Sequence[Record]) -> str:
     return table(head, rows)
 
 
+def _eight(records: Sequence[Record]) -> str:
+    rows = [
+        [
+            record.numbers["schedule"],
+            percent(record.numbers["run"]["bubble"]),
+            f"{record.numbers['run']['trained_per_second']:,.0f}",
+            f"{record.numbers['ratio_to_sync_with_updates']:.2f}",
+            f"{record.numbers['memory']['peak_gib']:.0f}",
+        ]
+        for record in sorted(records, key=lambda record: _order(record.numbers["schedule"]))
+    ]
+    head = (
+        "schedule",
+        "slots idle, %",
+        "trained tokens/s, updates included",
+        "x sync",
+        "peak memory, GiB",
+    )
+    return table(head, rows)
+
+
 def _by_arm(records: Sequence[Record]) -> dict[str, dict[int, Mapping[str, Any]]]:
     """The numbers of each schedule by seed."""
     arms: dict[str, dict[int, Mapping[str, Any]]] = {}
@@ -163,6 +184,7 @@ def _order(name: str) -> tuple[int, str]:
 
 TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "speed": ("efficiency", _speed),
+    "eight": ("eight_billion", _eight),
     "questions": ("learning_questions", _questions),
     "seeds": ("learning_seeds", _seeds),
     "predictions": ("prediction", _predictions),

@@ -62,7 +62,7 @@ class Writer:
     def recheck(self, answers: Sequence[Trajectory]) -> list[Recheck]:
         """Every token of every answer under the present weights, given those before it."""
         return [
-            Recheck(scores.gaps, scores.logprobs, answer.logprobs)
+            Recheck(scores.gaps or [], scores.logprobs, answer.logprobs)
             for answer, scores in zip(answers, self._engine.score(answers), strict=True)
         ]
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from experiments.__main__ import chosen, main
+from experiments.bench_world import BenchWorld, Workload
 from experiments.efficiency import pieces as efficiency_pieces
 from experiments.pieces import Deadline, Piece, Setup, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
+from sortedrl.config.schedule import Schedule
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.machine import commit
@@ -174,6 +176,39 @@ def test_forced_lengths_are_biased_where_answers_are_redrawn_and_nowhere_else(me
     bias = {record.numbers["schedule"]: record.numbers["length_bias"] for record in records}
     assert bias["sync"] == bias["sorted/coupled"] == 1
     assert bias["sorted/on_policy"] != 1
+
+
+def test_8b_in_small_trains_whole_and_with_adapters_and_is_compared_with_sync(tmp_path):
+    words = ["--device", "cpu", "--small", "--results", str(tmp_path / "results")]
+    words += ["--scratch", str(tmp_path / "work"), "--set", "workload.max_tokens=16"]
+    assert main(["eight_billion", *words, "--only", "sync", "sorted-coupled", "lora"]) == 0
+    records = {r.piece: r.numbers for r in Results(tmp_path / "results").read("eight_billion")}
+    assert set(records) == {"sync", "sorted-coupled", "sorted-partial-1-lora-16"}
+    assert records["sync"]["ratio_to_sync"] == 1
+    for numbers in records.values():
+        assert numbers["run"]["trajectories"] == 32 * numbers["arm"]["groups"]
+        assert numbers["run"]["updates"] >= numbers["arm"]["groups"]
+        assert numbers["update_tokens_per_second"] > 0
+        assert numbers["ratio_to_sync_with_updates"] > 0
+        assert set(numbers["memory"]) == {"peak_gib", "reserved_gib"}
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_every_run_of_a_world_really_changes_the_weights(tmp_path, restores):
+    """An optimiser of the run before must not take the gradients."""
+    settings = read_toml(ROOT / "experiments" / "eight_billion.toml")["small"]
+    known = {n: v for n, v in settings["workload"].items() if n != "tolerance"}
+    workload = Workload(
+        **known, precision="bfloat16", sigma=1.2, learning_rate=0.01, restores=restores
+    )
+    world = BenchWorld.opened(settings["model"], workload, device="cpu")
+    schedule = Schedule(strategy="sync", mode="on_policy", group_prompts=8, update_batch=8)
+    weight = next(world._model.parameters())
+    first = weight.detach().clone()
+    for number in range(3):
+        begun = first if restores else weight.detach().clone()
+        world.run(schedule, groups=1, events=tmp_path / f"{number}.jsonl")
+        assert not weight.equal(begun)
 
 
 def test_results_are_not_measured_twice_and_not_overwritten(measured, capsys):
