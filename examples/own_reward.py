@@ -1,6 +1,9 @@
 """Try out a reward of your own before a run, with `python examples/own_reward.py`.
 
 The function is plain Python. Worker processes import it from this file and run it with limits.
+
+Needs: a CPU; pip install 'sortedrl[native]'. Takes: a few seconds.
+Gives: the reward of three responses, one of which hangs and is stopped.
 """
 
 from sortedrl.config.train import RewardSettings

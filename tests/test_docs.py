@@ -12,10 +12,11 @@ import pytest
 from experiments.page import page as results_page
 from experiments.record import Results
 from experiments.summary import summary
+from forked import run_command, run_program
 from sortedrl.config.toml import read_toml
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("make demo", "make test", "make bench", "git clone", "cd ")
 """Commands that cannot run inside a test: they run this test, take minutes, or need a network."""
@@ -25,7 +26,7 @@ def blocks(language):
     for page in PAGES:
         for found, body in BLOCK.findall(page.read_text()):
             if found == language:
-                yield page.name, body
+                yield page.relative_to(ROOT).as_posix(), body
 
 
 def sessions():
@@ -37,6 +38,13 @@ def sessions():
 
 
 def run(command, folder):
+    """A command as a shell runs it; one of ours without a shell's signs starts faster."""
+    words = shlex.split(command)
+    if words[0] == "sortedrl" and not set(command) & set("|>&;$*"):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("COLUMNS", "LINES"):
+                patch.delenv(name, raising=False)
+            return run_command(*words[1:], folder=folder)
     ours = ("MAKE", "MFLAGS", "COLUMNS", "LINES")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -105,7 +113,7 @@ def test_a_picture_is_what_its_command_draws(command, name, tmp_path):
 
 @pytest.mark.parametrize("body", [pytest.param(body, id=page) for page, body in blocks("python")])
 def test_a_shown_program_runs(body, tmp_path):
-    done = run(f"{shlex.quote(sys.executable)} -c {shlex.quote(body)}", tmp_path)
+    done = run_program(body, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -127,7 +135,7 @@ def test_every_link_inside_the_project_leads_somewhere():
 
 
 def test_every_path_and_test_named_in_the_paper_to_code_table_exists():
-    text = (ROOT / "docs" / "from-paper-to-code.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "from-paper-to-code.md").read_text()
     named = set(
         re.findall(r"`((?:src|tests|docs|benchmarks|experiments)/[\w/.-]+?)(?:::(\w+))?`", text)
     )
@@ -148,6 +156,37 @@ def test_the_pages_of_results_are_what_the_results_say():
     for name, text in (("results", summary(results)), ("result-tables", results_page(results))):
         shown = (ROOT / "docs" / f"{name}.md").read_text()
         assert text == shown, "run: python -m experiments page"
+
+
+def rows_of(text, heading):
+    """The rows of the first table whose heading begins so, as lists of cells."""
+    _, _, after = text.partition(f"\n| {heading}")
+    lines = after.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    """The numbers of the README are rounded from the two first tables of the results."""
+    results = (ROOT / "docs" / "results.md").read_text()
+    speed = {(model, name): cells for model, name, *cells in rows_of(results, "model | schedule")}
+    learning = {name: cells for name, *cells in rows_of(results, "schedule | seeds")}
+    shown = rows_of((ROOT / "README.md").read_text(), "schedule | slots idle")
+    sources = [
+        ("sync", "sync"),
+        ("sorted/coupled", "sorted/coupled +1"),
+        ("sorted/partial +1", "sorted/partial +1"),
+    ]
+    assert len(shown) == len(sources)
+    for (_, idle, times, to_score), (name, learned) in zip(shown, sources, strict=True):
+        idle_percent, _, ratio, *_ = speed["SmolLM2-135M", name]
+        assert idle == f"{round(float(idle_percent))} %"
+        assert times == f"{float(ratio):.2g} x"
+        assert to_score == f"{float(learning[learned][4]):g} x"
+    large = {name: cells for name, *cells in rows_of(results, "schedule | slots idle, %")}
+    assert (
+        f"8B shape, trained in full on that card: {float(large['sorted/partial +1'][2]):.1f} x"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_every_table_of_the_experiments_is_toml():

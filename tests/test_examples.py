@@ -2,8 +2,6 @@
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forked import run_script
 from native_worlds import tiny_model
 from sortedrl.cli import main
 from sortedrl.config.sft import SupervisedSettings
@@ -34,13 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_generate_writes_two_answers_to_each_prompt(folder):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "generate.py", folder, "1 2 3", "4 5"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script(EXAMPLES / "generate.py", folder, "1 2 3", "4 5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("> 1 2 3\n") == done.stdout.count("> 4 5\n") == 2
     assert done.stdout.count(" tokens, ") == 4
@@ -48,13 +41,7 @@ def test_generate_writes_two_answers_to_each_prompt(folder):
 
 
 def test_a_reward_of_ones_own_is_tried_out_and_a_call_that_hangs_is_ended():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "own_reward.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script(EXAMPLES / "own_reward.py")
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [
         ["0.991", "scored"],
@@ -95,11 +82,37 @@ def test_a_warm_start_and_training_run_from_their_files(tmp_path, monkeypatch, c
         assert (tmp_path / "runs" / folder / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "trained"),
+    [
+        (["gsm8k_grpo.toml", "--rows", "7473", "--prompt-tokens", "110"], "all of them trained"),
+        (
+            ["gsm8k_grpo.toml", "--rows", "99", "--prompt-tokens", "9", "--engine", "vllm"],
+            "own weights",
+        ),
+        (["lora_7b.toml", "--rows", "7473", "--prompt-tokens", "110"], "adapters of rank 32"),
+        (["judge.toml", "--rows", "1000", "--prompt-tokens", "60"], "all of them trained"),
+    ],
+)
+def test_an_example_for_a_gpu_fits_on_the_card_that_it_names(words, trained, capsys):
+    name, *flags = words
+    assert main(["train", str(EXAMPLES / name), "--dry-run", "--card", "h100", *flags]) == 0
+    plan = capsys.readouterr().out
+    assert "predicted" in plan
+    assert trained in plan
+
+
+def test_every_example_says_what_it_needs_how_long_it_takes_and_what_it_gives():
+    for path in [*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("*.py")]:
+        head = path.read_text()[:1500]
+        assert all(word in head for word in ("Needs:", "Takes:", "Gives:")), path.name
+
+
 def test_the_example_of_a_tool_runs_from_its_files(tmp_path, monkeypatch):
     """Shortened: few steps, so that nothing is learned."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    subprocess.run([sys.executable, EXAMPLES / "tools_data.py"], check=True, timeout=60)
+    assert run_script(EXAMPLES / "tools_data.py").returncode == 0
     warm = settings_in("tools_warm.toml", SupervisedSettings)
     train = settings_in("tools.toml", TrainSettings)
     assert train.model == str(warm.out / "model")
@@ -112,13 +125,7 @@ def test_the_example_of_a_tool_runs_from_its_files(tmp_path, monkeypatch):
 
 
 def test_a_scheduler_in_a_loop_of_ones_own_learns():
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "own_loop.py"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_script(EXAMPLES / "own_loop.py")
     assert done.returncode == 0, done.stderr
     rewards = [float(line.split()[3]) for line in done.stdout.splitlines()]
     assert len(rewards) >= 10
