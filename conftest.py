@@ -2,7 +2,7 @@
 
 `pytest --hypothesis-profile=hunt` looks for bugs for longer.
 On CI the examples are the same every time; elsewhere they are new ones.
-Modules that need Triton, Ray or TRL are collected only where these are installed.
+Modules that need Triton, Ray, TRL, verl or slime are collected only where these are installed.
 `--numprocesses auto` starts three test processes for every two cores: many tests wait for other
 processes, the disk or a timer, and the third uses the core meanwhile.
 """
@@ -34,6 +34,8 @@ _NEEDS = {
     ],
     "ray": [f"src/sortedrl/cluster/{name}.py" for name in ("check", "fleet", "remote_engine")],
     "trl": ["experiments/peer_trl.py"],
+    "verl": ["src/sortedrl/integrations/verl", "tests/verl_run"],
+    "slime": ["src/sortedrl/integrations/slime", "tests/slime_run"],
 }
 
 collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) for path in paths]

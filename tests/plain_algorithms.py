@@ -1,4 +1,4 @@
-"""The formulas of docs/algorithms.md once more, by hand: loops over floats, token by token.
+"""The formulas of docs/explanation/algorithms.md by hand: loops over floats, token by token.
 
 Written from the formulas and not from the package, which it shares no code with. Answers are
 lists; what belongs to tokens is a list of lists, one per answer.

@@ -81,7 +81,7 @@ def test_another_process_is_told_what_it_needs_to_resume():
 def test_the_same_cell_a_second_time_makes_a_second_run_or_says_what_to_do():
     assert [train().folder.name for _ in range(2)] == ["train", "train-2"]
     train(out="mine")
-    with pytest.raises(ConfigError, match=r"mine already holds a run; go on with it \(sortedrl"):
+    with pytest.raises(ConfigError, match=r"mine already holds a run; resume it \(sortedrl"):
         train(out="mine")
 
 
@@ -116,7 +116,7 @@ def test_a_model_object_is_copied_and_trained_with_siblings():
 def test_a_callback_ends_the_run_and_resume_goes_on():
     run = train(callbacks=[lambda row: "stop"])
     assert run.ending.reason == "asked"
-    with pytest.raises(ModelError, match=r"not come to its end; go on with it \(run.resume"):
+    with pytest.raises(ModelError, match=r"the run has not finished; continue it with run.resume"):
         run.model  # noqa: B018
     assert run.resume(callbacks=[]).ending.reason == "data"
 

@@ -178,7 +178,7 @@ def test_a_file_can_switch_off_what_its_preset_switches_on(tmp_path):
         (["simulate", "paper", "--update-bach", "3"], "--update-batch"),
         (["simulate", "paper", "--update-batch", "1024"], "must lie in 1..512"),
         (["simulate", "paper", "--slots", "0"], "engine.slots must be at least 1, got 0"),
-        (["simulate", "paper", "--median", "-3"], "must be a positive number of tokens, got -3"),
+        (["simulate", "paper", "--median", "-3"], "lengths.median must be above 0, got -3"),
         (["simulate", "paper", "--values", "4", "-1"], "at least 1 token each, got -1"),
         (["simulate", "paper", "--tolerance", "0.1"], "needs mode 'coupled'"),
         (["simulate", "paper", "--groups", "0"], "groups must be at least 1, got 0"),
@@ -341,3 +341,12 @@ def test_a_run_says_something_before_anything_heavy_is_loaded():
     )
     assert done.returncode == 7, done.stderr
     assert done.stderr.startswith("here: tiny on 8 rows of knights_knaves")
+
+
+@pytest.mark.parametrize("command", ["eval", "report", "trace", "demo", "data"])
+def test_help_calls_no_option_with_a_default_required(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = capsys.readouterr().out.split("--help", 1)[1]
+    assert options
+    assert "(required)" not in options

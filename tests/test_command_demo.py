@@ -12,15 +12,16 @@ from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.logs import read_metrics
 
-SMALL = ("--warm-steps", "4", "--answers", "8", "--held-out", "2")
+SMALL = ("--warm-steps", "4", "--answers", "40", "--held-out", "2")
 SMALLEST = ("--warm-steps", "1", "--answers", "1", "--held-out", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_puzzles():
-    """The warm start reads few puzzles: making all of them takes longer than everything else."""
+def _small():
+    """Few puzzles and short answers: an untrained model goes on to the limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_NUM_PUZZLES", 100)
+        patch.setattr(command, "_MAX_TOKENS", 24)
         yield
 
 
@@ -37,18 +38,24 @@ def demo(tmp_path_factory):
 def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(demo):
     out, shown, progress = demo
     heading, *lines = shown.splitlines()
-    assert heading.split() == ["SortedRL", "synchronous"]
-    rows = {line[:24].strip(): line[24:].split() for line in lines if line}
-    assert rows["answers trained"] == ["8", "8"]
-    assert {"right answers, before", "right answers, after", "bubble", "time"} <= rows.keys()
+    assert heading.split() == ["synchronous", "predicted", "SortedRL", "gain"]
+    rows = {line[:28].strip(): line[28:].split() for line in lines if line}
+    assert rows["answers trained"] == ["40", "40"]
+    assert {"right answers, before", "right answers, after", "idle slots"} <= rows.keys()
+    sync, forecast, ours, gain, unit = rows["tokens per second of rollout"]
+    assert unit == "x"
+    assert float(gain) == pytest.approx(
+        float(ours.replace(",", "")) / float(sync.replace(",", "")), abs=0.06
+    )
+    assert float(forecast.replace(",", "")) > 0
     assert str(out / "report.html") in lines[-1]
     assert "</svg>" in (out / "report.html").read_text()
-    for step in ("1 of 3", "2 of 3", "3 of 3", "step    4 of 4", "after update 0"):
+    for step in ("1 of 5", "2 of 5", "5 of 5", "step    4 of 4", "after update 0"):
         assert step in progress
     sorted_config, sync_config = (
         read_toml(out / name / "config.toml") for name in ("sorted", "sync")
     )
-    assert sorted_config["schedule"]["mode"] == "coupled"
+    assert sorted_config["schedule"]["mode"] == "partial"
     assert sync_config["schedule"]["strategy"] == "sync"
     assert sorted_config["task"] == sync_config["task"]
     prompts = [
@@ -60,7 +67,7 @@ def test_the_demo_ends_with_both_runs_side_by_side_and_a_report(demo):
         )
         for name in ("sorted", "sync")
     ]
-    assert prompts[0] == prompts[1] == list(range(8))
+    assert prompts[0] == prompts[1] == list(range(40))
 
 
 def test_a_second_demo_replaces_the_first(demo, tmp_path, capsys):
@@ -79,7 +86,7 @@ def test_a_folder_that_no_demo_has_made_is_left_alone(tmp_path, capsys, name):
     (mine / "run.json").write_text('{"format": "sortedrl-run", "version": 1}')
     (mine / "config.toml").write_text("seed = 1")
     assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
-    assert f"{mine} is there already and no demo has made it" in capsys.readouterr().err
+    assert f"{mine} already exists and was not made by the demo" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert {path.name for path in mine.iterdir()} == {"run.json", "config.toml"}
 
@@ -95,7 +102,7 @@ def test_what_was_put_into_a_folder_of_the_demo_is_left_alone(tmp_path, capsys):
         marked(tmp_path / name)
     (tmp_path / "sorted" / "notes.txt").write_text("mine")
     assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
-    assert "holds what no demo has written: notes.txt" in capsys.readouterr().err
+    assert "holds files that the demo did not write: notes.txt" in capsys.readouterr().err
     assert (tmp_path / "warm" / "demo.json").exists(), "nothing is removed before all is looked at"
 
 
@@ -103,7 +110,7 @@ def test_what_was_put_into_a_folder_of_the_demo_is_left_alone(tmp_path, capsys):
 def test_a_mark_that_is_not_the_demos_is_none(tmp_path, capsys, mark):
     (marked(tmp_path / "sync") / "demo.json").write_text(mark)
     assert main(["demo", "--out", str(tmp_path), *SMALL]) == 2
-    assert "no demo has made it" in capsys.readouterr().err
+    assert "was not made by the demo" in capsys.readouterr().err
 
 
 def test_a_link_and_a_page_of_the_users_own_are_left_alone(tmp_path, capsys):

@@ -15,6 +15,7 @@ from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.core.logs import read_metrics
 from sortedrl.models.loading import load_tokenizer
+from sortedrl.training import forward
 
 MODEL = "tiny:hidden=32,layers=1,heads=2,context=256"
 PUZZLES = "knights_knaves:people=2-3,count=64,style=compact"
@@ -122,7 +123,7 @@ def test_rows_beyond_the_context_are_left_out_with_their_count(capsys, tmp_path)
     rows = [{"prompt": "A:b;", "response": "x" * (300 if n % 2 else 3)} for n in range(6)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     _, err = said(capsys, sft_words(tmp_path / "run", task=path))
-    assert "3 of 6 rows are left out, with their responses they have more than 256 tokens" in err
+    assert "3 of 6 rows are skipped: with their responses they are longer than 256 tokens" in err
     path = write_rows(tmp_path / "rows.jsonl", rows[1::2])
     _, err = said(capsys, sft_words(tmp_path / "none", task=path), code=2)
     assert "no row fits into the model's context of 256 tokens" in err
@@ -219,3 +220,12 @@ def test_a_gguf_file_is_trained_on_answers_that_end_as_it_says(capsys, tmp_path,
     prompt = tokenizer.encode("who lies?", return_tensors="pt")
     answer = model.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
     assert tokenizer.decode(answer) == "he<end>"
+
+
+def test_layers_are_compiled_where_it_is_asked_for(capsys, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(forward, "compiled_layers", lambda model: compiled.append(model) or {})
+    for number, choice in enumerate(("None", "False", "True")):
+        words = sft_words(tmp_path / str(number), "--passes.compiled", choice, "--max-steps", "1")
+        said(capsys, words)
+        assert len(compiled) == (choice == "True"), "by default only on a GPU"

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import transformers.modeling_utils
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from forked import run_command
 from run_worlds import TASK, checkpoints, events, metrics, run_words, said, weights, write_world
 from sortedrl.models.loading import load_model
 from sortedrl.runs import opening
@@ -235,13 +234,7 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(capsys, tmp_path):
 def test_json_is_one_object_and_nothing_else_on_standard_output(world, tmp_path):
     """In a process of its own, where nothing is captured on the way."""
     words = run_words(tmp_path / "run", "--json", "--max-updates", "2")
-    ended = subprocess.run(
-        [sys.executable, "-m", "sortedrl", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=world,
-    )
+    ended = run_command(*words, folder=world)
     found = json.loads(ended.stdout)
     assert (found["reason"], found["updates"]) == ("updates", 2)
     assert found["folder"] == str(tmp_path / "run")

@@ -768,7 +768,7 @@ def test_moves_in_rush_hour_must_be_possible():
 
 
 def test_the_published_table_shows_every_task_by_its_rule():
-    page = (Path(__file__).parent.parent / "docs" / "gym-scorers.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "gym-scorers.md").read_text()
     shown = re.findall(r"^\| `(\w+)` \| ([^|]+) \| (library|ours) \|", page, re.MULTILINE)
     judges = {True: "library", False: "ours"}
     assert shown == [(name, RULES[name].reads, judges[RULES[name].judge is None]) for name in TASKS]

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 
 import sortedrl
 from sortedrl.cli import main
+from sortedrl.core.events import Update, read_events
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.simulate.measure import measure
 from sortedrl.simulate.observed import read_observed
@@ -19,6 +21,8 @@ class Sample:
     """What slime hands to a reward, as far as it is read."""
 
     response_length: int
+    group_index: int | None = None
+    prompt: str = ""
 
 
 def lines(path):
@@ -63,6 +67,27 @@ def test_verl_slime_and_openrlhf_get_what_their_own_reward_gives(tmp_path):
     given = measure(path, remote)(["a" * 8, "b" * 12], ["a", "b"], ["1", "2"])
     assert given == {"rewards": [1.0, 1.0]}
     assert [row["tokens"] for row in lines(path)] == [11, 7, 2, 3]
+
+
+def test_siblings_are_known_where_answers_come_one_by_one(tmp_path):
+    """The calls of verl, slime and OpenRLHF, as their sources make them."""
+    path = tmp_path / "lengths.jsonl"
+
+    async def judge(args, sample, **more):
+        return 1.0
+
+    for number in range(4):
+        row = {"index": number // 2, "num_turns": number}
+        measure(path, lambda **_: 1.0)(solution_str="a" * 8, ground_truth="7", extra_info=row)
+        sample = Sample(response_length=2, group_index=number // 2)
+        asyncio.run(measure(path, judge)(None, sample))
+        prompt = f"question {number // 2} "
+        measure(path, lambda *_: {"rewards": [1.0]})([prompt + "a" * 8], [prompt], ["7"])
+    noted = lines(path)
+    assert {row["tokens"] for row in noted} == {2}, "the prompt of a query is not counted"
+    for framework in (noted[0::3], noted[1::3], noted[2::3]):
+        prompts = [row["prompt"] for row in framework]
+        assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
 
 
 def test_what_measure_cannot_read_is_refused(tmp_path):
@@ -160,8 +185,30 @@ def test_fit_takes_slots_and_schedule_from_events(capsys, tmp_path):
     assert found.schedule.name == "sorted/coupled +1"
     assert found.schedule.group_prompts == true.schedule.group_prompts
     assert found.schedule.update_batch == true.schedule.update_batch
+    assert main(["fit", str(events), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "coupled"
     with pytest.raises(DataError, match=r"sortedrl fit events\.jsonl"):
         simulation_from(str(events))
+
+
+def test_fit_counts_interrupted_answers_as_far_as_they_were_seen(capsys, tmp_path):
+    """In on-policy mode short answers are trained in place of long ones; the lengths are not."""
+    events, fitted = tmp_path / "events.jsonl", tmp_path / "fitted.toml"
+    true = _trained_mean(events, "--strategy", "sync")
+    trained = _trained_mean(events, "--mode", "on_policy")
+    capsys.readouterr()
+    assert main(["fit", str(events)]) == 0
+    fitted.write_text(capsys.readouterr().out)
+    estimated = fmean(simulation_from(str(fitted)).lengths.values)
+    assert trained / true < 0.9
+    assert abs(estimated / true - 1) < 0.05
+
+
+def _trained_mean(events, *words):
+    """The mean length that a simulated run trains on."""
+    assert main(["simulate", "paper", "--groups", "4", *words, "--events", str(events)]) == 0
+    updates = [event for event in read_events(events) if isinstance(event, Update)]
+    return fmean(trained.tokens for update in updates for trained in update.trained)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_no_number_is_taken_that_is_not_finite_or_takes_the_machine_down(default
         (["train", "--reward-options", "a=1", "--reward-options", "b=2"], "is given twice"),
         (["simulate", "six", "--seed", "1", "--seed", "1"], "--seed is given twice"),
         (["simulate", "six", "--json", "--json"], "--json is given twice"),
-        (["train", "--cluster.offload", "--cluster.no-offload"], "is given twice"),
+        (["train", "--cluster.overlap", "--cluster.no-overlap"], "is given twice"),
         (["train", "--model", "tiny:foo=1"], "model 'tiny:foo=1': unknown option 'foo'"),
         (["train", "--model", "tiny:layers=2,layers=3"], "option layers is given twice"),
         (["train", "--model", "tiny:hidden=8192,layers=99"], "load a model that is not tiny"),
@@ -145,7 +145,7 @@ def test_no_number_is_taken_that_is_not_finite_or_takes_the_machine_down(default
         (["train", "--precision", "BFloat16"], "did you mean 'bfloat16'"),
         (["train", "--passes.compiled", "yes"], "must be True or False, got 'yes'"),
         (["simulate", "six", "--replay=false"], "takes no value"),
-        (["simulate", "paper", "six"], "settings come from one place"),
+        (["simulate", "paper", "six"], "settings come from one source"),
         (["fit", "a", "b"], "unexpected 'b'"),
         (["fit"], "EVENTS is missing"),
         (["plot", "slots", "x"], "--out is missing"),
@@ -195,8 +195,8 @@ def test_a_mistake_ends_in_one_sentence_with_code_2_and_nothing_made(
         ("seed = 1.0\n", "seed must be a whole number, got 1.0"),
         ('[evaluation]\ntasks = "gsm8k"\n', "evaluation.tasks must be a list, got 'gsm8k'"),
         ('[evaluation]\ntasks = [["gsm8k"]]\n', "evaluation.tasks must be text in quotes"),
-        ('[cluster]\noffload = "yes"\n', "cluster.offload must be true or false, got 'yes'"),
-        ("[cluster]\noffload = 1\n", "cluster.offload must be true or false, got 1"),
+        ('[cluster]\noverlap = "yes"\n', "cluster.overlap must be true or false, got 'yes'"),
+        ("[cluster]\noverlap = 1\n", "cluster.overlap must be true or false, got 1"),
         ('[schedule]\nmode = "Partial"\n', "did you mean 'partial'"),
         ('[schedule]\nmode = ["partial"]\n', "unknown schedule.mode"),
         ("[[schedule]]\n", "[schedule] must be a section"),
@@ -277,12 +277,12 @@ def test_a_source_may_stand_anywhere_and_a_flag_beats_it(tmp_path):
 
 def test_every_setting_of_a_file_can_be_a_flag_too():
     kind = import_module("sortedrl.cli.train").Arguments
-    words = ["--schedule.mode", "coupled", "--cluster.no-offload", "--evaluation.tasks", "a", "b"]
+    words = ["--schedule.mode", "coupled", "--cluster.no-overlap", "--evaluation.tasks", "a", "b"]
     words += ["--schedule.tolerance", "inf", "--max-updates", "None", "--passes.compiled", "True"]
     given = parse(kind, words, prog="x", description="", default=kind(), is_dotted=True)
     table = {
         "schedule": {"mode": "coupled", "tolerance": math.inf},
-        "cluster": {"offload": False},
+        "cluster": {"overlap": False},
         "evaluation": {"tasks": ["a", "b"]},
         "max_updates": "None",
         "passes": {"compiled": True},

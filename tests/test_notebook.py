@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sortedrl.core.events import Harvest
+from sortedrl.core.events import End, Harvest
 from sortedrl.report.live.state import Source
 from sortedrl.runs.notebook import NotebookView, is_notebook, notebook_view, show_page
 
@@ -81,9 +81,17 @@ def test_old_rows_leave_the_table_and_frames_are_few():
     assert "waiting for the rewards of 3 answers" in shown[-1]
 
 
+def test_a_run_that_is_over_says_so_with_a_full_bar(cell):
+    with notebook_view() as view:
+        view.advance("trained on 8 answers", 0.875)
+        view(End(seconds=9.0, rounds=4, trained=32))
+    assert "finished: 32 answers trained" in cell[-1]
+    assert 'value="1.0000"' in cell[-1]
+
+
 def test_a_page_is_shown_in_a_frame_of_its_own(cell):
     show_page('<p class="a">hello</p>', height=300)
     assert cell == [
-        '<iframe srcdoc="&lt;p class=&quot;a&quot;&gt;hello&lt;/p&gt;" '
-        'style="width: 100%; height: 300px; border: 0"></iframe>'
+        '<div><iframe srcdoc="&lt;p class=&quot;a&quot;&gt;hello&lt;/p&gt;" '
+        'style="width: 100%; height: 300px; border: 0"></iframe></div>'
     ]

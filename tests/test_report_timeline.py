@@ -400,6 +400,31 @@ def test_work_interrupted_in_the_queue_has_no_bar():
     ]
 
 
+def test_tokens_of_an_engine_with_an_order_of_its_own_are_all_shown():
+    """The third answer wrote before the second, which a first-come queue cannot know."""
+    run = lanes(
+        [
+            BEGIN,
+            *(start(0, prompt=prompt, running=prompt + 1) for prompt in range(3)),
+            finish(3, prompt=2, tokens=3, running=2),
+            finish(5, prompt=0, tokens=5, running=1),
+            finish(9, prompt=1, tokens=4, running=0),
+        ]
+    )
+    assert [(bar.prompt, bar.slot, bar.start, bar.end, bar.decoded) for bar in run.bars] == [
+        (0, 0, 0, 5, 5),
+        (2, 1, 0, 3, 3),
+        (1, 1, 3, 9, 4),
+    ]
+
+
+def test_tokens_dropped_at_the_start_count_as_discarded_before_the_answer_ends():
+    stopped = Interrupt(seconds=2, prompt=0, sample=0, tokens=4, decoded=4, kept=4, running=0)
+    again = replace(start(3, prompt=0, running=1), dropped=4)
+    run = lanes([BEGIN, start(0, prompt=0, running=1), stopped, again])
+    assert [(bar.decoded, bar.discarded) for bar in run.bars] == [(4, 4), (0, 0)]
+
+
 def test_a_run_taken_up_again_goes_on_with_the_version_of_its_checkpoint():
     run = lanes(
         [

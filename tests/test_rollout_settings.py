@@ -1,15 +1,19 @@
 """Which engine writes the answers: what fits together, and what is refused with what to do."""
 
-import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sortedrl.config.schedule import Schedule
-from sortedrl.config.train import Rollout, TrainSettings
-from sortedrl.errors import ConfigError
+from sortedrl.config.cluster import Cluster
+from sortedrl.config.schedule import EngineSettings, Schedule
+from sortedrl.config.train import PassSettings, Rollout, TrainSettings
+from sortedrl.errors import ConfigError, EngineError
+from sortedrl.models.shape import KNOWN_SHAPES
+from sortedrl.types import Weights
 
 SERVER = "http://localhost:8000"
 
@@ -67,26 +71,112 @@ def test_the_correction_is_on_where_the_engine_is_not_the_trainers_own_module():
     assert TrainSettings(schedule=Schedule(mode="partial")).needs_correction
 
 
-def test_two_runs_never_share_a_weight_sync_folder(monkeypatch, tmp_path):
-    from sortedrl.engines import servers
-    from sortedrl.runs import build_engine
+def test_two_runs_never_share_a_weight_sync_folder(tmp_path):
+    from sortedrl.runs.build_engine import _weight_folder
 
-    given = []
-
-    async def connect(url, required, *, weights_folder):
-        given.append(weights_folder)
-
-    monkeypatch.setattr(servers, "connect_server", connect)
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9))
-    world = SimpleNamespace(model=SimpleNamespace(config=config), context=lambda settings: 8)
     rollout = Rollout(
         engine="servers", urls=("http://a", "http://b"), weight_sync_folder=tmp_path / "shared"
     )
-    for _ in range(2):
-        settings = TrainSettings(
-            rollout=rollout, schedule=Schedule(mode="partial"), out=tmp_path / "run"
-        )
-        for number in range(2):
-            asyncio.run(build_engine._server(settings, world, number))
-    assert len(set(given)) == 4
-    assert {folder.parent for folder in given} == {tmp_path / "shared"}
+    settings = TrainSettings(
+        rollout=rollout, schedule=Schedule(mode="partial"), out=tmp_path / "run"
+    )
+    folders = {_weight_folder(settings).path for _ in range(2)}
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / "shared"}
+
+
+def test_the_servers_of_a_run_read_one_copy_of_each_version(monkeypatch, tmp_path):
+    from sortedrl.engines.streaming import weight_files
+
+    written = []
+    monkeypatch.setattr(
+        weight_files,
+        "save_file",
+        lambda tensors, path: (written.append(sorted(tensors)), path.write_bytes(b"x")),
+    )
+    folder = weight_files.WeightFolder(tmp_path / "weights")
+    for version in (1, 2):
+        weights = Weights(version, {"a": torch.zeros(2)})
+        with ThreadPoolExecutor(4) as servers:
+            places = set(servers.map(folder.export, [weights] * 4))
+        assert places == {tmp_path / "weights" / f"version-{version}"}
+    assert len(written) == 2
+    again = Weights(2, {"a": torch.ones(2)})
+    folder.export(again)
+    assert len(written) == 3, "other tensors under the same number are written"
+    folder.remove()
+    folder.remove()
+    assert not (tmp_path / "weights").exists()
+
+
+# --- redraw ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_ignores_seeds_is_refused_for_redraw(engine):
+    from sortedrl.runs.build_engine import _require_seeds
+
+    settings = TrainSettings(schedule=Schedule(mode="redraw"), rollout=Rollout(engine=engine))
+    assert settings.needs_seeds
+    assert not TrainSettings(schedule=Schedule(mode="redraw", strategy="sync")).needs_seeds
+    seeded = SimpleNamespace(engine="a", no_seeds=None)
+    blind = SimpleNamespace(engine="b", no_seeds="it has no kernels for CPUs")
+    _require_seeds(SimpleNamespace(request_limits=[seeded]))
+    with pytest.raises(
+        EngineError, match=r"'redraw' .* but b does not: it has no kernels for CPUs"
+    ):
+        _require_seeds(SimpleNamespace(request_limits=[seeded, blind]))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+COLOCATED = Cluster(kind="colocated", rollout_workers=8, gpus_per_worker=1, trainer_ranks=8)
+SEPARATED = Cluster(rollout_workers=4, gpus_per_worker=1, trainer_ranks=4)
+SHARDED = Cluster(
+    kind="colocated", rollout_workers=2, gpus_per_worker=4, tensor_parallel=4, trainer_ranks=8
+)
+
+
+@pytest.mark.parametrize(
+    "cluster", [COLOCATED, SEPARATED, SHARDED], ids=["turns", "own", "sharded"]
+)
+@pytest.mark.parametrize("slots", [8, 4096])
+def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, slots):
+    from sortedrl.runs import build_engine
+    from sortedrl.runs.plan.dry_run import Expected, planned_run, run_memory
+
+    model = "meta-llama/Llama-3.1-8B"
+    whole = TrainSettings(
+        model=model,
+        cluster=cluster,
+        rollout=Rollout(engine="vllm"),
+        schedule=Schedule(mode="partial"),
+        engine=EngineSettings(slots=slots, max_tokens=4096),
+        passes=PassSettings(gradient_checkpointing=True),
+    )
+    plan = planned_run(
+        whole,
+        [],
+        card_name="h100",
+        expected=Expected(rows=100, prompt_tokens=256),
+        tell=lambda words: None,
+    )
+    world = build_engine.RolloutWorld(
+        plan=run_memory(whole, KNOWN_SHAPES[model], is_gpu=True, prompt_tokens=256),
+        device=torch.device("cuda"),
+        model=None,
+        stop_tokens=(),
+        tokenizer=None,
+        prompts=(),
+        version=0,
+    )
+    total = plan.device_bytes
+    monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, int(0.98 * total)))
+    found = build_engine.engine_cache_bytes(world)
+    assert found == pytest.approx(plan.memory.cache_bytes(total), rel=0.05)
+    assert found > 0
+    other = int(0.3 * total)
+    monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, other))
+    assert build_engine.engine_cache_bytes(world) <= max(
+        other, plan.memory.demand.least_cache_bytes
+    )

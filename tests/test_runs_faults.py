@@ -227,7 +227,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_written_over(capsys, copie
     before = contents(copied)
     _, err = said(capsys, ["train", copied, "--resume", *MORE], code=2)
     assert "checkpoint update-000003 is skipped: " in err
-    assert "none of the 2 checkpoints can be used" in err
+    assert "none of the 2 checkpoints is usable" in err
     assert contents(copied) == before
 
 
@@ -335,7 +335,7 @@ def test_after_a_stop_for_what_is_not_finite_the_learning_rate_may_be_lowered(ca
     said(capsys, run_words("ruined-then-slow", *SYNC, *words), code=2)
     again = ["train", "ruined-then-slow", "--resume", "--optimiser.learning-rate", "1e-3"]
     _, err = said(capsys, [*again, "--optimiser.max-bad-updates", "9", "--max-updates", "3"])
-    assert "resumed with another setting: optimiser.learning_rate was 0.01, is 0.001" in err
+    assert "resumed with a changed setting: optimiser.learning_rate was 0.01, is 0.001" in err
     rates = [row["learning_rate"] for row in metrics("ruined-then-slow")]
     assert rates[0] == 0.01
     assert rates[-1] == 0.001
@@ -391,7 +391,7 @@ def test_a_run_is_not_resumed_on_other_rows(capsys, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [*rows[:-1], {"prompt": "B:0;"}])
     again = ["train", tmp_path / "run", "--resume", "--max-updates", "2"]
     _, err = said(capsys, again, code=2)
-    assert "the run was begun on other rows than the 12 of" in err
+    assert "the run was started on different rows than the 12 of" in err
     assert (tmp_path / "run" / "config.toml").read_text() == config
     write_rows(tmp_path / "rows.jsonl", rows)
     said(capsys, again)
@@ -430,7 +430,7 @@ def test_two_processes_never_go_on_with_one_run(runs, copied):
         with held.taken_up():
             child = nursery.start(["train", copied.name, "--resume", *MORE])
             assert child.wait() == 2
-            assert f"another process is running the run in {copied.name}" in child.err
+            assert f"another process is training in {copied.name}" in child.err
         child = nursery.start(
             ["train", copied.name, "--resume", "--epochs", "9999", "--max-updates", "99999"]
         )
@@ -465,7 +465,7 @@ def test_a_folder_removed_while_its_run_goes_on_stops_the_run(runs):
         assert child.until(lambda: (runs / "removed" / "events.jsonl").exists())
         (runs / "removed").rename(runs / "removed-elsewhere")
         assert child.wait() == 2, child.err
-    assert "was moved or removed while its run went on" in child.err
+    assert "was moved or deleted during the run" in child.err
     assert "Traceback" not in child.err
     assert not (runs / "removed").exists()
 
@@ -474,7 +474,7 @@ def test_a_folder_removed_while_its_run_goes_on_stops_the_run(runs):
 def test_a_new_run_writes_over_nothing(capsys, tmp_path, name):
     (tmp_path / name).write_text("mine")
     _, err = said(capsys, run_words(tmp_path), code=2)
-    assert f"would write over {name}" in err
+    assert f"would overwrite {name}" in err
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert (tmp_path / name).read_text() == "mine"
 
@@ -517,7 +517,7 @@ def test_prompts_beyond_the_context_are_left_out_with_their_count(capsys, tmp_pa
     write_rows(tmp_path / "rows.jsonl", rows)
     words = run_words(tmp_path / "run", task=str(tmp_path / "rows.jsonl"))
     _, err = said(capsys, words)
-    assert "4 of 12 prompts are left out, they have more than 255 tokens" in err
+    assert "4 of 12 prompts are skipped: they are longer than 255 tokens" in err
     assert sum(row["rollout/trajectories"] for row in metrics(tmp_path / "run")) == 8
 
 

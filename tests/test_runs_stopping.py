@@ -35,7 +35,7 @@ def test_a_stop_finishes_the_round_saves_and_can_be_gone_on_from(nursery, whole,
     assert child.until(lambda: "update    2" in child.err)
     child.signal(number)
     assert child.wait() == 130, child.err
-    assert "stopping: this round is finished and saved first" in child.err
+    assert "stopping after this round is finished and saved" in child.err
     assert f"resume with: sortedrl train {out} --resume" in child.out
     (only,) = checkpoints(nursery.folder / out)
     assert 2 <= int(only.name[-6:]) < UPDATES
@@ -63,7 +63,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_checkpoint_stands(nursery, w
     last = nursery.folder / "twice" / "checkpoints" / "update-000002"
     assert child.until(last.exists)
     child.signal(signal.SIGINT)
-    assert child.until(lambda: "stopping:" in child.err)
+    assert child.until(lambda: "stopping after" in child.err)
     child.signal(signal.SIGINT)
     assert child.wait() == 130
     assert child.err.endswith("stopped\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from sortedrl.environments.adapters import made
-from sortedrl.environments.python_tool import PythonTool
+from sortedrl.environments.builtin import PythonTool
 from sortedrl.rewards.code import code_reward, program_of
 from sortedrl.rewards.sandbox import SandboxLimits, run_python
 from sortedrl.types import Prompt

@@ -241,6 +241,31 @@ def test_a_trajectory_grows_by_version_and_counts_what_was_decoded():
         start.extended([1, 2], [0.0], version=0)
 
 
+def test_a_conversation_grows_after_what_was_given():
+    (start,) = open_group([Prompt(id=0)], group=0, samples_per_prompt=1, seed=0)
+    asked = start.extended([1, 2], [-0.5, -1.0], version=0)
+    answered = replace(asked, given=(7, 8)).extended([3], [-2.0], version=0)
+    grown = answered.extended([4], [-3.0], version=0)
+    assert grown.response == [1, 2, 7, 8, 3, 4]
+    assert grown.loss_mask == [1, 1, 0, 0, 1, 1]
+    assert (grown.num_turns, grown.num_tokens, grown.decoded_tokens) == (2, 4, 4)
+
+
+def test_a_saved_scheduler_keeps_the_limit_of_conversations(tmp_path):
+    prompts = [f"prompt {number}" for number in range(4)]
+    schedule = Schedule(group_prompts=4, update_batch=1, mode="partial")
+    scheduler = Scheduler(prompts, slots=4, schedule=schedule, max_begun=2)
+    started = scheduler.to_start()
+    assert len(started) == 2
+    scheduler.finished(started[0].extended([1], [-0.5], version=0).finished())
+    scheduler.interrupted([started[1]])
+    assert scheduler.batch() is not None
+    scheduler.weights_changed()
+    scheduler.save(tmp_path)
+    loaded = Scheduler.load(tmp_path, prompts, slots=4)
+    assert len(loaded.to_start()) == 2
+
+
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 @pytest.mark.parametrize("strategy", ["sorted", "sync", "posthoc"])
 def test_a_saved_scheduler_goes_on_with_the_same_batches(tmp_path, strategy, mode):

@@ -171,7 +171,7 @@ def test_a_tracker_that_fails_is_warned_of_once_and_switched_off():
     trackers.close()
     assert (broken.seen, sound.seen) == ([0, 1], [0, 1, 2, 3, 4])
     assert len(warnings) == 1
-    assert "broken failed and is switched off (ConnectionError: no route)" in warnings[0]
+    assert "broken failed and is disabled (ConnectionError: no route)" in warnings[0]
 
 
 def test_a_tracker_that_cannot_be_opened_or_closed_does_not_stop_the_run(tmp_path, monkeypatch):

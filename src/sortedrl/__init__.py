@@ -15,8 +15,8 @@
       report            the events of a run -> page, pictures, trace, live view and advice
 
 A whole run is one call, `train`; `Scheduler` is the scheduler alone, for a loop of your own. The
-whole tree, its layers and where to add what: docs/architecture.md. Importing this package loads
-neither torch nor numpy: what needs them is imported with its first use.
+whole tree, its layers and where to add what: docs/explanation/architecture.md. Importing this
+package loads neither torch nor numpy: what needs them is imported with its first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sortedrl.simulate.calls import compare, simulate
     from sortedrl.simulate.measure import measure
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "train",

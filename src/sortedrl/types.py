@@ -173,14 +173,14 @@ class Trajectory:
             )
         if not tokens:
             return self
-        before = self.segments
-        if before and before[-1].version == version:
+        before, given = self.segments, self.given
+        if before and before[-1].version == version and not given:
             last = before[-1]
             tokens, logprobs = [*last.tokens, *tokens], [*last.logprobs, *logprobs]
-            before = before[:-1]
-        segments = (*before, Segment(tokens, logprobs, version))
+            before, given = before[:-1], last.given
+        segments = (*before, Segment(tokens, logprobs, version, given))
         decoded = self.decoded_tokens + sum(len(s.tokens) for s in segments) - self.num_tokens
-        return replace(self, segments=segments, decoded_tokens=decoded)
+        return replace(self, segments=segments, given=(), decoded_tokens=decoded)
 
     def finished(self, reason: FinishReason = "stop") -> Trajectory:
         """The answer, complete: the model ended it, or it reached the token limit ("length")."""

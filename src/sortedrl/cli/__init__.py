@@ -16,39 +16,39 @@ COMMANDS = (
 )
 
 HELP = """\
-SortedRL makes reinforcement learning of language models fast by scheduling rollouts by length.
+SortedRL trains language models with rewards, fast: it schedules rollouts by length.
 
-Train a model with rewards:
+Train a model:
 
-  sortedrl demo                         a tiny model on the CPU, start to end, in minutes
-  sortedrl sft sft.toml                 a warm start on written answers
-  sortedrl train config.toml            the main job; --dry-run plans it, --resume goes on with it
+  sortedrl demo                             a tiny model on a CPU, in minutes
+  sortedrl sft sft.toml                     a warm start on written answers
+  sortedrl train config.toml                train; --dry-run plans, --resume resumes
 
 See the run:
 
-  sortedrl report runs/logic            one page: slots, bubble, learning, answers, advice
-  sortedrl watch runs/logic             the same page, fresh while the run goes on
-  sortedrl trace runs/logic             for Perfetto: slots, updates, hand-overs, rewards
-  sortedrl plot learning runs/*         pictures for docs and papers, SVG or PNG
+  sortedrl report runs/logic                one page: slots, learning, answers
+  sortedrl watch runs/logic                 the same page, live
+  sortedrl trace runs/logic                 a trace for Perfetto
+  sortedrl plot learning runs/* --out c.svg  for docs and papers
 
-Know before you rent: these commands run the real scheduler on a simulated engine, in seconds.
+Simulate: the real scheduler on a simulated engine, in seconds, without a GPU:
 
-  sortedrl compare paper                all strategies side by side, on the paper's workload
-  sortedrl compare paper --plot c.svg   the same, as a picture
-  sortedrl simulate paper --lookahead 2 one strategy, round by round
-  sortedrl tune paper                   the best settings for these lengths and this hardware
-  sortedrl fit events.jsonl             the constants of your machine, from a run's events
-  sortedrl presets                      the named workloads and hardware, with their arithmetic
+  sortedrl compare paper                    all strategies on the paper's workload
+  sortedrl compare paper --plot c.svg       the same, as a picture
+  sortedrl simulate paper --lookahead 2     one strategy, round by round
+  sortedrl tune paper                       the best settings for a workload
+  sortedrl fit events.jsonl                 the costs of your machine, from a run
+  sortedrl presets                          the named workloads and hardware
 
-What it is trained and evaluated on:
+Data and evaluation:
 
-  sortedrl data show knights_knaves     tasks, as a person reads them; sortedrl data --help
-  sortedrl eval MODEL --tasks gsm8k     models on tasks, with intervals; two models, compared
+  sortedrl data show knights_knaves         tasks, as a person reads them
+  sortedrl eval MODEL --tasks gsm8k         models on tasks, with intervals
 
-What writes the answers:
+Engines and clusters:
 
-  sortedrl engines                      native, vLLM, SGLang: what is installed, and does it work
-  sortedrl cluster check                Ray: placement, versions, memory, all-reduce
+  sortedrl engines                          what is installed, and does it work
+  sortedrl cluster check                    Ray: placement, versions, memory
 
 Every command explains itself: sortedrl compare --help
 """
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = words
     if name.startswith("-") and any(word in COMMANDS for word in rest):
-        return _refuse(f"the command comes first, then its options; {name} stands before it")
+        return _refuse(f"the command comes first, then its options, but {name} was given before it")
     if name not in COMMANDS:
         return _refuse(unknown_name("command", name, COMMANDS) + "; see sortedrl --help")
     return _run(name, rest)

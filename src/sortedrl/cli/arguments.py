@@ -80,7 +80,8 @@ def parse(
         return tyro.cli(
             command,
             args=list(arguments),
-            default=tyro.MISSING if default is None else default,
+            # MISSING would make every field a required one.
+            default=tyro.MISSING_NONPROP if default is None else default,
             prog=prog,
             description=description,
             config=_DOTTED if is_dotted else _SHORT,
@@ -146,14 +147,14 @@ def flag_help(command: type, flag: str) -> str:
     for section in option.path[:-1]:
         hint = get_type_hints(kind, include_extras=True)[section]
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    text = " ".join(_field_text(kind, option.path[-1]).split())
+    text = " ".join(field_text(kind, option.path[-1]).split())
     default = next(field.default for field in fields(kind) if field.name == option.path[-1])
     is_shown = default is not None and default is not MISSING and option.takes != 0
     return f"{text} (default: {default})" if is_shown and default != () else text
 
 
 @cache
-def _field_text(kind: type, name: str) -> str:
+def field_text(kind: type, name: str) -> str:
     """The string under a field of a dataclass."""
     (tree,) = ast.parse(dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
@@ -184,7 +185,7 @@ def source_and_flags(
     words, more = line.words[:own], line.words[own:]
     if len(more) > 1:
         raise ConfigError(
-            f"the settings come from one place, got {', '.join(map(repr, more))}; give one of them"
+            f"the settings come from one source, got {', '.join(map(repr, more))}; give only one"
         )
     if more and not more[0].strip():
         raise ConfigError("the name of a preset, a file or a run must not be empty")

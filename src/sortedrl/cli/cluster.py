@@ -21,11 +21,11 @@ from sortedrl.report.terminal import tell
 if TYPE_CHECKING:
     from sortedrl.cluster.check import Report
 
-HELP = """Try out a cluster before a run: nothing is trained, and everything is given back.
+HELP = """Try out a cluster before a run: nothing is trained, and all resources are released.
 
   sortedrl cluster check                             a Ray of our own on this machine
   sortedrl cluster check run.toml                    with the section [cluster] of a run
-  sortedrl cluster check --address auto              the Ray that `ray start` began here
+  sortedrl cluster check --address auto              the Ray that `ray start` started here
   sortedrl cluster check --rollout-workers 8 --gpus-per-worker 1 --trainer-ranks 8
   sortedrl cluster check --json                      for a script
 
@@ -37,13 +37,13 @@ gloo elsewhere.
 In a run's file:
 
   [cluster]
-  address = "auto"          # leave it out for a Ray that begins and ends with the run
+  address = "auto"          # omit it for a Ray that starts and ends with the run
   kind = "separated"        # or colocated: worker and rank share a GPU and take turns
   rollout_workers = 4
   gpus_per_worker = 1
   trainer_ranks = 4
 
-Ends with code 0 if a run can begin, with code 1 if not.
+Exits with code 0 if a run can start, with code 1 if not.
 """
 _WIDTH = 100
 _NAME_WIDTH = 12
@@ -57,7 +57,7 @@ class Arguments:
     """check."""
     cluster: Cluster = field(default_factory=lambda: Cluster(rollout_workers=2))
     seconds: float = 60.0
-    """How long the placement may wait for others to let go of what it needs."""
+    """How long to wait for other runs to release what is needed."""
     json: bool = False
     """Print one JSON object."""
 
@@ -73,7 +73,6 @@ def run(arguments: Sequence[str]) -> None:
     if source is not None:
         default = Arguments(verb="check", cluster=_from_file(Path(source)))
     given = parse(Arguments, words, prog="sortedrl cluster", description=HELP, default=default)
-    given.cluster.refuse_unsupported()
     report, where = _report(given)
     if given.json:
         print(json.dumps(asdict(report) | {"ray": where, "is_fine": report.is_fine}, indent=2))

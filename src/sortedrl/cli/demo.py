@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,9 @@ from sortedrl.config.checks import require, require_native
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.core.events import Start, read_events
 from sortedrl.core.files import refuse_foreign
+from sortedrl.core.metrics import Figures
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.terminal import (
@@ -37,11 +39,13 @@ if TYPE_CHECKING:
 HELP = """Train a tiny model on the CPU: warm start, SortedRL, and the synchronous baseline.
 
 A model of 0.6 million weights learns to solve Knights-and-Knaves puzzles by trying every
-assignment in turn. First it imitates a hasty teacher, who after a failed try gives up one time
-in four. Then it is trained with rewards, once with SortedRL (sorted, coupled) and once with the
-synchronous baseline, on the same puzzles from the same warm start.
+assignment in turn, so answers differ much in length. First it imitates a hasty teacher, who after
+a failed try gives up one time in four. Then it is trained with rewards, once with SortedRL
+(sorted, partial mode, lookahead 1) and once with the synchronous baseline, on the same puzzles
+from the same warm start. Each run is made in two halves, which take turns, so that both see the
+same machine; the simulator predicts the baseline from the log of SortedRL.
 """
-_PUZZLES = "knights_knaves:people=3,forms=claim+and+or,style=compact"
+_PUZZLES = "knights_knaves:people=3-4,forms=claim+and+or,style=compact"
 _NUM_PUZZLES = 1280
 _HASTE = 0.25
 _RIGHT_OR_NOT = (
@@ -61,8 +65,13 @@ _WRITTEN = (
     "reward-error.json",
 )
 """What the commands write into the folder of a run."""
-_GROUP = 256
-_BATCH = 64
+_SORTED, _SYNC = "SortedRL", "synchronous"
+_TURNS = (_SORTED, _SYNC, _SYNC, _SORTED)
+"""The halves of both runs, in an order that favours neither on a machine that gets slower."""
+_GROUP = 64
+_BATCH = 16
+_MAX_TOKENS = 512
+_SAMPLED_LENGTHS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,7 @@ class Arguments:
     else is left alone."""
     seed: int = 0
     """Decides the weights, the puzzles and every answer."""
-    warm_steps: int = 800
+    warm_steps: int = 1200
     """Optimiser steps of the warm start."""
     answers: int = _NUM_PUZZLES
     """Answers that each of the two runs is trained on."""
@@ -104,12 +113,9 @@ def run(arguments: Sequence[str]) -> None:
     began = time.monotonic()
     _make_room(given.out)
     _warm_start(given)
-    endings = {
-        name: _trained(given, name, schedule, number=number)
-        for number, (name, schedule) in enumerate(_schedules(given).items(), start=2)
-    }
+    endings = _both_trained(given)
     page = _report(given)
-    _print(endings)
+    _print(endings[_SYNC], endings[_SORTED], predicted(given))
     print(f"\nReport: {page}; everything took {duration(time.monotonic() - began)}.")
 
 
@@ -130,7 +136,9 @@ def warm_settings(given: Arguments) -> SupervisedSettings:
     )
 
 
-def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
+def train_settings(
+    given: Arguments, schedule: Schedule, *, max_updates: int | None = None
+) -> TrainSettings:
     """Training with rewards, from the warm start."""
     return TrainSettings(
         model=str(given.out / "warm" / "model"),
@@ -138,20 +146,22 @@ def train_settings(given: Arguments, schedule: Schedule) -> TrainSettings:
         out=given.out / schedule.strategy,
         seed=given.seed,
         threads=given.threads,
+        max_updates=max_updates,
         reward_options=_RIGHT_OR_NOT,
         schedule=schedule,
-        engine=EngineSettings(slots=_BATCH, max_tokens=256),
-        optimiser=Optimisation(learning_rate=1.5e-4),
+        engine=EngineSettings(slots=_BATCH, max_tokens=_MAX_TOKENS),
+        optimiser=Optimisation(learning_rate=1e-4),
         evaluation=PeriodicEvaluation(
             tasks=(f"{_PUZZLES},count={given.held_out},split=test,seed={given.seed}",),
-            every=8,
+            every=1000,
             temperature=1.0,
         ),
         saving=Saving(every=1000, keep_last=1, keep_best=False),
     )
 
 
-def _schedules(given: Arguments) -> dict[str, Schedule]:
+def schedules(given: Arguments) -> dict[str, Schedule]:
+    """What is compared."""
     group = min(_GROUP, given.answers)
     sync = Schedule(
         strategy="sync",
@@ -159,10 +169,7 @@ def _schedules(given: Arguments) -> dict[str, Schedule]:
         group_prompts=group,
         update_batch=min(_BATCH, group),
     )
-    return {
-        "SortedRL": replace(sync, strategy="sorted", mode="coupled", lookahead=1),
-        "synchronous": sync,
-    }
+    return {_SORTED: replace(sync, strategy="sorted", mode="partial", lookahead=1), _SYNC: sync}
 
 
 def _make_room(out: Path) -> None:
@@ -195,27 +202,68 @@ def _refuse_foreign_folder(folder: Path) -> None:
     except (OSError, ValueError):
         is_ours = False
     if not is_ours:
-        raise ConfigError(f"{folder} is there already and no demo has made it; {advice}")
+        raise ConfigError(f"{folder} already exists and was not made by the demo; {advice}")
     others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
     if others:
         raise ConfigError(
-            f"{folder} would be replaced, but holds what no demo has written: "
+            f"{folder} would be replaced, but holds files that the demo did not write: "
             f"{', '.join(others)}; {advice}"
         )
 
 
 def _warm_start(given: Arguments) -> None:
-    tell("1 of 3: a warm start by imitation")
+    tell(f"1 of {1 + len(_TURNS)}: a warm start by imitation")
     if not warm_start(warm_settings(given)).is_complete:
         raise KeyboardInterrupt
 
 
-def _trained(given: Arguments, name: str, schedule: Schedule, *, number: int) -> Ending:
-    tell(f"{number} of 3: rewards, {name}")
-    ending = train(train_settings(given, schedule))
-    if ending.reason == "asked":
-        raise KeyboardInterrupt
-    return ending
+def _both_trained(given: Arguments) -> dict[str, Ending]:
+    """Both runs, in halves that take turns."""
+    endings: dict[str, Ending] = {}
+    for number, name in enumerate(_TURNS, start=2):
+        schedule = schedules(given)[name]
+        is_first = name not in endings
+        half = max(1, given.answers // schedule.update_batch // 2) if is_first else None
+        which = "first" if is_first else "second"
+        tell(f"{number} of {1 + len(_TURNS)}: rewards, {name}, {which} half")
+        settings = train_settings(given, schedule, max_updates=half)
+        endings[name] = train(settings, is_resumed=not is_first)
+        if endings[name].reason == "asked":
+            raise KeyboardInterrupt
+    return endings
+
+
+def predicted(given: Arguments) -> Figures | None:
+    """The baseline as the simulator sees it, with the costs and the lengths of SortedRL's log.
+
+    `None` where that log is too short to fit costs to.
+    """
+    from sortedrl.simulate.compare import simulate
+    from sortedrl.simulate.costs import CostSettings
+    from sortedrl.simulate.fit import fit
+    from sortedrl.simulate.lengths import LengthSettings
+    from sortedrl.simulate.settings import Simulation
+    from sortedrl.simulate.survival import stretches, written_lengths
+
+    events = list(read_events(given.out / "sorted" / "events.jsonl"))
+    try:
+        costs = fit(events).costs
+    except DataError:
+        return None
+    prompts = [event.prompt_tokens for event in events if isinstance(event, Start)]
+    lengths = LengthSettings(
+        values=written_lengths(stretches(events)).sample_lengths(_SAMPLED_LENGTHS),
+        prompt_tokens=round(sum(prompts) / len(prompts)),
+    )
+    simulation = Simulation(
+        prompts=given.answers,
+        seed=given.seed,
+        schedule=schedules(given)[_SYNC],
+        engine=EngineSettings(slots=_BATCH, max_tokens=_MAX_TOKENS),
+        costs=CostSettings(hardware="ticks", **asdict(costs)),
+        lengths=lengths,
+    )
+    return simulate(simulation).metrics.run
 
 
 def _report(given: Arguments) -> Path:
@@ -228,22 +276,34 @@ def _report(given: Arguments) -> Path:
     return page
 
 
-def _print(endings: Mapping[str, Ending]) -> None:
-    rows: dict[str, Callable[[Ending], str]] = {
-        "right answers, before": lambda e: _score(e.first_scores),
-        "right answers, after": lambda e: _score(e.last_scores),
-        "bubble": lambda e: percent(e.figures.bubble),
-        "goodput, tokens/s": lambda e: thousands(e.figures.goodput),
-        "tokens decoded": lambda e: f"{e.figures.ledger.decoded:,}",
-        "tokens trained": lambda e: f"{e.figures.ledger.trained:,}",
-        "answers trained": lambda e: f"{e.figures.trajectories:,}",
-        "updates": lambda e: f"{e.updates:,}",
-        "time": lambda e: duration(e.figures.seconds),
-    }
-    table(
-        ("", *endings),
-        [[name, *(tell(ending) for ending in endings.values())] for name, tell in rows.items()],
-    )
+def _print(sync: Ending, ours: Ending, forecast: Figures | None) -> None:
+    """The closing table: what was idle, how fast, and what was learned."""
+    arms = (sync.figures, forecast, ours.figures)
+    rows = [
+        ["idle slots", *("" if f is None else percent(f.bubble) for f in arms), ""],
+        _speed("answers per second", arms, lambda figures: figures.trajectories / figures.seconds),
+        _speed("tokens per second of rollout", arms, lambda figures: figures.goodput),
+        ["time", *("" if f is None else duration(f.seconds) for f in arms), ""],
+        ["answers trained", f"{sync.figures.trajectories:,}", "", f"{arms[2].trajectories:,}", ""],
+        ["right answers, before", _score(sync.first_scores), "", _score(ours.first_scores), ""],
+        ["right answers, after", _score(sync.last_scores), "", _score(ours.last_scores), ""],
+    ]
+    table(("", _SYNC, "predicted", _SORTED, "gain"), rows)
+
+
+def _speed(
+    name: str,
+    arms: tuple[Figures, Figures | None, Figures],
+    speed: Callable[[Figures], float],
+) -> list[str]:
+    """The speeds, and how many times as fast SortedRL is as the baseline."""
+    base, ours = speed(arms[0]), speed(arms[2])
+    shown = ["" if f is None else _number(speed(f)) for f in arms]
+    return [name, *shown, f"{ours / base:.1f} x" if base else ""]
+
+
+def _number(value: float) -> str:
+    return thousands(value) if value >= 100 else f"{value:.1f}"
 
 
 def _score(scores: Scores | None) -> str:

@@ -6,14 +6,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.config.checks import check_device, require, require_native
+from sortedrl.config.checks import (
+    PositiveFloat,
+    PositiveInt,
+    check_device,
+    require,
+    require_native,
+)
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.core.files import refuse_foreign
+from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.comparison import Comparison, compare
 from sortedrl.evaluation.results import PAGE, SAMPLES, read_results
@@ -27,7 +36,7 @@ from sortedrl.evaluation.tables import (
 )
 from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import PAGE as PAGE_MARK
-from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, write_text
+from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, tell, write_text
 from sortedrl.runs.evaluate import Examination, evaluated, write_page
 from sortedrl.runs.tasks import opened
 from sortedrl.tasks.catalogue import Task, reward_from
@@ -38,11 +47,12 @@ HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence i
   sortedrl eval MODEL --tasks knights_knaves:people=3-7,count=500
   sortedrl eval MODEL --tasks mine.jsonl --reward my_module:my_reward
   sortedrl eval BEFORE AFTER --tasks gsm8k                  both, and a paired bootstrap
+  sortedrl eval MODEL --tasks rows.jsonl --environment calculator     in conversations
   sortedrl eval evals/before evals/after                    compare what was evaluated before
 
 Of a task that has splits, test is taken unless it names another: gsm8k:split=train.
-Answers are saved as they come (samples.jsonl); a run that was cut off goes on with --resume, which
-may ask for more samples, rows and tasks, but not for fewer.
+Answers are saved as they come (samples.jsonl); one that was interrupted continues with --resume,
+which may ask for more samples, rows and tasks, but not for fewer.
 Tasks: sortedrl data --help.
 """
 
@@ -61,10 +71,21 @@ class Arguments:
     """A reward for all tasks in place of their own: my_module:my_function or my_file.py:..."""
     reward_options: tuple[str, ...] = ()
     """Keyword arguments of the reward, written name=value, such as right=3 unparsable=-1."""
+    environment: str | None = None
+    """Ask in conversations with this environment: a built-in one, or my_file.py:Class."""
+    environment_arguments: tuple[str, ...] = ()
+    """Keyword arguments of the environment, written name=value."""
+    environment_reward: Literal["environment", "function"] = "environment"
+    """environment: the environment scores a conversation. function: the task's reward, or
+    --reward."""
+    max_turns: PositiveInt = 16
+    """Turns of the model after which a conversation is cut off."""
+    reply_seconds: PositiveFloat = 10.0
+    """Timeout of one reply of the environment."""
     out: Path = Path("evals")
     """Where results are kept: a folder for each model."""
     resume: bool = False
-    """Go on with a run that was cut off."""
+    """Continue an evaluation that was interrupted."""
     device: str | None = None
     """cuda, cpu, ...; by default the GPU if there is one."""
     json: bool = False
@@ -112,6 +133,13 @@ def run(arguments: Sequence[str]) -> None:
 def _tasks(given: Arguments) -> list[Task]:
     require(bool(given.tasks), "give at least one task with --tasks; see sortedrl data --help")
     reward = None if given.reward is None else reward_from(given.reward)
+    if _environment(given).gives_rewards:
+        require(
+            reward is None,
+            f"the environment {given.environment!r} gives the rewards, so --reward is not used, "
+            f"got {given.reward!r}; leave it out, or add --environment-reward function",
+        )
+        reward = environment_source(_environment(given))
     tasks = [
         opened(spec, split="test", folder=given.folder, reward=reward, data=given.data)
         for spec in given.tasks
@@ -131,6 +159,7 @@ def _tasks(given: Arguments) -> list[Task]:
 
 def _evaluated(given: Arguments, exam: Examination, model: str, label: str) -> Evaluation:
     folder = given.out / label
+    tell(f"{folder}: loading {one_line(model)}")
     evaluation = evaluated(model, exam, label=label, folder=folder, is_resumed=given.resume)
     write_page(evaluation, folder)
     return evaluation
@@ -143,7 +172,18 @@ def _exam(given: Arguments) -> Examination:
         rewards=given.rewards,
         data=given.data,
         device=given.device,
+        environment=_environment(given),
         described=_described(given),
+    )
+
+
+def _environment(given: Arguments) -> EnvironmentSettings:
+    return EnvironmentSettings(
+        name=given.environment,
+        arguments=given.environment_arguments,
+        reward=given.environment_reward,
+        max_turns=given.max_turns,
+        reply_seconds=given.reply_seconds,
     )
 
 
@@ -158,6 +198,7 @@ def _described(given: Arguments) -> dict[str, object]:
         "system": given.data.system,
         "reward": given.reward,
         "reward_options": list(given.reward_options),
+        **_environment(given).described,
     }
 
 

@@ -29,7 +29,7 @@ HELP = """Turn a run into settings for the simulator: lengths, slots, schedule a
   sortedrl fit results.jsonl > mine.toml             verifiers and prime-rl, or sortedrl.measure
 
 Events of ours give the constants of the machine too; a run of strategy sync, or of mode partial,
-gives the most exact ones. Interrupted answers are counted as far as they were seen.
+gives the most exact ones. Interrupted answers count up to where they were seen.
 Logs of other trainers give lengths, slots and siblings; the costs stay those of the preset paper.
 """
 
@@ -62,8 +62,16 @@ def _print_fitted(given: Arguments) -> None:
     events = list(read_events(given.events))
     fitted = fit(events, name=str(given.events))
     costs = asdict(fitted.costs)
+    shape = fitted_shape(events)
     if given.json:
-        print(json.dumps({"costs": costs, "relative_error": fitted.relative_error}, indent=2))
+        found = {
+            "costs": costs,
+            "relative_error": fitted.relative_error,
+            "slots": shape.slots,
+            "groups": shape.groups,
+            "schedule": asdict(shape.schedule),
+        }
+        print(json.dumps(found, indent=2))
         return
     print(
         f"# fitted to {fitted.intervals} intervals of {given.events}, "
@@ -71,7 +79,6 @@ def _print_fitted(given: Arguments) -> None:
     )
     written = written_lengths(stretches(events))
     values = written.sample_lengths(_KEPT_LENGTHS)
-    shape = fitted_shape(events)
     simulation = Simulation(
         groups=shape.groups,
         schedule=shape.schedule,

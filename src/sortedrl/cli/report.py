@@ -25,8 +25,8 @@ HELP = """Show a run on one page: what it learned, where its slot-seconds went, 
   sortedrl report events.jsonl --out page.html    the log of any loop, a simulated one too
   sortedrl report runs/logic --json               the numbers, for a script
 
-The page is one file that needs no network. A run that goes on or was killed shows as far as it
-came; sortedrl watch keeps the page fresh while it goes on.
+The page is one file that needs no network. A run that is still going, or was killed,
+is shown up to its last event; sortedrl watch keeps the page up to date.
 """
 
 

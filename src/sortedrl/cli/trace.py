@@ -16,12 +16,12 @@ from sortedrl.report.trace import TraceSummary, write_trace
 
 HELP = """Write a run as a trace, to be opened in Perfetto or in chrome://tracing.
 
-  sortedrl trace runs/mine                        writes runs/mine/trace.json
-  sortedrl trace events.jsonl --out small.json.gz the events alone, packed
-  sortedrl trace runs/mine --json                 for a script
+  sortedrl trace runs/mine                          writes runs/mine/trace.json
+  sortedrl trace events.jsonl --out small.json.gz   the events alone, compressed
+  sortedrl trace runs/mine --json                   for a script
 
 Tracks: rollouts with their bubble, groups, updates, hand-overs, reward workers, and every slot with
-what it wrote. A run that goes on or was killed gives a trace as far as it came.
+what it wrote. The trace of a run that is still going, or was killed, ends at its last event.
 Open the file at https://ui.perfetto.dev, which reads it in your browser and sends it nowhere.
 """
 

@@ -17,6 +17,7 @@ from sortedrl.cli.arguments import (
     parse_over_train_settings,
     source_and_flags,
 )
+from sortedrl.config.checks import require
 from sortedrl.config.sizes import Chosen, names_in, size_line, sized, with_siblings
 from sortedrl.config.toml import read_toml, settings_over, under_new_keys
 from sortedrl.config.train import TrainSettings
@@ -37,12 +38,13 @@ HELP = """Train a model with rewards, its rollouts scheduled by length.
   sortedrl train --model Qwen/Qwen2.5-0.5B --task gsm8k --out runs/gsm8k
   sortedrl train --model MODEL --task rows.jsonl --reward my_file.py:score --algorithm grpo
   sortedrl train config.toml --dry-run              what it will need and how long it will take
-  sortedrl train runs/gsm8k --resume                go on with a run that was stopped or killed
+  sortedrl train config.toml --smoke                its layout with a tiny model on CPU processes
+  sortedrl train runs/gsm8k --resume                resume a run that was stopped or killed
 
 A run can be stopped at any time: Ctrl-C and SIGTERM finish the round and save first, and a killed
-run goes on from its last checkpoint. The trained model is left in the run's folder, in model/.
-Sizes that you leave open (group-prompts, update-batch, slots) follow the number of rows; the first
-lines of a run and of a dry run say what they are.
+run resumes from its last checkpoint. The trained model is left in the run's folder, in model/.
+Sizes that you do not set (group-prompts, update-batch, slots) follow the number of rows; the first
+lines of a run and of a dry run show them.
 """
 
 ALIASES = {
@@ -57,7 +59,7 @@ COMMON = (
     *("--model", "--task", "--reward", "--out", "--epochs", "--max-updates", "--seed"),
     *("--algorithm", "--mode", "--lookahead", "--samples", "--slots", "--max-tokens"),
     *("--learning-rate", "--engine", "--lora.rank", "--eval-tasks"),
-    *("--resume", "--dry-run"),
+    *("--resume", "--dry-run", "--smoke"),
 )
 """The flags that most runs need, in the order in which --help shows them."""
 _WIDTH, _INDENT = 98, 6 * " "
@@ -68,21 +70,34 @@ class Arguments:
     """What to do with the settings."""
 
     resume: bool = False
-    """Go on from the newest complete checkpoint of the run's folder."""
+    """Resume from the newest complete checkpoint in the run's folder."""
     dry_run: bool = False
     """Load nothing: print the plan, the memory it takes and how long it will run."""
+    smoke: bool = False
+    """Try the layout first: the same workers, ranks, algorithm and schedule with a tiny model on
+    CPU processes, two updates. The first lines say what stands in for what."""
     card: str | None = None
-    """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default the
-    one that is here."""
+    """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default that
+    of this machine."""
     memory_gib: float | None = None
     """Dry run only, with --card: the memory of one card; by default that of its data sheet."""
     mean_length: float | None = None
     """Dry run only: the mean length of answers that you expect; by default a guess."""
     rows: int | None = None
     """Dry run only: how many rows there are to train on, such as 17000; nothing is then read. By
-    default the rows of the task, which must be within reach."""
+    default the rows of the task, which must be accessible."""
     prompt_tokens: int | None = None
-    """Dry run only: how long the prompts are; by default counted, where the tokenizer is here."""
+    """Dry run only: how long the prompts are; by default counted, if the
+    tokenizer is on this machine."""
+    turns: float | None = None
+    """Dry run only, with an environment: turns of a conversation (median); by default a guess."""
+    tool_seconds: float | None = None
+    """Dry run only, with an environment: seconds that a reply takes (median)."""
+    given_tokens: float | None = None
+    """Dry run only, with an environment: tokens of a reply (median)."""
+    conversations: Path | None = None
+    """Dry run only, with an environment: observed conversations as JSON lines, in place of these;
+    as conversations.log of the simulator."""
     json: bool = False
     """Print one JSON object at the end instead of a table."""
     settings: Annotated[TrainSettings, tyro.conf.arg(name="")] = field(
@@ -100,10 +115,26 @@ def run(arguments: Sequence[str]) -> None:
     if given.dry_run:
         _dry_run(given, chosen)
         return
-    ending = train(settings, is_resumed=given.resume, chosen=chosen)
+    if given.smoke:
+        settings = _smoked(given)
+    ending = train(settings, is_resumed=given.resume, chosen=None if given.smoke else chosen)
     _print(ending, settings, as_json=given.json)
     if ending.reason == "asked":
         raise SystemExit(130)
+
+
+def _smoked(given: Arguments) -> TrainSettings:
+    """The settings of a smoke run; no size of it follows the data."""
+    from sortedrl.runs.smoke import smoke_run
+
+    require(
+        not given.resume,
+        "--smoke is a new run of its own, got it with --resume; leave one of them out",
+    )
+    smoke = smoke_run(given.settings)
+    for line in smoke.lines:
+        tell(f"smoke run: {line}")
+    return smoke.settings
 
 
 def _short_help() -> str:
@@ -129,6 +160,10 @@ def _dry_run(given: Arguments, chosen: Chosen) -> None:
         prompt_tokens=given.prompt_tokens,
         mean_length=given.mean_length,
         memory_gib=given.memory_gib,
+        turns=given.turns,
+        tool_seconds=given.tool_seconds,
+        given_tokens=given.given_tokens,
+        conversations=given.conversations,
     )
     rows = _rows(given.settings) if given.rows is None else []
     num_rows = len(rows) if given.rows is None else given.rows

@@ -17,7 +17,7 @@ from sortedrl.report.terminal import tell
 from sortedrl.report.watch.pages import Pages, followed
 from sortedrl.report.watch.server import Server, open_server
 
-HELP = """Watch runs in the browser: the page of sortedrl report, renewed while they go on.
+HELP = """Watch runs in the browser: the page of sortedrl report, kept up to date while they run.
 
   sortedrl watch runs/mine                 then open the address it prints; Ctrl-C ends it
   sortedrl watch runs/sorted runs/sync     side by side
@@ -25,7 +25,8 @@ HELP = """Watch runs in the browser: the page of sortedrl report, renewed while 
   sortedrl watch runs/mine --port 9000     at a port of your choice; 0 takes any free one
 
 Only this machine can reach it, unless --host says otherwise. A run's own files are there too, such
-as /files/mine/config.toml. A run that was killed or is being written shows as far as it came.
+as /files/mine/config.toml. A run that is still going, or was killed, is shown up to its
+last event.
 """
 
 

@@ -252,6 +252,7 @@ class Scheduler:
         return {
             "version": self.version,
             "seed": self._seed,
+            "max_begun": self._max_begun,
             "position": position,
             "schedule": asdict(self.schedule),
             "journal": self.journal.state().to_json(),
@@ -295,6 +296,7 @@ class Scheduler:
                 state=journal_state,
             ),
             version=state["version"],
+            max_begun=state.get("max_begun"),  # folders of 0.1 have none
         )
         if scheduler.schedule.splits_rollouts:
             scheduler.cut_batches()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic, Literal, TypeVar
 
@@ -129,9 +129,13 @@ class SlotQueue(Generic[Item]):
         """Somebody waits from now on."""
         self._waiting[key] = item
 
-    def leave(self, key: Key) -> bool:
-        """Whether somebody waited who no longer does."""
-        return self._waiting.pop(key, None) is not None
+    def add_first(self, key: Key, item: Item) -> None:
+        """Somebody waits before all others."""
+        self._waiting = {key: item, **self._waiting}
+
+    def leave(self, key: Key) -> Item | None:
+        """What was waited with by somebody who no longer waits; `None` if nobody did."""
+        return self._waiting.pop(key, None)
 
     def free(self, slot: int) -> None:
         """A slot is free again."""
@@ -199,6 +203,7 @@ class _Tracer:
         if isinstance(event, SyncWeights | Load | Start) and self._rollout_since is None:
             self._rollout_since = event.seconds
         if isinstance(event, Start):
+            self._cut((event.prompt, event.sample), event.cached)
             self._queue.add((event.prompt, event.sample), event)
             self._fill()
         elif isinstance(event, Finish | Interrupt | Pause):
@@ -266,8 +271,13 @@ class _Tracer:
         kept = event.tokens - event.decoded
         self._cut(key, kept)
         stretch = self._running.pop(key, None)
+        if stretch is None and event.decoded and self._running:
+            stretch = self._swapped(key)
         if stretch is None:
             self._queue.leave(key)
+            # The environment ended a conversation outside: its last turn was the end of it.
+            for last in self._written.get(key, ())[-1:]:
+                last.is_finished = isinstance(event, Finish)
         else:
             stretch.ended = self._writing_until
             stretch.kept = kept
@@ -279,6 +289,16 @@ class _Tracer:
             self._cut(key, event.kept)
         if self._rollout_since is not None:
             self._fill()
+
+    def _swapped(self, key: Key) -> _Stretch | None:
+        """The slot of one that wrote while we thought it queued: the last one started gives way."""
+        start = self._queue.leave(key)
+        if start is None:
+            return None
+        last = max(self._running, key=lambda other: (self._running[other].begun, other))
+        stretch = self._running.pop(last)
+        self._queue.add_first(last, stretch.event)
+        return replace(stretch, event=start, kept=start.cached)
 
     def _cut(self, key: Key, tokens: int) -> None:
         """Discard everything after the first `tokens` tokens of the answer."""

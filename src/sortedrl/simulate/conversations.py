@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sortedrl.config.checks import check_values, require
+from sortedrl.config.checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_values,
+    require,
+)
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.files import read_lines
 from sortedrl.core.randomness import mix, normal
@@ -35,20 +41,24 @@ class ConversationSettings:
 
     turns: float = 0.0
     """Median number of turns of a conversation; 0 for single answers without an environment."""
-    turns_sigma: float = 0.5
+    turns_sigma: NonNegativeFloat = 0.5
     """Spread of the number of turns (lognormal)."""
-    tool_seconds: float = 1.0
+    tool_seconds: NonNegativeFloat = 1.0
     """Median seconds that an environment takes for a reply."""
-    tool_sigma: float = 1.0
+    tool_sigma: NonNegativeFloat = 1.0
     """Spread of those seconds (lognormal)."""
-    given_tokens: float = 100.0
+    given_tokens: NonNegativeFloat = 100.0
     """Median tokens of a reply."""
-    given_sigma: float = 0.7
+    given_sigma: NonNegativeFloat = 0.7
     """Spread of those tokens (lognormal)."""
     log: Path | None = None
     """Observed conversations in place of the distributions: JSON lines with a list `turns`, each
     with `tokens` written, `seconds` outside after it, and `given` tokens."""
-    max_open: int | None = None
+    max_turns: PositiveInt | None = None
+    """Turns after which a conversation is cut off."""
+    max_tool_seconds: PositiveFloat | None = None
+    """Timeout of a reply: no tool takes longer."""
+    max_open: PositiveInt | None = None
     """Conversations begun at a time, at most; by default as many as engine.slots times
     (writing + outside) / writing need."""
     is_lock_step: bool = False
@@ -58,26 +68,16 @@ class ConversationSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name in ("turns_sigma", "tool_seconds", "tool_sigma", "given_tokens", "given_sigma"):
-            value = getattr(self, name)
-            require(
-                0 <= value < math.inf,
-                f"conversations.{name} must be a number of 0 or more, got {value}",
-            )
+        check_values(self, "conversations.")
         require(
             self.turns == 0 or 1 <= self.turns <= _MOST_TURNS,
             f"conversations.turns must be 0 (no environment) or lie in 1..{_MOST_TURNS}, got "
             f"{self.turns}",
         )
         require(
-            self.max_open is None or self.max_open >= 1,
-            f"conversations.max_open must be at least 1, got {self.max_open}",
-        )
-        require(
             self.is_lock_step or not self.has_serial_tools,
             "conversations.has_serial_tools needs conversations.is_lock_step",
         )
-        check_values(self, "conversations.")
 
     @property
     def is_used(self) -> bool:
@@ -170,19 +170,24 @@ class Conversations:
 
     def num_turns(self, trajectory: Trajectory) -> int:
         """Turns that the conversation has in the end."""
-        observed = self._observed(trajectory)
+        settings, observed = self.turns, self._observed(trajectory)
         if observed is not None:
-            return len(observed)
-        settings, key = self.turns, (trajectory.seed, trajectory.attempt, _TURNS_KEY)
-        return max(1, round(_lognormal(settings.turns, settings.turns_sigma, *key)))
+            turns = len(observed)
+        else:
+            key = (trajectory.seed, trajectory.attempt, _TURNS_KEY)
+            turns = max(1, round(_lognormal(settings.turns, settings.turns_sigma, *key)))
+        return turns if settings.max_turns is None else min(turns, settings.max_turns)
 
     def seconds_outside(self, trajectory: Trajectory) -> float:
         """How long the reply to its last turn takes."""
-        observed = self._observed(trajectory)
+        settings, observed = self.turns, self._observed(trajectory)
         if observed is not None:
-            return observed[min(trajectory.num_turns, len(observed)) - 1].seconds
-        settings, key = self.turns, _turn_key(trajectory, _SECONDS_KEY)
-        return _lognormal(settings.tool_seconds, settings.tool_sigma, *key)
+            seconds = observed[min(trajectory.num_turns, len(observed)) - 1].seconds
+        else:
+            key = _turn_key(trajectory, _SECONDS_KEY)
+            seconds = _lognormal(settings.tool_seconds, settings.tool_sigma, *key)
+        most = settings.max_tool_seconds
+        return seconds if most is None else min(seconds, most)
 
     def num_given(self, trajectory: Trajectory) -> int:
         """Tokens of the reply to its last turn; a reply has at least one."""

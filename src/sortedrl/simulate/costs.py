@@ -11,10 +11,9 @@ all weights once and all cached keys and values once. Prefill and update are bou
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 
-from sortedrl.config.checks import require
+from sortedrl.config.checks import NonNegativeFloat, check_values, require
 from sortedrl.errors import unknown_name
 
 
@@ -22,30 +21,26 @@ from sortedrl.errors import unknown_name
 class Costs:
     """The constants of one machine running one model."""
 
-    step_seconds: float
+    step_seconds: NonNegativeFloat
     """Fixed cost of a decode step: reading the weights, launching the kernels."""
-    sequence_seconds: float = 0.0
+    sequence_seconds: NonNegativeFloat = 0.0
     """Added to a step for each running sequence: sampling, bookkeeping."""
-    cached_token_seconds: float = 0.0
+    cached_token_seconds: NonNegativeFloat = 0.0
     """Added to a step for each cached token: reading its keys and values."""
-    prefill_token_seconds: float = 0.0
+    prefill_token_seconds: NonNegativeFloat = 0.0
     """Prefill of one token, of a prompt or of a resumed answer."""
-    interrupt_seconds: float = 0.0
+    interrupt_seconds: NonNegativeFloat = 0.0
     """Stopping the engine and collecting unfinished work."""
-    weight_sync_seconds: float = 0.0
+    weight_sync_seconds: NonNegativeFloat = 0.0
     """Weight sync: transferring new weights to the engine."""
-    update_seconds: float = 0.0
+    update_seconds: NonNegativeFloat = 0.0
     """Fixed cost of an update."""
-    update_token_seconds: float = 0.0
+    update_token_seconds: NonNegativeFloat = 0.0
     """Added to an update for each answer token."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name, value in asdict(self).items():
-            require(
-                value >= 0 and math.isfinite(value),
-                f"costs.{name} must be 0 or more seconds, got {value}",
-            )
+        check_values(self, "costs.")
         require(
             self.step_seconds + self.sequence_seconds > 0,
             "a decode step must take time: give costs.step_seconds or costs.sequence_seconds "

@@ -16,12 +16,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Annotated, Literal, NamedTuple, Protocol
 
-from sortedrl.config.checks import require
+from sortedrl.config.checks import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    check_values,
+    require,
+    within,
+)
 from sortedrl.core.events import Finish, read_events
 from sortedrl.core.randomness import mix, normal
-from sortedrl.errors import DataError, unknown_name
+from sortedrl.errors import DataError
 from sortedrl.types import Trajectory
 
 _FIELDS = ("length", "tokens", "response_length")
@@ -154,9 +162,9 @@ _MOST_EXPONENT = 700.0
 class LengthSettings:
     """How long the answers are: lognormal, unless a mixture or observed lengths are given."""
 
-    median: float = 1097.0
+    median: PositiveFloat = 1097.0
     """Median length of the lognormal, in tokens."""
-    sigma: float = 1.0
+    sigma: NonNegativeFloat = 1.0
     """Standard deviation of the lognormal's logarithm."""
     components: tuple[tuple[float, float, float], ...] = ()
     """A mixture of lognormals instead: weight, median and sigma of each."""
@@ -167,14 +175,14 @@ class LengthSettings:
     """Observed lengths instead, given here."""
     replay: bool = False
     """Use observed lengths in order, one per trajectory, instead of drawing them."""
-    prompt_share: float = 0.0
+    prompt_share: Fraction = 0.0
     """Share of the variance, 0 to 1, that belongs to the prompt; the rest is redrawn with the
     answer. It determines how much redrawing shortens the answers in on_policy mode."""
-    drift: float = 0.0
+    drift: Annotated[float, within(-1, 1, ends="()")] = 0.0
     """Growth of all lengths with each update: 0.001 is one tenth of a per cent."""
-    prompt_tokens: int = 256
+    prompt_tokens: NonNegativeInt = 256
     """Length of a prompt, in tokens."""
-    mismatch_rate: float = 0.00077
+    mismatch_rate: Annotated[float, within(0, 1, ends="[)")] = 0.00077
     """Coupled mode: chance that a cached token is not kept, per token and version."""
     after_mismatch: AfterMismatch = "same"
     """Coupled mode: length of an answer after a mismatch. same: unchanged (it depends on noise and
@@ -182,34 +190,7 @@ class LengthSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        names = get_args(AfterMismatch)
-        require(
-            self.after_mismatch in names, unknown_name("after_mismatch", self.after_mismatch, names)
-        )
-        require(
-            self.median > 0 and math.isfinite(self.median),
-            f"lengths.median must be a positive number of tokens, got {self.median}",
-        )
-        require(
-            self.sigma >= 0 and math.isfinite(self.sigma),
-            f"lengths.sigma must be 0 or more, got {self.sigma}",
-        )
-        require(
-            0 <= self.prompt_share <= 1,
-            f"lengths.prompt_share must lie in 0..1, got {self.prompt_share}",
-        )
-        require(-1 < self.drift < 1, f"lengths.drift must lie between -1 and 1, got {self.drift}")
-        require(
-            self.prompt_tokens >= 0,
-            f"lengths.prompt_tokens must be at least 0, got {self.prompt_tokens}",
-        )
-        require(
-            0 <= self.mismatch_rate < 1,
-            f"lengths.mismatch_rate must lie in 0..1, below 1, got {self.mismatch_rate}",
-        )
-        self._check_distribution()
-
-    def _check_distribution(self) -> None:
+        check_values(self, "lengths.")
         given = [bool(self.components), bool(self.values), self.length_file is not None]
         require(
             sum(given) <= 1,

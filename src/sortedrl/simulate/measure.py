@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sortedrl.errors import ConfigError
 
@@ -104,8 +104,8 @@ def _answers(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterable[int
     samples = [sample for argument in arguments for sample in _slime_samples(argument)]
     if samples:
         return [int(sample.response_length) for sample in samples]
-    if arguments and isinstance(arguments[0], Sequence) and not isinstance(arguments[0], str):
-        return [_tokens(answer) for answer in arguments[0]]
+    if arguments and _is_list(arguments[0]):
+        return [_tokens(answer) for answer in _without_prompts(arguments)]
     raise ConfigError(
         "measure finds the answers of TRL (completion_ids), verl (solution_str), slime (samples) "
         f"and OpenRLHF (queries), got arguments {sorted(named)}; wrap your own reward so that it "
@@ -132,11 +132,32 @@ def _tokens(answer: object) -> int:
 
 def _prompts(arguments: Sequence[Any], named: Mapping[str, Any], count: int) -> list[str]:
     """What tells the prompts apart, so that siblings are known; their text is not kept."""
-    given = named.get("prompts")
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == count:
+    samples = [sample for argument in arguments for sample in _slime_samples(argument)]
+    if samples:
+        return [_key(s.prompt if s.group_index is None else s.group_index) for s in samples]
+    given = named.get("prompts", arguments[1] if len(arguments) > 1 else None)
+    if _is_list(given) and len(given) == count:
         return [_key(prompt) for prompt in given]
     one = named.get("extra_info") or named.get("ground_truth") or named.get("prompt")
+    if isinstance(one, Mapping) and "index" in one:
+        # verl adds what differs between siblings to the rest.
+        one = one["index"]
     return [_key(one) if one is not None else str(place) for place in range(count)]
+
+
+def _without_prompts(arguments: Sequence[Any]) -> Iterable[object]:
+    """OpenRLHF's answers: its queries are prompt and answer in one text, the prompts follow."""
+    queries, *rest = arguments
+    if not rest or not _is_list(rest[0]) or len(rest[0]) != len(queries):
+        return list(queries)
+    return [
+        query.removeprefix(prompt) if isinstance(query, str) and isinstance(prompt, str) else query
+        for query, prompt in zip(queries, rest[0], strict=True)
+    ]
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _key(prompt: object) -> str:

@@ -9,9 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from sortedrl.config.checks import check_values, require
+from sortedrl.config.checks import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    at_least,
+    check_values,
+    require,
+    within,
+)
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.toml import changed_values, read_toml, settings_over, toml_text
 from sortedrl.core.randomness import normal, uniform
@@ -38,18 +47,21 @@ class PoolSettings:
     of all engines together, and all machines share the tokens of an update evenly.
     """
 
-    engines: int = 1
+    engines: PositiveInt = 1
     """Engines that share the slots, each a machine as the hardware preset describes it."""
-    straggler_sigma: float = 0.0
+    straggler_sigma: Annotated[float, within(0, _MOST_SIGMA)] = 0.0
     """Spread of the engines' speeds: each takes exp(straggler_sigma * |z|) times as long, z
     standard normal, so none is faster than the preset."""
-    slow_share: float = 0.0
+    slow_share: Fraction = 0.0
     """Share of slow engines, 0 to 1, rounded to whole engines."""
-    slow_factor: float = 2.0
+    slow_factor: Annotated[float, at_least(1, "2 is half the speed")] = 2.0
     """Slowdown of a slow engine: 2 is half the speed."""
-    failures_per_hour: float = 0.0
+    failures_per_hour: Annotated[
+        float,
+        within(0, _MOST_FAILURES, advice="engines that fail more often finish no answers"),
+    ] = 0.0
     """Failures per engine and hour of uptime, at random times; at most 60."""
-    restart_seconds: float = 120.0
+    restart_seconds: NonNegativeFloat = 120.0
     """Seconds until a failed engine is back with the current weights."""
     failures_lose_tokens: bool = False
     """Whether the tokens that a failed engine wrote are lost; otherwise they were streamed, and
@@ -59,46 +71,16 @@ class PoolSettings:
     tree: each engine that has them sends them on; log2(engines) transfers in sequence.
     at_once: all engines receive them in parallel, in the time of one transfer.
     one_by_one: the trainer sends them to one engine after another."""
-    weights_gigabytes: float = 0.0
+    weights_gigabytes: NonNegativeFloat = 0.0
     """Size of the weights sent over the network; 0 for no network."""
-    network_gigabytes_per_second: float = 50.0
+    network_gigabytes_per_second: PositiveFloat = 50.0
     """Bandwidth of the network, for one sender and one receiver."""
-    network_latency_seconds: float = 0.0
+    network_latency_seconds: NonNegativeFloat = 0.0
     """Seconds before the first byte of a transfer arrives."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        names = get_args(Broadcast)
-        require(self.broadcast in names, unknown_name("broadcast", self.broadcast, names))
-        require(self.engines >= 1, f"pool.engines must be at least 1, got {self.engines}")
-        require(
-            0 <= self.slow_share <= 1, f"pool.slow_share must lie in 0..1, got {self.slow_share}"
-        )
-        require(
-            self.slow_factor >= 1 and math.isfinite(self.slow_factor),
-            f"pool.slow_factor must be a number of at least 1, got {self.slow_factor}; "
-            "2 is half the speed",
-        )
-        speed, sigma = self.network_gigabytes_per_second, self.straggler_sigma
-        require(speed > 0, f"pool.network_gigabytes_per_second must be positive, got {speed}")
-        most = _MOST_SIGMA
-        require(sigma <= most, f"pool.straggler_sigma must be at most {most}, got {sigma}")
-        require(
-            not _MOST_FAILURES < self.failures_per_hour < math.inf,
-            f"pool.failures_per_hour must be at most {_MOST_FAILURES:.0f}, one per minute and "
-            f"engine, got {self.failures_per_hour}; engines that fail more often finish no answers",
-        )
-        for name, value in (
-            ("straggler_sigma", self.straggler_sigma),
-            ("failures_per_hour", self.failures_per_hour),
-            ("restart_seconds", self.restart_seconds),
-            ("weights_gigabytes", self.weights_gigabytes),
-            ("network_latency_seconds", self.network_latency_seconds),
-        ):
-            require(
-                value >= 0 and math.isfinite(value),
-                f"pool.{name} must be a number of 0 or more, got {value}",
-            )
+        check_values(self, "pool.")
 
     def shares(self, slots: int) -> list[int]:
         """The slots of each engine; the first ones have one more where they do not divide.
@@ -150,9 +132,9 @@ _MOST_ANSWERS = 10_000_000
 class Simulation:
     """A simulated run."""
 
-    groups: int = 10
+    groups: PositiveInt = 10
     """How many groups of prompts the run has."""
-    prompts: int | None = None
+    prompts: PositiveInt | None = None
     """Prompts of the whole run, instead of `groups`; the last group may be smaller."""
     seed: int = 0
     """Seed of all lengths; the same seed gives the same run."""
@@ -166,17 +148,11 @@ class Simulation:
     def __post_init__(self) -> None:
         """Check the values."""
         check_values(self)
-        require(self.groups >= 1, f"groups must be at least 1, got {self.groups}")
-        require(
-            self.prompts is None or self.prompts >= 1,
-            f"prompts must be at least 1, got {self.prompts}",
-        )
         require(
             self.pool.engines <= self.engine.slots,
             f"pool.engines must be at most engine.slots ({self.engine.slots}), so that each has a "
             f"slot, got {self.pool.engines}; lower engines or raise slots",
         )
-
         require(
             not self.conversations.is_used or self.pool == PoolSettings(),
             "conversations are simulated on one engine; leave the pool settings out",
@@ -239,7 +215,7 @@ def picture() -> Simulation:
 
 
 def six() -> Simulation:
-    """Six prompts on four slots, explained step by step in docs/how-it-works.md."""
+    """Six prompts on four slots, explained step by step in docs/explanation/how-it-works.md."""
     return Simulation(
         groups=1,
         schedule=Schedule(group_prompts=6, update_batch=3),

@@ -254,7 +254,8 @@ class Slots:
     def stop(self, key: Key) -> None:
         """An answer leaves, complete or not; one that never came is none of ours."""
         self._grow()
-        slot = None if self._queue.leave(key) else self._slot_of.pop(key, None)
+        is_queued = self._queue.leave(key) is not None
+        slot = None if is_queued else self._slot_of.pop(key, None)
         if slot is not None:
             self._offsets[slot] = None
             self._queue.free(slot)
