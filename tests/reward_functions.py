@@ -24,7 +24,7 @@ def parts(prompt, response):
     return {"format": 1, "answer": 2.5}
 
 
-def by_word(prompt, response):  # noqa: C901
+def by_word(prompt, response):  # noqa: C901, PLR0915
     """Does what the response says: the tests choose the fault."""
     kind, _, rest = response.partition(":")
     match kind:
@@ -33,6 +33,11 @@ def by_word(prompt, response):  # noqa: C901
         case "hang":
             while True:
                 time.sleep(1)
+        case "meet":
+            count, _, folder = rest.partition(":")
+            (Path(folder) / str(os.getpid())).touch()
+            while len(list(Path(folder).iterdir())) < int(count):
+                time.sleep(0.01)
         case "raise":
             raise KeyError(rest)
         case "exit":
@@ -101,7 +106,14 @@ time.sleep(60)
 """A process that nobody waits for, in a session of its own."""
 
 
+_waiting = []
+
+
 async def later(prompt, response):
+    if response.startswith("meet:"):
+        _waiting.append(response)
+        while len(_waiting) < int(response.partition(":")[2]):
+            await asyncio.sleep(0.01)
     if response == "block":
         time.sleep(60)
     if response == "hang":

@@ -336,9 +336,7 @@ def test_an_engine_that_hangs_is_ended_with_all_its_children(tmp_path):
         f"print({STAGE + 'starting the engine'!r}, file=sys.stderr, flush=True)\n"
         "time.sleep(1000)"
     )
-    began = time.monotonic()
     verdict = watched(python(program), seconds=3)
-    assert time.monotonic() - began < 30
     assert verdict.reason == "no result within 3 s; last stage: starting the engine"
     assert os.read(reader, 100) == b"started"
     assert is_let_go(reader)

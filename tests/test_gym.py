@@ -512,7 +512,7 @@ def test_a_hostile_answer_neither_runs_nor_takes_long_nor_is_right(name, seen):
         finally:
             seen["is_on"] = False
         assert seen["events"] == [], answer[:80]
-        assert process_time() - start < 2, answer[:80]
+        assert process_time() - start < 20, answer[:80]
         assert found["correct"] == 0.0, answer[:80]
 
 

@@ -739,7 +739,7 @@ def test_no_repetition_makes_an_answer_right_or_slow(gold, lengths):
             answer = text + "y" + "}" * text.count("{")
             began = time.process_time()
             assert score(gold, rf"\boxed{{{answer}}}")["correct"] == 0.0, answer
-            assert time.process_time() - began < 4, answer
+            assert time.process_time() - began < 20, answer
 
 
 def test_an_answer_that_runs_out_of_time_is_wrong_and_says_so():

@@ -75,11 +75,9 @@ def test_named_parts_are_summed_and_kept():
     assert outcome.score.parts == {"format": 1.0, "answer": 2.5}
 
 
-def test_calls_run_side_by_side():
-    with pool_of("by_word", workers=4, time_limit_seconds=5) as pool:
-        began = time.monotonic()
-        outcomes_of(pool, ["sleep:0.6"] * 8)
-        assert time.monotonic() - began < 8 * 0.6
+def test_calls_run_side_by_side(tmp_path):
+    with pool_of("by_word", workers=4, time_limit_seconds=120) as pool:
+        assert rewards_of(pool, [f"meet:4:{tmp_path}"] * 4) == [1.0] * 4
 
 
 def test_a_hanging_call_is_killed_counted_and_gets_the_configured_reward(tmp_path, caplog):
@@ -228,10 +226,8 @@ def test_what_a_function_prints_stays_out_of_the_results(capfd):
 
 
 def test_async_calls_share_a_worker():
-    with pool_of("later", workers=1, concurrency=80, time_limit_seconds=20) as pool:
-        began = time.monotonic()
-        assert rewards_of(pool, ["x"] * 80) == [1.0] * 80
-        assert time.monotonic() - began < 80 * 0.05
+    with pool_of("later", workers=1, concurrency=80, time_limit_seconds=120) as pool:
+        assert rewards_of(pool, ["meet:80"] * 80) == [1.0] * 80
 
 
 def test_an_async_call_that_waits_too_long_ends_without_killing_the_worker():
@@ -386,13 +382,13 @@ def test_a_batched_function_must_score_every_answer():
 
 
 def test_nobody_waits_for_a_cancelled_answer():
-    with pool_of("by_word", workers=1, time_limit_seconds=60) as pool:
+    with pool_of("by_word", workers=1, time_limit_seconds=600) as pool:
         hanging = pool.submit(Prompt(id=0), "hang")
         time.sleep(0.1)
         pool.cancel(hanging)
         began = time.monotonic()
         assert rewards_of(pool, ["ok"]) == [1.0]
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 300
         with pytest.raises(ValueError, match="cancelled"):
             pool.wait([hanging])
 
@@ -425,11 +421,11 @@ def test_a_cancelled_answer_that_raises_is_nobodys_business():
 
 
 def test_closing_ends_hanging_workers_at_once():
-    pool = pool_of("by_word", time_limit_seconds=60)
+    pool = pool_of("by_word", time_limit_seconds=600)
     pool.submit(Prompt(id=0), "hang")
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 300
     with pytest.raises(RewardError, match="closed"):
         pool.submit(Prompt(id=0), "ok")
 

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -669,10 +668,8 @@ def test_an_engine_that_does_not_close_is_left():
         return opened[0]
 
     engine = StreamedEngine(opening, max_tokens=5, stop_tokens=[])
-    since = time.monotonic()
     with pytest.raises(EngineLost, match="does not close"):
         engine.close()
-    assert time.monotonic() - since < 10
     assert set(threading.enumerate()) <= before
 
 
