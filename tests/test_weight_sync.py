@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
