@@ -6,6 +6,9 @@
 
 Invariant: for every trajectory in the scheduler's buffer there is the sample of its prompt, and for
 every one that has tokens the sample with these tokens.
+
+Our settings are keys of the YAML file of `--custom-config-path`, which slime makes attributes:
+sortedrl_mode, sortedrl_group_prompts, sortedrl_lookahead, sortedrl_max_staleness.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import Any
 from slime.rollout.data_source import RolloutDataSource
 from slime.utils.types import Sample
 
+from sortedrl.config.checks import require
+from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.clock import WallClock
@@ -28,8 +33,16 @@ from sortedrl.core.files import write_whole
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.errors import CheckpointError
-from sortedrl.integrations.slime.settings import schedule_for
+from sortedrl.integrations import schedule_of_batches
 from sortedrl.types import Key, Prompt, TrainBatch, Trajectory
+
+_PREFIX = "sortedrl_"
+_REFUSED = {
+    "dynamic_sampling_filter_path": "every prompt is trained",
+    "rollout_all_samples_process_path": "there is no sample but those that are trained",
+    "buffer_filter_path": "the schedule decides what comes next",
+    "multimodal_keys": "images are not saved",
+}
 
 
 class SortedDataSource(RolloutDataSource):
@@ -186,3 +199,40 @@ class SortedDataSource(RolloutDataSource):
             ),
             version=0 if state is None else state["version"],
         )
+
+
+def schedule_for(args: Any) -> Schedule:  # noqa: ANN401  slime's Namespace
+    """The schedule; its sizes follow from slime's arguments."""
+    schedule = schedule_of_batches(
+        {k.removeprefix(_PREFIX): v for k, v in vars(args).items() if k.startswith(_PREFIX)},
+        prompts=args.rollout_batch_size,
+        samples=args.n_samples_per_prompt,
+        prefix=_PREFIX,
+        batch_name="--rollout-batch-size",
+    )
+    for name, because in _REFUSED.items():
+        require(
+            getattr(args, name) is None,
+            f"--{name.replace('_', '-')} does not go with SortedRL's rollout function: {because}; "
+            "leave it out",
+        )
+    _refuse_mode(schedule, args)
+    return schedule
+
+
+def _refuse_mode(schedule: Schedule, args: Any) -> None:  # noqa: ANN401
+    require(
+        schedule.mode != "coupled",
+        "mode 'coupled' needs an engine that verifies cached tokens, which SGLang does not; set "
+        "sortedrl_mode to redraw, on_policy or partial",
+    )
+    require(
+        not schedule.keeps_stale_tokens or args.use_rollout_logprobs or args.use_tis,
+        "mode 'partial' trains on tokens of older weights, which needs the log-probabilities they "
+        "were sampled with; set --use-rollout-logprobs or --use-tis",
+    )
+    require(
+        schedule.mode != "redraw" or args.sglang_enable_deterministic_inference,
+        "mode 'redraw' needs a seed per answer, which SGLang ignores unless it is deterministic; "
+        "set --sglang-enable-deterministic-inference, or sortedrl_mode to on_policy",
+    )

@@ -2,8 +2,8 @@
 
 settings        verl's configuration -> the schedule; refuses what cannot work
 replay_buffer   which prompts are trained next, and which are generated again
-generation      the client and the agent loop of the on-policy modes
-trainer         `SortedTrainer`, registered as trainer mode `sortedrl`
+trainer         `SortedTrainer`, registered as trainer mode `sortedrl`, with the client and the
+                agent loop of the on-policy modes
 
 verl imports this package in every process that has VERL_USE_EXTERNAL_MODULES set to its name.
 Of SortedRL only the core is needed.

@@ -6,36 +6,23 @@ from typing import Any
 
 from sortedrl.config.checks import require
 from sortedrl.config.schedule import Schedule
-from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.integrations import schedule_of_batches
 
 MODE_NAME = "sortedrl"
 """The trainer mode, and the agent loop that draws every answer from a seed of its own."""
 SEED_NAMES = {"vllm": "seed", "sglang": "sampling_seed"}
 """What the engines call the seed of a request."""
-_OWN = ("mode", "group_prompts", "lookahead", "max_staleness")
 _SINGLE_TURN = ("single_turn_agent", MODE_NAME)
-_UPDATES_PER_GROUP = 4
 
 
 def schedule_for(config: Any) -> Schedule:  # noqa: ANN401  verl's DictConfig
     """The schedule of `trainer.v1.sortedrl`; its sizes follow from verl's own settings."""
-    own: dict[str, Any] = dict(config.trainer.v1.get(MODE_NAME) or {})
-    for name in own:
-        if name not in _OWN:
-            raise ConfigError(unknown_name(f"field of trainer.v1.{MODE_NAME}", name, _OWN))
-    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    own.setdefault("group_prompts", _UPDATES_PER_GROUP * prompts)
-    require(
-        isinstance(own["group_prompts"], int) and own["group_prompts"] % prompts == 0,
-        f"trainer.v1.{MODE_NAME}.group_prompts must be a multiple of data.train_batch_size = "
-        f"{prompts}, got {own['group_prompts']}; try {_UPDATES_PER_GROUP * prompts}",
-    )
-    schedule = Schedule(
-        **own,
-        samples_per_prompt=samples,
-        update_batch=prompts * samples,
-        harvest_unit="prompt",
-        exact=True,
+    schedule = schedule_of_batches(
+        dict(config.trainer.v1.get(MODE_NAME) or {}),
+        prompts=config.data.train_batch_size,
+        samples=config.actor_rollout_ref.rollout.n,
+        prefix=f"trainer.v1.{MODE_NAME}.",
+        batch_name="data.train_batch_size",
     )
     _refuse_setup(config)
     if schedule.keeps_stale_tokens:

@@ -9,23 +9,35 @@
 A group is due when the oldest one that is not completely trained is at most `lookahead` before it.
 Where the run stands follows from the step and from TransferQueue, which verl saves: there is no
 state of ours to save.
+
+In mode `partial` verl's own client resumes an interrupted answer where it stood. In the on-policy
+modes `RestartingClient` asks again for it, and `SeededAgentLoop` gives every answer a seed, so that
+in mode `redraw` the same answer comes back as far as the old and the new weights agree.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 import transfer_queue
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.utils import tensordict_utils
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 from sortedrl.errors import TrainingError
-from sortedrl.integrations.verl.generation import RestartingClient
 from sortedrl.integrations.verl.replay_buffer import NUMBER, TRAIN, SortedReplayBuffer
-from sortedrl.integrations.verl.settings import MODE_NAME, schedule_for
+from sortedrl.integrations.verl.settings import MODE_NAME, SEED_NAMES, schedule_for
+
+_ABORTED = ("abort", "aborted")
+_PAUSE_SECONDS = 0.2
 
 
 @register_trainer(MODE_NAME)
@@ -104,3 +116,46 @@ class SortedTrainer(PPOTrainerColocateAsync):
                 "trainer.resume_mode=auto: TransferQueue's checkpoint has every prompt that is "
                 "not trained"
             ) from error
+
+
+class RestartingClient(LLMServerClient):
+    """A client that asks again for an aborted answer, from its prompt and with the same seed."""
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        **request: Any,  # noqa: ANN401  what verl's agent loops send is verl's business
+    ) -> TokenOutput:
+        """A complete answer, all of one version of the weights."""
+        while True:
+            output = await super().generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=dict(sampling_params), **request
+            )
+            if output.stop_reason not in _ABORTED:
+                return output
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+@register(MODE_NAME)
+class SeededAgentLoop(SingleTurnAgentLoop):
+    """verl's single-turn agent loop, with a seed that belongs to the prompt and the session."""
+
+    async def run(
+        self,
+        sampling_params: dict[str, Any],
+        priority: int = 0,
+        **fields: Any,  # noqa: ANN401  the columns of the data set
+    ) -> AgentLoopOutput:
+        """Generate one answer."""
+        name = SEED_NAMES[self.rollout_config.name]
+        seed = seed_of(fields["uid"], fields["session_id"])
+        return await super().run({**sampling_params, name: seed}, priority, **fields)
+
+
+def seed_of(uid: str, session: int) -> int:
+    """The seed of an answer: 31 bits, the same whenever its prompt is submitted again."""
+    digest = hashlib.sha256(f"{uid}/{session}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
