@@ -16,6 +16,7 @@ STOPS = range(128, 152)
 PATIENCE_SECONDS = 600
 _REWARD = '''"""Letters are good."""
 
+import pathlib
 import time
 
 
@@ -26,6 +27,13 @@ def letters(prompt, response):
 
 def slow(prompt, response):
     time.sleep(0.2)
+    return letters(prompt, response)
+
+
+def held(prompt, response):
+    """Takes its time while there is a file `held` beside this one."""
+    if pathlib.Path(__file__).with_name("held").exists():
+        time.sleep(2)
     return letters(prompt, response)
 
 

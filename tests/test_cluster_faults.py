@@ -76,9 +76,13 @@ def resumed(run, *words):
     law(run.out)
 
 
-def test_another_worker_takes_the_place_of_one_that_is_killed(begun):
-    run = begun("worker", cluster=f"{OWN_RAY}trainer_ranks = 0\n")
+def test_another_worker_takes_the_place_of_one_that_is_killed(world, begun):
+    run = begun("worker", cluster=f"{OWN_RAY}trainer_ranks = 0\n", reward="held")
+    # The run must not end before the other worker has started, however slow the machine is.
+    (world / "held").touch()
     run.family("ray::RolloutWorker")[0].signal(signal.SIGKILL)
+    run.until(lambda: "has joined" in run.err or run.process.poll() is not None, every=0.05)
+    (world / "held").unlink()
     assert run.wait() == 0, run.err
     assert "its process has died" in run.err
     assert "4 slots are left" in run.err

@@ -4,9 +4,7 @@ Without a GPU nothing is recorded and nothing runs ahead, but the rows, the slot
 of one pass and the kernels are the same.
 """
 
-import importlib
 import math
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
@@ -14,19 +12,14 @@ from random import Random
 import pytest
 import torch
 
-tl = pytest.importorskip("triton.language")
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Triton's own functions were made to be compiled, unless the variable was set before.
-    importlib.reload(tl.standard)
-    importlib.reload(tl)
+pytest.importorskip("triton.language")
 
-from native_worlds import ARCHITECTURES, fresh_all, tiny_model  # noqa: E402
-from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner  # noqa: E402
-from sortedrl.engines.native import native_engine as engine_module  # noqa: E402
-from sortedrl.errors import ConfigError  # noqa: E402
-from sortedrl.types import Weights  # noqa: E402
+from interpreted import HAS_CUDA
+from native_worlds import ARCHITECTURES, fresh_all, tiny_model
+from sortedrl.engines.native import NativeEngine, Sampling, cuda_runner
+from sortedrl.engines.native import native_engine as engine_module
+from sortedrl.errors import ConfigError
+from sortedrl.types import Weights
 
 DTYPES = (torch.bfloat16, torch.float16) if HAS_CUDA else (torch.float32,)
 # The interpreter is slow: small worlds where there is no GPU.

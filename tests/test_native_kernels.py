@@ -4,22 +4,15 @@ Without a GPU they run in Triton's interpreter, on small sizes.
 Axes as in the kernels' modules; L positions of one sequence.
 """
 
-import importlib
 import math
-import os
 from dataclasses import dataclass, replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
-tl = pytest.importorskip("triton.language")
-HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Triton's own functions were made to be compiled, unless the variable was set before.
-    importlib.reload(tl.standard)
-    importlib.reload(tl)
+pytest.importorskip("triton.language")
 
+from interpreted import HAS_CUDA  # noqa: E402
 from sortedrl.engines.native import attention_kernels as kernels  # noqa: E402
 from sortedrl.engines.native import noise  # noqa: E402
 from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters, floors  # noqa: E402
