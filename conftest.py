@@ -4,7 +4,8 @@
 On CI the examples are the same every time; elsewhere they are new ones.
 Modules that need Triton, Ray, TRL, verl or slime are collected only where these are installed.
 `--numprocesses auto` starts three test processes for every two cores: many tests wait for other
-processes, the disk or a timer, and the third uses the core meanwhile.
+processes, the disk or a timer, and the third uses the core meanwhile. Each of them begins with
+slow modules of its own, so that no process is left alone with all of Ray's tests at the end.
 """
 
 import os
@@ -38,6 +39,21 @@ _NEEDS = {
     "slime": ["src/sortedrl/integrations/slime", "tests/slime_run"],
 }
 
+_SLOWEST_FIRST = (
+    "test_cluster_faults",
+    "test_cluster",
+    "test_integration_trl_tools",
+    "test_cluster_training",
+    "test_weight_sync",
+    "test_browser_report",
+    "test_reward_pool",
+    "test_conversation_runs",
+    "test_runs_killed",
+    "test_runs_faults",
+    "test_sharded_training",
+    "test_integration_trl",
+)
+
 collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) for path in paths]
 
 
@@ -45,3 +61,29 @@ collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) 
 def pytest_xdist_auto_num_workers() -> int:
     """The number of test processes."""
     return (3 * (os.cpu_count() or 1) + 1) // 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the slow modules at the beginning of the share of each test process.
+
+    `--dist worksteal` gives every process an equal run of the list and lets idle ones take from the
+    end of another's, so what stands first in a share is done by its owner, in order.
+    """
+    num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if num_processes == 1:
+        return
+    modules = [item.path.stem for item in items]
+    lanes: list[list[pytest.Item]] = [[] for _ in range(num_processes)]
+    for place, name in enumerate(_SLOWEST_FIRST):
+        found = [item for item, module in zip(items, modules, strict=True) if module == name]
+        lanes[place % num_processes] += found
+    others = [
+        item for item, module in zip(items, modules, strict=True) if module not in _SLOWEST_FIRST
+    ]
+    ordered: list[pytest.Item] = []
+    for place, lane in enumerate(lanes):
+        share = (len(items) - len(ordered)) // (num_processes - place)
+        num_others = max(0, share - len(lane))
+        ordered += lane + others[:num_others]
+        del others[:num_others]
+    items[:] = ordered + others

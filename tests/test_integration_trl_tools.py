@@ -314,7 +314,7 @@ def test_a_conversation_waits_for_its_own_tool_only(tmp_path):
             seen[self.start] += 1
             if len(seen) > 3:
                 others.set()
-            assert others.wait(30), "nobody else was served while this tool waited"
+            assert others.wait(600), "nobody else was served while this tool waited"
             return super().add(number)
 
     _, answers = trained(tmp_path, {"mode": "partial"}, factory=Waiting)
