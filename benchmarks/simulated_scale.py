@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
-from sortedrl.report.charts.axes import Frame
 from sortedrl.report.charts.curves import Series
-from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.charts.svg import Canvas, Frame, series
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation

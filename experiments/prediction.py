@@ -19,7 +19,7 @@ from experiments.record import Record
 from sortedrl.core.events import read_events
 from sortedrl.core.metrics import numbers
 from sortedrl.errors import DataError
-from sortedrl.report.advice.observed import observed_answers
+from sortedrl.report.advice.simulation import observed_answers
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.fit import fit
 

@@ -14,9 +14,8 @@ import re
 from collections.abc import Sequence
 
 from sortedrl.rewards.tags import TAGS
-from sortedrl.tasks.knights.compact import PEOPLE
 from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
-from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, Roles
+from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
 
 _REPORTS = (
     re.compile(r'"(?P<statement>[^"]+?)[,.]?"(?P<frame>[^".]+)\.'),

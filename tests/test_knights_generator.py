@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.generator import FORMS, Shape, generate
 from sortedrl.tasks.knights.puzzle import (
     Claim,
     Compound,
@@ -17,6 +16,7 @@ from sortedrl.tasks.knights.puzzle import (
     solutions,
     split_of,
 )
+from sortedrl.tasks.knights.rows import FORMS, Shape, generate
 from test_knights_canonical import brute_force_key
 from test_knights_solver import brute_force
 

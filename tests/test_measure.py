@@ -11,8 +11,7 @@ import sortedrl
 from sortedrl.cli import main
 from sortedrl.core.events import Update, read_events
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.simulate.measure import measure
-from sortedrl.simulate.observed import read_observed
+from sortedrl.simulate.observed import measure, read_observed
 from sortedrl.simulate.settings import simulation_from
 
 

@@ -30,12 +30,11 @@ from sortedrl.core.metrics import Figures
 from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.lanes import lanes
+from sortedrl.report.lanes import lanes, story
 from sortedrl.report.live.state import LiveState, Source
 from sortedrl.report.live.view import PlainView
 from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.ticks import story
 from sortedrl.report.trace import trace_events
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping

@@ -18,11 +18,10 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
-from sortedrl.runs.plan.advice import advice, refuse_too_big
 from sortedrl.runs.plan.cards import CARDS, card_named
 from sortedrl.runs.plan.dry_run import card_of
 from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
-from sortedrl.runs.plan.page import RunPlan, lines, to_json
+from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.conversations import ConversationSettings

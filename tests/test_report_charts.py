@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SHOWN
-from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.comparison import Point, bar_chart, pareto
 from sortedrl.report.charts.curves import MAX_POINTS, Series, curves
-from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
+from sortedrl.report.charts.svg import SHADES, Canvas, round_steps, series, short, stylesheet
 from sortedrl.simulate.compare import row, simulate, variants
 from sortedrl.simulate.settings import PRESETS
 

@@ -22,8 +22,8 @@ from sortedrl.report.sections.lengths import (
     reward_text,
 )
 from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.lengths import Survival
 from sortedrl.simulate.settings import PRESETS
-from sortedrl.simulate.survival import Survival
 
 samples = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 

@@ -19,19 +19,6 @@ from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import Figures
 from sortedrl.report.lanes import lanes
 from sortedrl.report.live import state as state_module
-from sortedrl.report.live.panel import (
-    ASCII,
-    BLOCKS,
-    Frame,
-    bar,
-    fitted,
-    glyphs_for,
-    panel,
-    shown,
-    sparkline,
-    stacked,
-    strip,
-)
 from sortedrl.report.live.state import (
     History,
     LiveState,
@@ -43,7 +30,23 @@ from sortedrl.report.live.state import (
     Trend,
     used_memory,
 )
-from sortedrl.report.live.view import LiveView, PlainView, activity, opened_view
+from sortedrl.report.live.view import (
+    ASCII,
+    BLOCKS,
+    Frame,
+    LiveView,
+    PlainView,
+    activity,
+    bar,
+    fitted,
+    glyphs_for,
+    opened_view,
+    panel,
+    shown,
+    sparkline,
+    stacked,
+    strip,
+)
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS, Simulation
 from worlds import simulations

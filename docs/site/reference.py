@@ -20,7 +20,7 @@ from sortedrl.cli.arguments import field_text
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import TrainSettings
 from sortedrl.core import events
-from sortedrl.core.metric_keys import METRIC_KEYS
+from sortedrl.core.logs import METRIC_KEYS
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.simulate.settings import Simulation
 

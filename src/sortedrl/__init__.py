@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine, Sampling
     from sortedrl.runs.api import Evaluated, Run, evaluate, train
     from sortedrl.simulate.calls import compare, simulate
-    from sortedrl.simulate.measure import measure
+    from sortedrl.simulate.observed import measure
 
 __version__ = "0.2.0"
 
@@ -73,7 +73,7 @@ _LATER = {
     "NativeEngine": "sortedrl.engines.native",
     "Sampling": "sortedrl.engines.native",
     "compare": "sortedrl.simulate.calls",
-    "measure": "sortedrl.simulate.measure",
+    "measure": "sortedrl.simulate.observed",
 }
 """Where the names are that are imported with their first use."""
 

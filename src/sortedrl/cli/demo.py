@@ -241,9 +241,8 @@ def predicted(given: Arguments) -> Figures | None:
     from sortedrl.simulate.compare import simulate
     from sortedrl.simulate.costs import CostSettings
     from sortedrl.simulate.fit import fit
-    from sortedrl.simulate.lengths import LengthSettings
+    from sortedrl.simulate.lengths import LengthSettings, stretches, written_lengths
     from sortedrl.simulate.settings import Simulation
-    from sortedrl.simulate.survival import stretches, written_lengths
 
     events = list(read_events(given.out / "sorted" / "events.jsonl"))
     try:

@@ -15,10 +15,9 @@ from sortedrl.core.events import read_events
 from sortedrl.errors import DataError
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit, fitted_shape
-from sortedrl.simulate.lengths import LengthSettings, is_event_log
+from sortedrl.simulate.lengths import LengthSettings, is_event_log, stretches, written_lengths
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation, observed_simulation, simulation_to_toml
-from sortedrl.simulate.survival import stretches, written_lengths
 
 HELP = """Turn a run into settings for the simulator: lengths, slots, schedule and costs.
 

@@ -25,8 +25,7 @@ from sortedrl.report.pictures import (
     rewards_picture,
     slots_picture,
 )
-from sortedrl.report.record import Run, measured, read_runs
-from sortedrl.report.series import By
+from sortedrl.report.record import By, Run, measured, read_runs
 from sortedrl.report.terminal import refuse_unwritable, tell, write_text
 
 WIDTH = 860

@@ -13,7 +13,7 @@ from sortedrl.core.files import refuse_foreign
 from sortedrl.core.metrics import numbers
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.timeline import timelines
-from sortedrl.report.lanes import lanes
+from sortedrl.report.lanes import lanes, ticks
 from sortedrl.report.terminal import (
     progress,
     refuse_other_picture,
@@ -22,7 +22,6 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.report.ticks import ticks
 from sortedrl.simulate.compare import SimulationResult, row, simulate, simulated_lengths
 from sortedrl.simulate.settings import Simulation
 

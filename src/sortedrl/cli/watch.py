@@ -14,8 +14,7 @@ import tyro
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.report.terminal import tell
-from sortedrl.report.watch.pages import Pages, followed
-from sortedrl.report.watch.server import Server, open_server
+from sortedrl.report.watch import Pages, Server, followed, open_server
 
 HELP = """Watch runs in the browser: the page of sortedrl report, kept up to date while they run.
 

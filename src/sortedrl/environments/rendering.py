@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from sortedrl.config.train import ChatUse
-from sortedrl.data.chat import Tokenizer
+from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.protocol import Message
 from sortedrl.errors import ConfigError
 from sortedrl.types import Trajectory

@@ -33,7 +33,7 @@ from sortedrl.evaluation.tables import (
     points,
     summary_table,
 )
-from sortedrl.report.charts.rates import (
+from sortedrl.report.charts.curves import (
     Group,
     change_marks,
     length_histograms,

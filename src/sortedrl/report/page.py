@@ -19,10 +19,8 @@ from sortedrl.config.toml import toml_value
 from sortedrl.core.events import Landed
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose
-from sortedrl.report.advice.observed import seconds_spent
-from sortedrl.report.advice.simulation import Forecast
-from sortedrl.report.charts.axes import short
-from sortedrl.report.charts.svg import stylesheet
+from sortedrl.report.advice.simulation import Forecast, seconds_spent
+from sortedrl.report.charts.svg import short, stylesheet
 from sortedrl.report.html import (
     asset,
     escape,
@@ -35,12 +33,11 @@ from sortedrl.report.html import (
     table,
     unbroken,
 )
-from sortedrl.report.record import Run, RunRecord, measured
+from sortedrl.report.record import Run, RunRecord, flat, measured
 from sortedrl.report.sections.learning import answers_data, answers_section, learning_section
 from sortedrl.report.sections.lengths import lengths_section
 from sortedrl.report.sections.slots import bubbles_section, slots_data, slots_section
 from sortedrl.report.sections.tokens import ledger_section, staleness_section
-from sortedrl.report.series import flat
 
 _NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")

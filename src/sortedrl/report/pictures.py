@@ -20,10 +20,10 @@ from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.charts.curves import curves
 from sortedrl.report.charts.svg import Scheme
 from sortedrl.report.charts.timeline import timelines
-from sortedrl.report.record import Run
-from sortedrl.report.series import (
+from sortedrl.report.record import (
     By,
     LineChart,
+    Run,
     counted,
     length_chart,
     reward_chart,

@@ -36,7 +36,7 @@ from sortedrl.report.terminal import write_text
 from sortedrl.rewards.functions import OBJECT, RewardSource, source_of_object
 from sortedrl.runs.evaluate import Examination, evaluated, write_page
 from sortedrl.runs.folder import RunFolder
-from sortedrl.runs.notebook import show_page
+from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
 from sortedrl.runs.tasks import opened

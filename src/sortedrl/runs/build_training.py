@@ -22,8 +22,7 @@ from sortedrl.core.events import Record
 from sortedrl.core.loop import Loop
 from sortedrl.core.protocols import Scorer
 from sortedrl.core.recorder import Journal, JournalState
-from sortedrl.data.chat import Tokenizer
-from sortedrl.data.stream import PromptStream, TokenizedRow
+from sortedrl.data.stream import PromptStream, TokenizedRow, Tokenizer
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError

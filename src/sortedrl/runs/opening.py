@@ -19,9 +19,8 @@ from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
 from sortedrl.core.logs import AnswerFile, MetricsFile, Value, read_metrics
 from sortedrl.core.meter import Meter
-from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
-from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
 from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
@@ -31,10 +30,9 @@ from sortedrl.report.live.view import View
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
-from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
-from sortedrl.runs.machine import run_facts
+from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings, run_facts
+from sortedrl.runs.output import TrackedRun, open_trackers
 from sortedrl.runs.tasks import environment_pool, threads, tokenizer_of
-from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
 from sortedrl.tasks.catalogue import Task
 from sortedrl.training.checkpoint import Checkpoints

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_to_toml
 from sortedrl.core.logs import MetricsFile
-from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import Row
-from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
 from sortedrl.errors import DataError
 from sortedrl.models.shape import shape_of
 from sortedrl.report.terminal import Advance, thousands

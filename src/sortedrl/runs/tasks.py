@@ -22,8 +22,8 @@ from sortedrl.config.train import (
     PeriodicEvaluation,
     TrainSettings,
 )
-from sortedrl.data.chat import Tokenizer
 from sortedrl.data.rows import SUFFIXES
+from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell

@@ -22,7 +22,7 @@ from sortedrl.core.events import EventFile
 from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
 from sortedrl.core.meter import Meter
 from sortedrl.core.metrics import Figures, numbers
-from sortedrl.data.chat import Tokenizer
+from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine, SamplingOverride
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weight_files import MOST_NATS
@@ -32,9 +32,8 @@ from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, Question, Runner
 from sortedrl.report.live.view import View
 from sortedrl.runs.build_training import TrainingParts
 from sortedrl.runs.folder import RunFolder, as_saved
-from sortedrl.runs.output import evaluation_line, update_line
+from sortedrl.runs.output import Trackers, evaluation_line, update_line
 from sortedrl.runs.start import Stopping
-from sortedrl.runs.trackers import Trackers
 from sortedrl.training.checkpoint import Checkpoints, write_model, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
 

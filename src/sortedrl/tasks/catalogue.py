@@ -30,9 +30,8 @@ from sortedrl.data.rows import SUFFIXES, Row, read_hub, read_records, rows_of, w
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.rewards.functions import OBJECT, RewardSource
 from sortedrl.tasks.gym import GymSettings, gym_rows
-from sortedrl.tasks.knights.generator import MAX_PEOPLE
 from sortedrl.tasks.knights.puzzle import Split, canonical_key, parse_puzzle
-from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows, published_rows
+from sortedrl.tasks.knights.rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows
 from sortedrl.tasks.maths import MATHS_SETS, MathsSettings, maths_rows
 
 

@@ -33,7 +33,7 @@ from sortedrl.engines.generation import RolloutEngine
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.integrations.trl.conversations import ToolConversations
 from sortedrl.integrations.trl.prompts import DatasetPrompts
-from sortedrl.simulate.survival import Stretch, written_lengths
+from sortedrl.simulate.lengths import Stretch, written_lengths
 from sortedrl.types import Key, TrainBatch, Trajectory
 
 _FOLDER = "sortedrl"

@@ -11,8 +11,7 @@ from typing import Literal
 
 from sortedrl.config.schedule import EngineSettings, ModeName, Schedule
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.advice.observed import Idle
-from sortedrl.report.advice.simulation import Forecast
+from sortedrl.report.advice.simulation import Forecast, Idle
 
 Changes = Mapping[str, object]
 """Settings by their dotted name; `None` leaves a setting out."""

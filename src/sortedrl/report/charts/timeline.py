@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sortedrl.report.charts.axes import round_marks, short
-from sortedrl.report.charts.svg import SHADES, Canvas, Scheme, text_width
+from sortedrl.report.charts.svg import SHADES, Canvas, Scheme, round_marks, short, text_width
 from sortedrl.report.lanes import Bar, Lanes
 
 Panel = tuple[str, str, Lanes]

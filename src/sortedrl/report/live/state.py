@@ -27,7 +27,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
-from sortedrl.report.charts.axes import neighbours
+from sortedrl.report.charts.svg import neighbours
 from sortedrl.report.lanes import SlotQueue
 from sortedrl.types import Key
 

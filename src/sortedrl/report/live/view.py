@@ -1,7 +1,11 @@
-"""The live view of a run on a terminal, and plain lines elsewhere, behind the same few calls.
+"""The live view of a run: a panel on a terminal, and plain lines elsewhere.
 
-The run tells what happens; a thread of its own draws it, at most twice a second and only when the
+The run reports what happens; a thread of its own draws it, at most twice a second and only when the
 picture changed. The run never waits for the terminal: it waits at most for the copy of a few lists.
+
+The panel fits the terminal, whatever its size: where there are too few lines, the least important
+ones are left out. A frame is plain data that can be compared, so one that shows nothing new is not
+written. Text is never read as markup, and what would move the cursor is replaced.
 """
 
 from __future__ import annotations
@@ -9,20 +13,411 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol
 
-from rich.console import Console
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 
 from sortedrl.core.events import Event, Harvest, Score, Update
 from sortedrl.core.logs import Value
 from sortedrl.core.metrics import Figures
-from sortedrl.report.live.panel import Frame, glyphs_for, panel, shown
-from sortedrl.report.live.state import LiveState, Memory, Snapshot, Source, used_memory
-from sortedrl.report.terminal import Advance, progress, tell
+from sortedrl.evaluation.tables import percent
+from sortedrl.report.live.state import LiveState, Memory, Snapshot, Source, squeezed, used_memory
+from sortedrl.report.terminal import Advance, one_line, progress, tell, thousands
+
+StyledText = tuple[str, str]
+"""A text without control characters, and the name of its tint."""
+Line = tuple[StyledText, ...]
+
+_TINTS = {
+    "": Style(),
+    "name": Style(bold=True),
+    "label": Style(dim=True),
+    "faint": Style(dim=True),
+    "busy": Style(color="#56b4e9"),
+    "idle": Style(color="#e69f00", bold=True),
+    "good": Style(color="#009e73"),
+    "bad": Style(color="#d55e00"),
+}
+"""Okabe and Ito's colours, which differ for colour-blind eyes, on a dark and a light ground."""
+
+_SLOT_BAR_LEAST = 4
+_SLOT_BAR_MOST = 16
+_LABEL = 10
+_BAR_LEAST, _BAR_MOST = 8, 60
+_TWO_COLUMNS = 56
+_STRIP_ROWS = 4
+_VALUE = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """The characters of a picture."""
+
+    levels: str
+    """From little to much, in one cell."""
+    parts: str
+    """A cell of a bar that is filled from the left, from little to all of it."""
+    rest: str
+    """The part of a bar that is still to come."""
+    idle: str
+    trained: str
+    discarded: str
+    cached: str
+    cut: str
+    """Stands where a text was cut."""
+
+
+BLOCKS = Glyphs(
+    levels="▁▂▃▄▅▆▇█",
+    parts="╸━",
+    rest="─",
+    idle="·",
+    trained="█",
+    discarded="▒",
+    cached="░",
+    cut="…",
+)
+ASCII = Glyphs(
+    levels="12345678",
+    parts="#",
+    rest="-",
+    idle=".",
+    trained="#",
+    discarded="x",
+    cached=":",
+    cut="~",
+)
+
+
+def glyphs_for(encoding: str) -> Glyphs:
+    """Blocks where the encoding has them, plain letters elsewhere."""
+    try:
+        "".join(astuple(BLOCKS)).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BLOCKS
+
+
+def shown(text: str, glyphs: Glyphs) -> str:
+    """The text as one line without control characters."""
+    return one_line(text, is_ascii=glyphs is ASCII)
+
+
+def fitted(pieces: Iterable[StyledText], width: int, *, cut: str) -> Line:
+    """The pieces as far as the line has room, without blanks at the end; `cut` ends what is cut."""
+    line: list[StyledText] = []
+    left = width
+    for text, tint in pieces:
+        size = cell_len(text)
+        if size > left:
+            if left > 0:
+                line.append((set_cell_size(text, left - 1) + cut, tint))
+            break
+        line.append((text, tint))
+        left -= size
+    while line and not line[-1][0].rstrip():
+        line.pop()
+    if line:
+        line[-1] = (line[-1][0].rstrip(), line[-1][1])
+    return tuple(piece for piece in line if piece[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Lines that fit on the terminal they were made for."""
+
+    lines: Sequence[Line]
+
+    def __str__(self) -> str:
+        return "\n".join("".join(text for text, _ in line) for line in self.lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Give segments, without a detour through text that would be wrapped and styled anew."""
+        new_line = Segment.line()
+        for number, line in enumerate(self.lines):
+            if number:
+                yield new_line
+            for text, tint in line:
+                yield Segment(text, _TINTS[tint])
+
+
+def bar(share: float, width: int, *, glyphs: Glyphs) -> Line:
+    """A share of a whole, filled from the left."""
+    steps = len(glyphs.parts)
+    filled = min(width * steps, max(0, int(share * width * steps)))
+    whole, part = divmod(filled, steps)
+    text = glyphs.parts[-1] * whole + (glyphs.parts[part - 1] if part else "")
+    return (text, "busy"), (glyphs.rest * (width - len(text)), "faint")
+
+
+def stacked(shares: Sequence[tuple[float, str, str]], width: int) -> Line:
+    """Parts of a whole side by side, each with its character and tint."""
+    line, end, total = [], 0, 0.0
+    for share, char, tint in shares:
+        total += share
+        begin, end = end, min(width, round(total * width))
+        line.append((char * (end - begin), tint))
+    return tuple(line)
+
+
+def sparkline(values: Sequence[float], width: int, *, glyphs: Glyphs, from_zero: bool) -> str:
+    """The course of a number, as high as its range; from zero if zero means something."""
+    points = squeezed(values, width)
+    if not points:
+        return ""
+    low, high = min(points), max(points)
+    if from_zero:
+        low = min(low, 0.0)
+    most = len(glyphs.levels) - 1
+    if high / 2 - low / 2 <= 0:
+        return glyphs.levels[0 if from_zero else most // 2] * len(points)
+    # Halved, as the distance of two finite numbers may not be finite.
+    return "".join(
+        glyphs.levels[round((value / 2 - low / 2) / (high / 2 - low / 2) * most)]
+        for value in points
+    )
+
+
+def strip(
+    shares: Sequence[float | None], width: int, *, rows: int, glyphs: Glyphs, is_rollout: bool
+) -> list[Line]:
+    """The slots in at most `rows` lines: how much each has written, and which are idle.
+
+    Few slots have a bar each, many a cell each, in the order of their numbers. If even cells do
+    not suffice, one cell holds several slots; they are then sorted, so that a cell holds slots
+    that are alike and the idle ones stand together.
+    """
+    idle = (glyphs.idle, "idle" if is_rollout else "faint")
+    if width // max(1, len(shares)) > _SLOT_BAR_LEAST:
+        return [_slot_bars(shares, width, glyphs=glyphs, idle=idle)]
+    per_cell = -(-len(shares) // (width * rows))
+    cells = shares if per_cell == 1 else _joined(shares, per_cell)
+    lines = -(-len(cells) // width)
+    per_line = -(-len(cells) // lines)
+    return [
+        _cells(cells[begin : begin + per_line], glyphs=glyphs, idle=idle)
+        for begin in range(0, len(cells), per_line)
+    ]
+
+
+def _slot_bars(
+    shares: Sequence[float | None], width: int, *, glyphs: Glyphs, idle: StyledText
+) -> Line:
+    size = min(_SLOT_BAR_MOST, width // max(1, len(shares))) - 1
+    line: list[StyledText] = []
+    for share in shares:
+        if share is None:
+            line.append((idle[0] * size, idle[1]))
+        else:
+            line.extend(bar(share, size, glyphs=glyphs))
+        line.append((" ", ""))
+    return tuple(line)
+
+
+def _joined(shares: Sequence[float | None], per_cell: int) -> list[float | None]:
+    """Cells of several slots, the longest answers first: their mean, or idle where most are."""
+    busy = sorted((share for share in shares if share is not None), reverse=True)
+    in_order: list[float | None] = [*busy, *[None] * (len(shares) - len(busy))]
+    cells: list[float | None] = []
+    for begin in range(0, len(in_order), per_cell):
+        held = in_order[begin : begin + per_cell]
+        written = [share for share in held if share is not None]
+        is_idle = 2 * len(written) < len(held)
+        cells.append(None if is_idle else sum(written) / len(written))
+    return cells
+
+
+def _cells(shares: Sequence[float | None], *, glyphs: Glyphs, idle: StyledText) -> Line:
+    most = len(glyphs.levels) - 1
+    drawn = [
+        idle if share is None else (glyphs.levels[min(most, int(share * (most + 1)))], "busy")
+        for share in shares
+    ]
+    return tuple(
+        ("".join(char for char, _ in alike), tint)
+        for tint, alike in groupby(drawn, key=lambda piece: piece[1])
+    )
+
+
+class _Ranked(NamedTuple):
+    """A line and its rank; the lowest ranks are kept."""
+
+    rank: int
+    pieces: Line
+
+
+class _Figure(NamedTuple):
+    """A number with a name, and its course over the run."""
+
+    name: str
+    value: str
+    values: tuple[float, ...] = ()
+    from_zero: bool = False
+
+
+def panel(snapshot: Snapshot, *, width: int, height: int, glyphs: Glyphs = BLOCKS) -> Frame:
+    """The moment in at most `height` lines of at most `width` cells."""
+    lines = [
+        *_heading(snapshot, glyphs=glyphs),
+        *_strip(snapshot, width, rows=max(1, min(_STRIP_ROWS, height - 9)), glyphs=glyphs),
+        *_bars(snapshot, width, glyphs=glyphs),
+        *_figures(snapshot, width, glyphs=glyphs),
+        *_ledger(snapshot, width, glyphs=glyphs),
+    ]
+    kept = sorted(range(len(lines)), key=lambda number: lines[number].rank)[:height]
+    return Frame(
+        tuple(fitted(lines[number].pieces, width, cut=glyphs.cut) for number in sorted(kept))
+    )
+
+
+def _heading(snapshot: Snapshot, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if snapshot.shares:
+        pieces: list[StyledText] = [
+            (shown(snapshot.schedule, glyphs), "name"),
+            (f"  update {snapshot.updates + 1:,}", ""),
+            (f", {snapshot.skipped:,} skipped" if snapshot.skipped else "", "bad"),
+            (f"  round {snapshot.round + 1:,}", ""),
+            (f"  {snapshot.running:,} of {len(snapshot.shares):,} slots busy", ""),
+        ]
+        yield _Ranked(3, tuple(pieces))
+    yield _Ranked(1, ((shown(snapshot.activity, glyphs), "name" if not snapshot.shares else ""),))
+
+
+def _strip(snapshot: Snapshot, width: int, *, rows: int, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if not snapshot.shares or width <= _LABEL:
+        return
+    is_rollout = snapshot.is_rollout
+    lines = strip(snapshot.shares, width - _LABEL, rows=rows, glyphs=glyphs, is_rollout=is_rollout)
+    for number, line in enumerate(lines):
+        yield _Ranked(0, (_label("" if number else "slots"), *line))
+
+
+def _bars(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    bars: list[tuple[int, str, float, str]] = []
+    if snapshot.update_batch:
+        ready = f"{snapshot.ready:,} ready, {snapshot.update_batch:,} needed"
+        bars.append((5, "update", snapshot.ready / snapshot.update_batch, ready))
+    if (group := snapshot.group) is not None:
+        text = f"{group.trained:,} of {group.total:,} trained"
+        if group.num_younger:
+            text += f", {group.num_younger} more open"
+        bars.append((7, f"group {group.number + 1}", group.trained / group.total, text))
+    bars.append((2, "run", snapshot.done, _progress_text(snapshot)))
+    size = min(_BAR_MOST, width - _LABEL - 1 - max(len(text) for *_, text in bars))
+    for rank, name, share, text in bars:
+        drawn = (*bar(share, size, glyphs=glyphs), (" ", "")) if size >= _BAR_LEAST else ()
+        yield _Ranked(rank, (_label(name), *drawn, (text, "")))
+
+
+def _progress_text(snapshot: Snapshot) -> str:
+    text = f"{percent(snapshot.done)}, {_clock(snapshot.seconds)}"
+    if snapshot.done > 0:
+        text += f", {_clock(snapshot.seconds * (1 - snapshot.done) / snapshot.done)} left"
+    return text
+
+
+def _figures(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    """Numbers side by side, as many as the width allows."""
+    figures = list(_of_updates(snapshot))
+    columns = 2 if width >= _TWO_COLUMNS else 1
+    each = width // columns
+    size = min(_BAR_MOST // 2, each - _LABEL - _VALUE - 1)
+    for begin in range(0, len(figures), columns):
+        line: list[StyledText] = []
+        for figure in figures[begin : begin + columns]:
+            drawn = ""
+            if size >= _BAR_LEAST and figure.values:
+                drawn = sparkline(figure.values, size, glyphs=glyphs, from_zero=figure.from_zero)
+            value = figure.value.ljust(_VALUE)
+            drawn = drawn.ljust(each - _LABEL - len(value))
+            line += [_label(figure.name), (value, ""), (drawn, "busy")]
+        yield _Ranked(4 + begin, tuple(line))
+
+
+def _of_updates(snapshot: Snapshot) -> Iterator[_Figure]:
+    trends, run = snapshot.trends, snapshot.figures
+    for name, digits in (("reward", 3), ("length", 0)):
+        if name in trends:
+            yield _Figure(name, f"{trends[name].last:,.{digits}f}", trends[name].values)
+    if run is not None:
+        past = {name: trend.values for name, trend in trends.items()}
+        yield _Figure("bubble", percent(run.bubble), past.get("bubble", ()), True)
+        goodput = f"{thousands(run.goodput)}/s"
+        yield _Figure("goodput", goodput, past.get("goodput", ()), True)
+        stale = f"{run.mean_staleness:.2f} max {run.staleness_max}"
+        yield _Figure("staleness", stale, past.get("staleness", ()), True)
+    if "score" in trends:
+        yield _Figure("score", percent(trends["score"].last), trends["score"].values)
+    if snapshot.memory is not None:
+        yield _Figure("memory", _memory_text(snapshot.memory))
+
+
+def _ledger(snapshot: Snapshot, width: int, *, glyphs: Glyphs) -> Iterator[_Ranked]:
+    if snapshot.figures is None:
+        return
+    ledger = snapshot.figures.ledger
+    whole = max(1, ledger.decoded)
+    parts = (
+        ("trained", ledger.trained, glyphs.trained, "good"),
+        ("discarded", ledger.discarded, glyphs.discarded, "bad"),
+        ("cached", ledger.cached, glyphs.cached, "faint"),
+    )
+    pieces: list[StyledText] = [(_short(ledger.decoded), "")]
+    for sign, (name, tokens, _, tint) in zip("=++", parts, strict=True):
+        pieces += [(f" {sign} ", ""), (f"{_short(tokens)} {name}", tint)]
+    size = min(_BAR_MOST, width - _LABEL - 1 - sum(len(text) for text, _ in pieces))
+    drawn: Line = ()
+    if size >= _BAR_LEAST:
+        shares = [(tokens / whole, char, tint) for _, tokens, char, tint in parts]
+        drawn = (*stacked(shares, size), (" ", ""))
+    yield _Ranked(9, (_label("decoded"), *drawn, *pieces))
+
+
+def _label(name: str) -> StyledText:
+    return name.ljust(_LABEL), "label"
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as a clock shows them: always as wide, so that the picture stands still.
+
+    >>> [_clock(s) for s in (8, 100, 7300)]
+    ['0:08', '1:40', '2:01:40']
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _short(count: int) -> str:
+    """A count in few letters.
+
+    >>> [_short(count) for count in (950, 12_345, 6_789_000, 12_000_000_000)]
+    ['950', '12.3k', '6.8M', '12.0G']
+    """
+    if count < 1000:
+        return f"{count}"
+    for unit, size in (("k", 1e3), ("M", 1e6)):
+        if count < 1000 * size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count / 1e9:.1f}G"
+
+
+def _memory_text(memory: Memory) -> str:
+    used = f"{memory.used / 2**30:.1f}"
+    if memory.total is None:
+        return f"{used} GiB"
+    return f"{used} of {memory.total / 2**30:.0f} GiB"
+
 
 _SECONDS_PER_FRAME = 0.5
 _SECONDS_PER_MEMORY = 2.0

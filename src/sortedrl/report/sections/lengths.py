@@ -1,7 +1,7 @@
 """Lengths of answers: what was trained on against what the policy writes.
 
 What the policy writes is not simply the finished answers, because long ones are interrupted more
-often. It is estimated from finished and interrupted answers together (see `simulate.survival`).
+often. It is estimated from finished and interrupted answers together (see `simulate.lengths`).
 In the histograms what was trained on is a filled area, what the policy writes an outline over it,
 so that the two are told apart without colour. All panels share their bins and their scales.
 """
@@ -17,12 +17,20 @@ from dataclasses import dataclass, replace
 from sortedrl.core.events import Finish, Start
 from sortedrl.core.metrics import LengthBias
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Frame, round_steps, round_width, short
-from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.charts.svg import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Canvas,
+    Frame,
+    round_steps,
+    round_width,
+    series,
+    short,
+)
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
-from sortedrl.report.record import Run
-from sortedrl.report.series import chart_figure, length_chart, seed_groups
-from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
+from sortedrl.report.record import Run, chart_figure, length_chart, seed_groups
+from sortedrl.simulate.lengths import Stretch, Survival, stretches, written_lengths
 
 _FAIR = 0.03
 """A length bias within this of 1 counts as none."""

@@ -15,17 +15,18 @@ from itertools import pairwise
 from sortedrl.core.events import Harvest, Load, Start, SyncWeights, Update
 from sortedrl.core.metrics import Figures
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import (
+from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
     WIDTH,
+    Canvas,
     Frame,
     neighbours,
     round_steps,
+    series,
     short,
     stride,
 )
-from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.html import escape, figure, paragraph, remarks, section
 from sortedrl.report.lanes import Bar

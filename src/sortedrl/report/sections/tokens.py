@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from sortedrl.core.events import Update
 from sortedrl.core.metrics import Ledger
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import (
+from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
+    SHADES,
     WIDTH,
+    Canvas,
     Frame,
     neighbours,
     round_steps,
     round_width,
+    series,
     short,
     stride,
 )
-from sortedrl.report.charts.svg import SHADES, Canvas, series
 from sortedrl.report.html import figure, remarks, section
 from sortedrl.report.record import Run
 
