@@ -9,6 +9,7 @@ processes, the disk or a timer, and the third uses the core meanwhile.
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,13 +31,14 @@ settings.load_profile("modest")
 _NEEDS = {
     "triton": [
         f"src/sortedrl/engines/native/{name}.py"
-        for name in ("attention_kernels", "sampling_kernels", "cuda")
+        for name in ("attention_kernels", "sampler_kernels", "cuda_runner")
     ],
-    "ray": [f"src/sortedrl/cluster/{name}.py" for name in ("check", "fleet", "remote_engine")],
+    "ray": ["src/sortedrl/cluster", "src/sortedrl/runs/build_cluster.py"],
     "trl": ["experiments/peer_trl.py"],
     "verl": ["src/sortedrl/integrations/verl", "tests/verl_run"],
     "slime": ["src/sortedrl/integrations/slime", "tests/slime_run"],
 }
+assert all((Path(__file__).parent / path).exists() for paths in _NEEDS.values() for path in paths)
 
 collect_ignore = [path for name, paths in _NEEDS.items() if not find_spec(name) for path in paths]
 

@@ -17,7 +17,7 @@ from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.core.events import read_events
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import numbers
 from sortedrl.errors import DataError
 from sortedrl.report.advice.simulation import observed_answers
 from sortedrl.simulate.compare import simulate

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sortedrl.data.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
+from sortedrl.data.knights.wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
 from sortedrl.rewards.tags import TAGS
-from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
-from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
 
 _REPORTS = (
     re.compile(r'"(?P<statement>[^"]+?)[,.]?"(?P<frame>[^".]+)\.'),

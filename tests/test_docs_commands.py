@@ -227,7 +227,7 @@ def test_no_page_names_a_place_of_somebodys_machine():
 
 def test_every_key_that_a_row_of_metrics_can_have_is_described():
     from sortedrl.core.logs import METRIC_KEYS, is_described
-    from sortedrl.core.metrics import Figures, numbers
+    from sortedrl.core.meter import Figures, numbers
 
     keys = [key for section in METRIC_KEYS.values() for key in section]
     assert len(keys) == len(set(keys))

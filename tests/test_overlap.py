@@ -25,8 +25,7 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.events import Landed, Update, from_json, to_json
 from sortedrl.core.logs import read_metrics
 from sortedrl.core.loop import Loop
-from sortedrl.core.meter import Meter, measure
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures, Meter, measure
 from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose

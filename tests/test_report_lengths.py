@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, run_of, size, whole_runs, words
 from sortedrl.core.events import Score, Scored
-from sortedrl.core.metrics import ks_distance
+from sortedrl.core.meter import ks_distance
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
     Lengths,

@@ -15,8 +15,7 @@ from rich.console import Console, ConsoleDimensions
 from report_worlds import MARKUP, NASTY
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures, Meter
 from sortedrl.report.lanes import lanes
 from sortedrl.report.live import state as state_module
 from sortedrl.report.live.state import (

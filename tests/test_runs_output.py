@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.runs.folder import RunFolder, commit, run_facts
 from sortedrl.runs.output import evaluation_line, update_line
 

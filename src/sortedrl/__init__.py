@@ -1,6 +1,6 @@
 """SortedRL: reinforcement learning of language models, made fast by scheduling rollouts by length.
 
-    1 tasks, data       data set -> Prompt
+    1 data              data set -> Prompt
     2 core.buffer       Prompt -> waiting, running, ready
     3 core.controller   buffer -> decisions: start which? stop now? train on which?
     4 engines           decisions -> tokens

@@ -19,7 +19,7 @@ from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
 from sortedrl.core.events import Start, read_events
 from sortedrl.core.files import refuse_foreign
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.terminal import (

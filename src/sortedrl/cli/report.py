@@ -11,8 +11,7 @@ from pathlib import Path
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import measure, numbers
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord, read_runs
 from sortedrl.report.terminal import progress, refuse_unwritable, write_text

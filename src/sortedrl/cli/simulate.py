@@ -10,7 +10,7 @@ from pathlib import Path
 from sortedrl.cli.arguments import parse_over_settings
 from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import numbers
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.lanes import lanes, ticks

@@ -12,13 +12,13 @@ from types import MappingProxyType
 
 from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.spec import options_from
+from sortedrl.data.knights.puzzle import Assignment, parse_puzzle, solutions
+from sortedrl.data.knights.wording import PEOPLE, compact_answer
 from sortedrl.environments.adapters import prompt_messages
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.rewards.code import SandboxLimits, run_python
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.tasks.knights.puzzle import Assignment, parse_puzzle, solutions
-from sortedrl.tasks.knights.wording import PEOPLE, compact_answer
 
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {

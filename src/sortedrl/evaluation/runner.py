@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from sortedrl.core.protocols import Engine
 from sortedrl.core.randomness import mix
+from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import TokenizedRow
 from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.evaluation.statistics import Answer, AnswerKey
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.rewards.pool.score import CallResult, Failure, Score
-from sortedrl.tasks.catalogue import Task
 from sortedrl.types import Key, Prompt, Trajectory
 
 TURNS, OUTSIDE_SECONDS = "turns", "outside_seconds"

@@ -24,8 +24,7 @@ from typing import Any, Literal, NamedTuple
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Begin, End, Event, Score, Update, read_events
 from sortedrl.core.logs import LoggedAnswer, Value, read_answers, read_metrics
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import Metrics
+from sortedrl.core.meter import Metrics, measure
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.charts.curves import Series, curves
 from sortedrl.report.charts.svg import WIDTH

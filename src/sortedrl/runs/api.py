@@ -25,6 +25,7 @@ from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
 from sortedrl.config.toml import read_toml, settings_over, settings_with
 from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings, TrainSettings
 from sortedrl.core.logs import Value, read_metrics
+from sortedrl.data.catalogue import reward_from
 from sortedrl.data.rows import records_from, write_records
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError, ModelError
@@ -40,7 +41,6 @@ from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
 from sortedrl.runs.tasks import opened
-from sortedrl.tasks.catalogue import reward_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,6 +19,7 @@ from sortedrl.config.train import EvaluationSettings, TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
 from sortedrl.core.logs import AnswerFile, MetricsFile, Value, read_metrics
 from sortedrl.core.meter import Meter
+from sortedrl.data.catalogue import Task
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
 from sortedrl.environments.pool import EnvironmentPool, opened_rows
@@ -34,7 +35,6 @@ from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings, run
 from sortedrl.runs.output import TrackedRun, open_trackers
 from sortedrl.runs.tasks import environment_pool, threads, tokenizer_of
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
-from sortedrl.tasks.catalogue import Task
 from sortedrl.training.checkpoint import Checkpoints
 
 if TYPE_CHECKING:

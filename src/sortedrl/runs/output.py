@@ -23,7 +23,7 @@ from sortedrl.config.train import Tracking
 from sortedrl.core.events import End, Event
 from sortedrl.core.files import write_whole
 from sortedrl.core.logs import Value
-from sortedrl.core.metrics import Figures, numbers
+from sortedrl.core.meter import Figures, numbers
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.live.state import Source
 from sortedrl.report.live.view import View, activity

@@ -36,6 +36,7 @@ from sortedrl.config.train import (
     TrainSettings,
 )
 from sortedrl.core.logs import Value
+from sortedrl.data.catalogue import Task
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
 from sortedrl.report.live.view import opened_view
@@ -43,7 +44,6 @@ from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.runs.output import is_notebook, notebook_view
 from sortedrl.runs.tasks import opened, training_tasks
-from sortedrl.tasks.catalogue import Task
 
 if TYPE_CHECKING:
     from sortedrl.runs.sft import SupervisedEnding

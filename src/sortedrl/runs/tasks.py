@@ -22,14 +22,14 @@ from sortedrl.config.train import (
     PeriodicEvaluation,
     TrainSettings,
 )
+from sortedrl.data.catalogue import Task, open_task, reward_from, shared_rows
+from sortedrl.data.knights.puzzle import Split
 from sortedrl.data.rows import SUFFIXES
 from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.tasks.catalogue import Task, open_task, reward_from, shared_rows
-from sortedrl.tasks.knights.puzzle import Split
 
 if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine

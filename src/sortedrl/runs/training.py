@@ -20,8 +20,7 @@ from sortedrl.config.train import (
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
 from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures, numbers
+from sortedrl.core.meter import Figures, Meter, numbers
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine, SamplingOverride
 from sortedrl.engines.sampling import Sampling

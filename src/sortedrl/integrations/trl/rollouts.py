@@ -25,8 +25,7 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Finish, Interrupt, Start, Update, read_events
 from sortedrl.core.files import refuse_foreign, write_whole
 from sortedrl.core.logs import MetricsFile, Value
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import Meter, numbers
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.engines.generation import RolloutEngine

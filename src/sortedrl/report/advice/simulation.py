@@ -41,8 +41,7 @@ from sortedrl.core.events import (
     SyncWeights,
     Update,
 )
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures, Meter
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings

@@ -26,7 +26,7 @@ from sortedrl.core.events import (
     Update,
 )
 from sortedrl.core.logs import Value
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.report.charts.svg import neighbours
 from sortedrl.report.lanes import SlotQueue
 from sortedrl.types import Key

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from sortedrl.core.events import Event, Harvest, Score, Update
 from sortedrl.core.logs import Value
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.live.state import LiveState, Memory, Snapshot, Source, squeezed, used_memory
 from sortedrl.report.terminal import Advance, one_line, progress, tell, thousands

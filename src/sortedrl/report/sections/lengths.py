@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sortedrl.core.events import Finish, Start
-from sortedrl.core.metrics import LengthBias
+from sortedrl.core.meter import LengthBias
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sortedrl.core.events import Harvest, Load, Start, SyncWeights, Update
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sortedrl.core.events import Update
-from sortedrl.core.metrics import Ledger
+from sortedrl.core.meter import Ledger
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,

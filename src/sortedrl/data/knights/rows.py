@@ -24,9 +24,7 @@ from typing import Literal, TypeVar, get_args
 
 from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix, uniform
-from sortedrl.data.rows import Record, Row, read_records
-from sortedrl.errors import ConfigError, DataError, unknown_name
-from sortedrl.tasks.knights.puzzle import (
+from sortedrl.data.knights.puzzle import (
     Assignment,
     Claim,
     Compound,
@@ -46,7 +44,7 @@ from sortedrl.tasks.knights.puzzle import (
     split_of_key,
     truth_set,
 )
-from sortedrl.tasks.knights.wording import (
+from sortedrl.data.knights.wording import (
     PEOPLE,
     Roles,
     answer_text,
@@ -57,6 +55,8 @@ from sortedrl.tasks.knights.wording import (
     quiz,
     trace,
 )
+from sortedrl.data.rows import Record, Row, read_records
+from sortedrl.errors import ConfigError, DataError, unknown_name
 
 Form = Literal["claim", "not", "and", "or", "->", "<=>"]
 """How a statement starts: a plain claim about one person, or a connective."""
