@@ -29,7 +29,7 @@ from pathlib import Path
 
 import tyro
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.data.maths import MATHS_SETS, Example, MathsSettings, maths_examples
 from sortedrl.rewards.functions import RewardSource, source_of
 from sortedrl.rewards.maths import math_reward

@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
 from sortedrl.report.charts.curves import Series
-from sortedrl.report.charts.svg import Canvas, Frame, series
+from sortedrl.report.charts.svg import Canvas, Frame, series_class
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation
@@ -373,13 +373,13 @@ def picture(
     frame.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
     for place, line in reversed(list(enumerate(lines))):
         left, base = frame.left + 260 * (place % 3), 54 + 20 * (place // 3)
-        canvas.rect(left, base - 9, width=14, height=10, css=series(place))
+        canvas.rect(left, base - 9, width=14, height=10, css=series_class(place))
         canvas.text(left + 20, base, content=line.name, css="muted")
         dots = [(frame.x(share(a, sizes)), frame.y(share(b, heights))) for a, b in line.points]
-        canvas.path(dots, css=f"{series(place)} curve")
+        canvas.path(dots, css=f"{series_class(place)} curve")
         for (x, y), (size, value) in zip(dots, line.points, strict=True):
             label = f"{line.name}: {value:,.0f} at {size:,.0f}"
-            canvas.circle(x, y, radius=3.5, css=series(place), title=label)
+            canvas.circle(x, y, radius=3.5, css=series_class(place), title=label)
         (x, y), (_, value) = dots[-1], line.points[-1]
         canvas.text(x + 9, y + 4, content=f"{value:,.0f}", css="head")
     return canvas.svg()

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 import environment_objects as objects
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.environments.adapters import (
     ToolCall,
     adapted,

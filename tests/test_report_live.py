@@ -17,19 +17,7 @@ from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
 from sortedrl.core.meter import Figures, Meter
 from sortedrl.report.lanes import lanes
-from sortedrl.report.live import state as state_module
-from sortedrl.report.live.state import (
-    History,
-    LiveState,
-    Memory,
-    OpenGroup,
-    Slots,
-    Snapshot,
-    Source,
-    Trend,
-    used_memory,
-)
-from sortedrl.report.live.view import (
+from sortedrl.report.live import (
     ASCII,
     BLOCKS,
     Frame,
@@ -45,6 +33,18 @@ from sortedrl.report.live.view import (
     sparkline,
     stacked,
     strip,
+)
+from sortedrl.report.live import state as state_module
+from sortedrl.report.live_state import (
+    History,
+    LiveState,
+    Memory,
+    OpenGroup,
+    Slots,
+    Snapshot,
+    Source,
+    Trend,
+    used_memory,
 )
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS, Simulation

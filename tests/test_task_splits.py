@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from sortedrl.config.train import PeriodicEvaluation, TrainSettings
+from sortedrl.config.data import PeriodicEvaluation
+from sortedrl.config.train import TrainSettings
 from sortedrl.data.catalogue import open_task, shared_rows
 from sortedrl.data.maths import MATHS_SETS
 from sortedrl.data.rows import Row

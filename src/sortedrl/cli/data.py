@@ -17,7 +17,7 @@ import tyro
 
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
-from sortedrl.config.train import DataSettings
+from sortedrl.config.data import DataSettings
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.catalogue import TASKS, Task, described, reward_from
 from sortedrl.data.rows import Row

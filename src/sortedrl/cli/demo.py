@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from sortedrl.cli.arguments import parse
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.config.checks import require, require_native
+from sortedrl.config.data import PeriodicEvaluation
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.config.train import Saving, SupervisedSettings, TrainSettings
 from sortedrl.core.events import Start, read_events
 from sortedrl.core.files import refuse_foreign
 from sortedrl.core.meter import Figures

@@ -18,9 +18,13 @@ from sortedrl.config.checks import (
     require,
     require_native,
 )
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
 from sortedrl.config.spec import options_from
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.catalogue import Task, reward_from
 from sortedrl.environments.builtin import environment_source

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sortedrl.config.checks import is_utf8, require
+from sortedrl.config.data import DataSettings
 from sortedrl.config.spec import parsed, settings_from
-from sortedrl.config.train import DataSettings
 from sortedrl.data.gym import GymSettings, gym_rows
 from sortedrl.data.knights.puzzle import Split, canonical_key, parse_puzzle
 from sortedrl.data.knights.rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows

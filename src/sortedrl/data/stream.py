@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sortedrl.config.checks import require
-from sortedrl.config.train import ChatUse
+from sortedrl.config.data import ChatUse
 from sortedrl.core.randomness import mix
 from sortedrl.data.rows import Message, Row
 from sortedrl.errors import ConfigError, DataError

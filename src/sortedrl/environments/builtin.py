@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.spec import options_from
 from sortedrl.data.knights.puzzle import Assignment, parse_puzzle, solutions
 from sortedrl.data.knights.wording import PEOPLE, compact_answer

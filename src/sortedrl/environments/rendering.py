@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from sortedrl.config.train import ChatUse
+from sortedrl.config.data import ChatUse
 from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.protocol import Message
 from sortedrl.errors import ConfigError

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Begin, End, Event, Score, Update, read_events
-from sortedrl.core.logs import LoggedAnswer, Value, read_answers, read_metrics
+from sortedrl.core.files import LoggedAnswer, Value, read_answers, read_metrics
 from sortedrl.core.meter import Metrics, measure
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.charts.curves import Series, curves

@@ -20,11 +20,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sortedrl.config.checks import require, require_native
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
 from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
 from sortedrl.config.toml import read_toml, settings_over, settings_with
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings, TrainSettings
-from sortedrl.core.logs import Value, read_metrics
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import Value, read_metrics
 from sortedrl.data.catalogue import reward_from
 from sortedrl.data.rows import records_from, write_records
 from sortedrl.environments.builtin import environment_source

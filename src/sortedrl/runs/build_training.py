@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import Lora, PrecisionChoice, TrainSettings
+from sortedrl.config.train import Lora, PrecisionChoice, SupervisedSettings, TrainSettings
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer
 from sortedrl.core.clock import WallClock

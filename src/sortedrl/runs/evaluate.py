@@ -8,8 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sortedrl.config.environment import EnvironmentSettings
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
 from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import tokenized
 from sortedrl.environments.pool import opened_rows

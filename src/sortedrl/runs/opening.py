@@ -14,10 +14,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sortedrl.config.data import EvaluationSettings
 from sortedrl.config.toml import settings_to_toml
-from sortedrl.config.train import EvaluationSettings, TrainSettings
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
-from sortedrl.core.logs import AnswerFile, MetricsFile, Value, read_metrics
+from sortedrl.core.files import AnswerFile, MetricsFile, Value, read_metrics
 from sortedrl.core.meter import Meter
 from sortedrl.data.catalogue import Task
 from sortedrl.data.rows import Row
@@ -26,8 +27,8 @@ from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
-from sortedrl.report.live.state import Source
-from sortedrl.report.live.view import View
+from sortedrl.report.live import View
+from sortedrl.report.live_state import Source
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts

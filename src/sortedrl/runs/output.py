@@ -21,12 +21,11 @@ from uuid import uuid4
 
 from sortedrl.config.train import Tracking
 from sortedrl.core.events import End, Event
-from sortedrl.core.files import write_whole
-from sortedrl.core.logs import Value
+from sortedrl.core.files import Value, write_whole
 from sortedrl.core.meter import Figures, numbers
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.live.state import Source
-from sortedrl.report.live.view import View, activity
+from sortedrl.report.live import View, activity
+from sortedrl.report.live_state import Source
 from sortedrl.report.terminal import thousands
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_to_toml
-from sortedrl.core.logs import MetricsFile
+from sortedrl.config.train import SupervisedSettings
+from sortedrl.core.files import MetricsFile
 from sortedrl.data.catalogue import Task
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized

@@ -22,24 +22,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require_native
-from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.data import DataSettings, PeriodicEvaluation
 from sortedrl.config.sizes import Chosen, size_line, sized
-from sortedrl.config.train import (
-    DataSettings,
-    PeriodicEvaluation,
-    Saving,
-    Tracking,
-    TrainSettings,
-)
-from sortedrl.core.logs import Value
+from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSettings
+from sortedrl.core.files import Value
 from sortedrl.data.catalogue import Task
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
-from sortedrl.report.live.view import opened_view
+from sortedrl.report.live import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.runs.output import is_notebook, notebook_view
@@ -201,12 +195,7 @@ class Stopping:
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the signals to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it

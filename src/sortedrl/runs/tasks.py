@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
-from sortedrl.config.environment import EnvironmentSettings
-from sortedrl.config.sizes import cpu_limit, threads_for
-from sortedrl.config.spec import options_from, parsed
-from sortedrl.config.train import (
+from sortedrl.config.data import (
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
     PeriodicEvaluation,
-    TrainSettings,
 )
+from sortedrl.config.sizes import cpu_limit, threads_for
+from sortedrl.config.spec import options_from, parsed
+from sortedrl.config.train import TrainSettings
 from sortedrl.data.catalogue import Task, open_task, reward_from, shared_rows
 from sortedrl.data.knights.puzzle import Split
 from sortedrl.data.rows import SUFFIXES

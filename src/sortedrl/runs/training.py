@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sortedrl.config.train import (
-    TrainSettings,
-)
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
-from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
+from sortedrl.core.files import AnswerFile, LoggedAnswer, MetricsFile, Value
 from sortedrl.core.meter import Figures, Meter, numbers
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine, SamplingOverride
@@ -28,7 +26,7 @@ from sortedrl.engines.streaming.weight_files import MOST_NATS
 from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.errors import EngineError
 from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, Question, Runner
-from sortedrl.report.live.view import View
+from sortedrl.report.live import View
 from sortedrl.runs.build_training import TrainingParts
 from sortedrl.runs.folder import RunFolder, as_saved
 from sortedrl.runs.output import Trackers, evaluation_line, update_line

@@ -23,8 +23,7 @@ from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Finish, Interrupt, Start, Update, read_events
-from sortedrl.core.files import refuse_foreign, write_whole
-from sortedrl.core.logs import MetricsFile, Value
+from sortedrl.core.files import MetricsFile, Value, refuse_foreign, write_whole
 from sortedrl.core.meter import Meter, numbers
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler

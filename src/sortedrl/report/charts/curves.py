@@ -24,11 +24,10 @@ from sortedrl.report.charts.svg import (
     neighbours,
     round_marks,
     round_steps,
-    series,
+    series_class,
     short,
     text_width,
 )
-from sortedrl.report.charts.svg import series as series_class
 
 MAX_POINTS = 240
 """Dots of one line; where there are more, a dot is the mean of several neighbours."""
@@ -262,7 +261,9 @@ def rate_bars(groups: Sequence[Group], *, label: str) -> str:
             canvas.text(_NAMES - 8, middle, content=_clipped_name(group.name), anchor="end")
         for place, rate in enumerate(group.rates):
             if rate is not None:
-                _draw_rate(canvas, rate, y=top + place * pitch, height=pitch, css=series(place))
+                _draw_rate(
+                    canvas, rate, y=top + place * pitch, height=pitch, css=series_class(place)
+                )
     return canvas.inline()
 
 
@@ -314,11 +315,11 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
         dots = [(frame.x(math.log(k)), frame.y(rate.value)) for k, rate in rates]
         upper = [(frame.x(math.log(k)), frame.y(rate.high)) for k, rate in rates]
         lower = [(frame.x(math.log(k)), frame.y(rate.low)) for k, rate in reversed(rates)]
-        canvas.path(upper + lower, css=f"{series(place)} band", is_closed=True)
-        canvas.path(dots, css=f"{series(place)} curve")
+        canvas.path(upper + lower, css=f"{series_class(place)} band", is_closed=True)
+        canvas.path(dots, css=f"{series_class(place)} curve")
         for (k, rate), (x, y) in zip(rates, dots, strict=True):
             tooltip = f"pass@{k}: {percent(rate.value)}, {_interval(rate)}"
-            canvas.circle(x, y, radius=3.5, css=series(place), title=tooltip)
+            canvas.circle(x, y, radius=3.5, css=series_class(place), title=tooltip)
         ends.append((math.log(rates[-1][0]), rates[-1][1].value))
     label_ends(canvas, ends, frame=frame, label=lambda share: f"{100 * share:.1f}")
     return canvas.inline()

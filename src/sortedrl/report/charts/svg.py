@@ -243,7 +243,7 @@ def _title(text: str) -> str:
     return f"<title>{_clean(text)}</title>" if text else ""
 
 
-def series(index: int) -> str:
+def series_class(index: int) -> str:
     """The class of a series; colours come again after the last."""
     return f"series{index % SERIES}"
 

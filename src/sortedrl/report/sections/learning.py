@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.files import LoggedAnswer
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import SERIES, short
 from sortedrl.report.html import (

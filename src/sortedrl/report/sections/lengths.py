@@ -25,7 +25,7 @@ from sortedrl.report.charts.svg import (
     Frame,
     round_steps,
     round_width,
-    series,
+    series_class,
     short,
 )
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
@@ -329,7 +329,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
         left = (wide + _ASIDE) * (place % across)
         top = pitch * (place // across) + HEADING
         whole = Frame(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
-        whole.draw_name(canvas, shape.name, note=shape.note, css=series(place))
+        whole.draw_name(canvas, shape.name, note=shape.note, css=series_class(place))
         top += _HEADROOM
         frame = replace(whole, left=left + _LEFT, top=top, floor=top + _TALL, y_end=most)
         heights = round_steps(100 * most, count=3)
@@ -337,7 +337,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
         places = [(bins.x(mark), short(mark)) for mark in bins.marks()]
         label = "tokens, on a logarithmic scale" if bins.is_log else "tokens"
         frame.draw_places(canvas, places, label=label)
-        _draw_shape(canvas, shape, bins=bins, frame=frame, css=series(place))
+        _draw_shape(canvas, shape, bins=bins, frame=frame, css=series_class(place))
     return canvas.inline()
 
 

@@ -23,7 +23,7 @@ from sortedrl.report.charts.svg import (
     Frame,
     neighbours,
     round_steps,
-    series,
+    series_class,
     short,
     stride,
 )
@@ -401,7 +401,7 @@ def strips(
     ]
     marks = [(mark, f"{short(100 * mark)} %") for mark in (0.0, high / 2, high)]
     for place, (row, frame) in enumerate(zip(rows, frames, strict=True)):
-        frame.draw_name(canvas, row.name, note=row.note, css=series(place))
+        frame.draw_name(canvas, row.name, note=row.note, css=series_class(place))
         frame.draw_heights(canvas, marks)
         is_wide = (frame.right - frame.left) / (len(row.steps) or 1) >= _WIDE
         for step in row.steps:
@@ -413,7 +413,7 @@ def strips(
                     frame.floor - tall,
                     width=max(0.0, right - left - _GAP) if is_wide else right - left,
                     height=tall,
-                    css=series(place),
+                    css=series_class(place),
                     title=step.tooltip,
                 )
         if row.steps:

@@ -25,7 +25,7 @@ from sortedrl.report.charts.svg import (
     neighbours,
     round_steps,
     round_width,
-    series,
+    series_class,
     short,
     stride,
 )
@@ -164,7 +164,7 @@ def heat_maps(maps: Sequence[HeatMap], *, title: str) -> str:
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
         frame = Frame(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
-        frame.draw_name(canvas, run.name, note=run.note, css=series(run.place))
+        frame.draw_name(canvas, run.name, note=run.note, css=series_class(run.place))
         _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
     places = [mark for mark in round_steps(updates, count=8) if mark == int(mark) and mark >= 1]
@@ -294,7 +294,7 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str) -> str:
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
         frame = Frame(left=8, right=WIDTH - 8, top=top, floor=top + height)
-        frame.draw_name(canvas, name, note=_law(ledger), css=series(place))
+        frame.draw_name(canvas, name, note=_law(ledger), css=series_class(place))
         _draw_flow(canvas, ledger, top=top, scale=scale)
         top += height + _BETWEEN
     return canvas.inline()

@@ -25,7 +25,7 @@ from sortedrl.core.events import (
     SyncWeights,
     Update,
 )
-from sortedrl.core.logs import Value
+from sortedrl.core.files import Value
 from sortedrl.core.meter import Figures
 from sortedrl.report.charts.svg import neighbours
 from sortedrl.report.lanes import SlotQueue

@@ -1,5 +1,7 @@
 """The live view of a run: a panel on a terminal, and plain lines elsewhere.
 
+    events -> state -> snapshot -> panel -> frame -> terminal
+
 The run reports what happens; a thread of its own draws it, at most twice a second and only when the
 picture changed. The run never waits for the terminal: it waits at most for the copy of a few lists.
 
@@ -27,10 +29,10 @@ from rich.style import Style
 from rich.text import Text
 
 from sortedrl.core.events import Event, Harvest, Score, Update
-from sortedrl.core.logs import Value
+from sortedrl.core.files import Value
 from sortedrl.core.meter import Figures
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.live.state import LiveState, Memory, Snapshot, Source, squeezed, used_memory
+from sortedrl.report.live_state import LiveState, Memory, Snapshot, Source, squeezed, used_memory
 from sortedrl.report.terminal import Advance, one_line, progress, tell, thousands
 
 StyledText = tuple[str, str]
