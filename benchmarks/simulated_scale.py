@@ -1,4 +1,4 @@
-"""Simulated pools of 8 to 1,024 engines: bubble, goodput, hand-over and the controller's load.
+"""Simulated pools of 8 to 1,024 engines: bubble, goodput, weight sync and the controller's load.
 
     python benchmarks/simulated_scale.py --json scale.json                 all runs, twelve minutes
     python benchmarks/simulated_scale.py --engines 2 4 --seeds 1 --answers 0    a quick look
@@ -219,7 +219,7 @@ def show_grown(results: Results) -> None:
         share = results.share("hand_over_share", **of)
         rows.append([f"{number:,}", speeds, speed, *numbers, share])
     heads = ["engines", "speeds", "mean speed", "bubble", "goodput per GPU", "goodput lost"]
-    show([*heads, "hand-over"], rows)
+    show([*heads, "weight sync"], rows)
 
 
 def show_fixed(results: Results) -> None:
@@ -230,7 +230,7 @@ def show_fixed(results: Results) -> None:
         pool = f"{results.mean('goodput', **of):,.0f}"
         shares = [results.share(key, **of) for key in ("bubble", "hand_over_share")]
         rows.append([f"{number:,}", shares[0], results.goodput(**of), pool, shares[1]])
-    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "hand-over"], rows)
+    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "weight sync"], rows)
 
 
 def show_strategies(results: Results) -> None:

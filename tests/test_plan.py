@@ -537,7 +537,7 @@ def test_the_page_of_a_run_that_fits_has_memory_course_and_hours():
 def test_the_page_of_a_run_that_does_not_fit_says_what_would():
     plan = page_of(replace(SMALL, shape=LLAMA), device_bytes=80 * GIB)
     text = "\n".join(lines(plan))
-    assert "It does not fit. What would:" in text
+    assert "It does not fit. Changes that would make it fit:" in text
     assert "lora.rank = 16" in text
     assert "predicted" not in text
     found = json.loads(json.dumps(to_json(plan)))

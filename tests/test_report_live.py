@@ -16,6 +16,7 @@ from report_worlds import MARKUP, NASTY
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
 from sortedrl.core.meter import Figures, Meter
+from sortedrl.report import live_state as state_module
 from sortedrl.report.lanes import lanes
 from sortedrl.report.live import (
     ASCII,
@@ -34,7 +35,6 @@ from sortedrl.report.live import (
     stacked,
     strip,
 )
-from sortedrl.report.live import state as state_module
 from sortedrl.report.live_state import (
     History,
     LiveState,

@@ -27,8 +27,8 @@ HELP = """Turn a run into settings for the simulator: lengths, slots, schedule a
   sortedrl fit output/completions/ > mine.toml       TRL: log_completions=True
   sortedrl fit results.jsonl > mine.toml             verifiers and prime-rl, or sortedrl.measure
 
-Events of ours give the constants of the machine too; a run of strategy sync, or of mode partial,
-gives the most exact ones. Interrupted answers count up to where they were seen.
+Our own events also give the constants of the machine, most exactly for strategy sync or mode
+partial. Interrupted answers count up to where they were seen.
 Logs of other trainers give lengths, slots and siblings; the costs stay those of the preset paper.
 """
 

@@ -42,8 +42,8 @@ HELP = """Draw runs as SVG or PNG, for docs and papers.
   sortedrl plot pareto runs/* --out pareto.png --scheme dark --width 2400
 
 slots: what every slot did; bubble: idle share of the slots; learning: score on held-out prompts;
-rewards, lengths: means of every update; pareto: what runs cost and give, the best ones joined.
-Runs that differ only in the seed are drawn as one line with a band, from the least to the most.
+rewards, lengths: means of every update; pareto: cost and gain of runs, with the Pareto front.
+Runs that differ only in the seed are drawn as one line with a band, from minimum to maximum.
 An SVG follows the reader's theme unless --scheme fixes it. PNG: pip install 'sortedrl[plot]'.
 """
 

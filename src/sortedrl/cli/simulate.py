@@ -151,7 +151,7 @@ def _print_summary(result: SimulationResult) -> None:
         f"{result.name}: {figures.trajectories:,} answers in {figures.updates} updates, "
         f"{figures.seconds:,.0f} simulated seconds\n"
         f"bubble     {percent(figures.bubble)}{in_steady}; "
-        f"idle {percent(figures.idle_share)} with updates and hand-overs\n"
+        f"idle {percent(figures.idle_share)} with updates and weight syncs\n"
         f"goodput    {figures.goodput:,.0f} trained tokens/s of rollout, "
         f"throughput {figures.throughput:,.0f} decoded tokens/s\n"
         f"ledger     {ledger.decoded:,} decoded = {ledger.trained:,} trained + "

@@ -1,6 +1,6 @@
 """From a model and tasks to scored answers: all slots kept full, scoring beside the writing.
 
-Every answer that is scored is recorded at once, so a run that is cut off can be taken up again:
+Every answer that is scored is recorded at once, so an interrupted run can be resumed:
 the noise of an answer depends on the seed, its task, its row and its number, and on nothing else.
 
 With environments an answer is a conversation, and slots belong to turns as in training: a

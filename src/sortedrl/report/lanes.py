@@ -133,15 +133,15 @@ class SlotQueue(Generic[Item]):
         return len(self._waiting)
 
     def add(self, key: Key, item: Item) -> None:
-        """Somebody waits from now on."""
+        """Add an answer to the end of the queue."""
         self._waiting[key] = item
 
     def add_first(self, key: Key, item: Item) -> None:
-        """Somebody waits before all others."""
+        """Add an answer to the front of the queue."""
         self._waiting = {key: item, **self._waiting}
 
     def leave(self, key: Key) -> Item | None:
-        """What was waited with by somebody who no longer waits; `None` if nobody did."""
+        """Remove an answer from the queue; gives its item, `None` if it was not queued."""
         return self._waiting.pop(key, None)
 
     def free(self, slot: int) -> None:
@@ -149,7 +149,7 @@ class SlotQueue(Generic[Item]):
         heapq.heappush(self._free, slot)
 
     def assigned(self) -> Iterator[tuple[int, Key, Item]]:
-        """Give the free slots away, as long as there are any and somebody waits."""
+        """Assign free slots to queued answers, as long as there are both."""
         while self._waiting and self._free:
             key = next(iter(self._waiting))
             yield heapq.heappop(self._free), key, self._waiting.pop(key)
@@ -385,7 +385,7 @@ def _legend(run: Lanes) -> str:
         entries.append("a: one discarded later")
     entries += [".: idle slot", "|: update"]
     if any(band.kind == "hand_over" for band in run.bands):
-        entries.append(":: hand-over")
+        entries.append(":: weight sync")
     return "   ".join(entries)
 
 

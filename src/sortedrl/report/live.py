@@ -438,7 +438,7 @@ class View(Protocol):
         """Take in a row of metrics, of an update or of an evaluation."""
 
     def advance(self, what: str, done: float) -> None:
-        """Show what goes on, and the share of the run that is behind."""
+        """Show the current activity, and the share of the run that is done."""
 
     def tell(self, line: str) -> None:
         """Show a line that stays."""
@@ -461,7 +461,7 @@ class PlainView:
     """Lines, and nothing but lines."""
 
     def __init__(self, advance: Advance) -> None:
-        """`advance` shows what goes on."""
+        """`advance` shows the current activity."""
         self._advance = advance
 
     def watch(self, source: Source) -> None:
@@ -474,7 +474,7 @@ class PlainView:
         """The run tells the line of an update itself."""
 
     def advance(self, what: str, done: float) -> None:
-        """Show what goes on, now and then."""
+        """Show the current activity, now and then."""
         self._advance(what, done)
 
     def tell(self, line: str) -> None:
@@ -549,7 +549,7 @@ class LiveView:
             self._state.updated(row)
 
     def advance(self, what: str, done: float) -> None:
-        """Show what goes on, and the share of the run that is behind."""
+        """Show the current activity, and the share of the run that is done."""
         self._activity, self._done = what, done
 
     def tell(self, line: str) -> None:
@@ -592,7 +592,7 @@ class LiveView:
 
 
 def activity(event: Event) -> str | None:
-    """What goes on from this event on, where it begins something long."""
+    """The activity that this event begins, if it is a long one."""
     if isinstance(event, Harvest):
         return f"waiting for the rewards of {event.ready:,} answers"
     if isinstance(event, Score):

@@ -70,7 +70,7 @@ class Snapshot:
     activity: str = ""
     """What the run is doing, as text."""
     done: float = 0.0
-    """The share of the run that is behind."""
+    """The share of the run that is done."""
     seconds: float = 0.0
     schedule: str = ""
     updates: int = 0

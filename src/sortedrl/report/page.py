@@ -1,8 +1,9 @@
 """The page of training runs, one or several side by side: its opening, its tables, its order.
 
-It is one file that opens from disk, made from what the runs wrote down (see `record`); a run that
-is still going on or was killed shows as far as it came. The numbers are those of `meter` over the
-whole log; seconds are seconds of training, in which evaluations do not count (see `clock`).
+It is one file that opens from disk, made from the folders of the runs (see `record`); a run that is
+still in progress, or was killed, is shown up to its last event. The numbers are those of `meter`
+over the whole log; seconds are seconds of training, in which evaluations do not count (see
+`clock`).
 Predictions come from the simulator fitted to that very run; beside them stands how well the same
 simulator reproduces the run itself.
 """
@@ -63,7 +64,7 @@ _TIMES = (  # in the order of `SecondsSpent`
     "rollouts",
     "waiting for rewards",
     "weight updates",
-    "hand-overs",
+    "weight syncs",
     "saving checkpoints and logs",
     "everything else",
 )
@@ -372,7 +373,7 @@ def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str
         ("time for the same answers", *(f"{short(c.seconds)} s" for c in columns)),
     ]
     cells = [[unbroken(cell) for cell in row] for row in rows]
-    caption = "Total time: rollouts, updates and hand-overs"
+    caption = "Total time: rollouts, updates and weight syncs"
     return table(headings, cells, caption=caption, quiet=[False] * len(rows))
 
 

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it used up its prompts; not so while it goes on, or where it was stopped."""
+        """Whether it used up its prompts; false while it runs, or where it was stopped."""
         return isinstance(self.record.events[-1], End)
 
 

@@ -292,7 +292,7 @@ class Tail:
         return self._events
 
     def _restart(self) -> None:
-        # A new list: whoever was given the old one can go on with it.
+        # A new list: whoever holds the old one can keep using it.
         self._events: list[Event] = []
         self._digest = blake2b()
         self.kept = 0

@@ -126,7 +126,7 @@ def train(
 
 
 class Run:
-    """A training run and its folder: numbers, model, report, and how to go on with it."""
+    """A training run and its folder: numbers, model, report, and how to resume it."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Run:
         max_updates: int | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> Run:
-        """Go on from the newest checkpoint, until `epochs` in all or `max_updates` in all."""
+        """Resume from the newest checkpoint, until `epochs` in all or `max_updates` in all."""
         if not RunFolder(self.folder).holds_run:
             raise ConfigError(f"{self.folder} holds no run to resume; check the path")
         settings = self.settings

@@ -164,7 +164,7 @@ class TrainingParts:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     folder: Path
     state: Mapping[str, Any]

@@ -136,7 +136,7 @@ class RunFolder:
 
     @property
     def mark(self) -> Path:
-        """What tells the folder of a run from any other; locked while the run goes on."""
+        """What tells the folder of a run from any other; locked while the run is in progress."""
         return self.root / "run.json"
 
     @property
@@ -268,7 +268,7 @@ class RunFolder:
         except BlockingIOError as error:
             raise self._refusal_of_second() from error
         except OSError as error:
-            # Some network file systems have no locks, and a run goes on without.
+            # Some network file systems have no locks, and a run continues without.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
 
@@ -299,7 +299,7 @@ def as_saved(settings: DataclassInstance) -> dict[str, Any]:
 
 
 def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) -> list[str]:
-    """Refuse to go on with settings that would make it another run; gives what else differs.
+    """Refuse to resume with settings that would make it another run; gives what else differs.
 
     `saved` are the settings of the checkpoint, as `as_saved` gave them.
     """

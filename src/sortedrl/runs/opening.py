@@ -54,7 +54,7 @@ def opened_run(
     view: View,
     on_row: Callable[[Mapping[str, Value]], None] = lambda row: None,
 ) -> Iterator[TrainingRun]:
-    """A run that can go; everything it holds is let go of afterwards.
+    """A run that is ready to start; its resources are released afterwards.
 
     `on_row` is given the numbers of every update and evaluation from here on.
     """
@@ -144,7 +144,7 @@ class _Watch:
 
     def __call__(self, event: Event) -> None:
         run = self.run
-        assert run is not None, "nothing happens before the run goes"
+        assert run is not None, "no event precedes the start of the run"
         run.logs.meter(event)
         run.logs.events(event)
         run.view(event)
@@ -156,7 +156,7 @@ class _Watch:
 def _saved(
     settings: TrainSettings, folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell
 ) -> Saved | None:
-    """The checkpoint to go on from; `None` where none was saved before the run ended."""
+    """The checkpoint to resume from; `None` where none was saved before the run ended."""
     newest = checkpoints.newest()
     if newest is None:
         if checkpoints.num_named:
@@ -354,7 +354,7 @@ def _logs(
 
 
 def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> AnswerFile:
-    """The answers as text; nothing is computed from them, so a run goes on without older ones."""
+    """The answers as text; nothing is computed from them, so a run continues without older ones."""
     try:
         return AnswerFile(folder.answers, keep_bytes=keep_bytes)
     except DataError as error:

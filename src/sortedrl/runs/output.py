@@ -159,7 +159,7 @@ class TrackedRun:
     settings: Mapping[str, object]
     """The resolved settings, as JSON values."""
     resumed_step: int | None = None
-    """The step of the checkpoint that the run goes on from; `None` for a new run."""
+    """The step of the checkpoint that the run resumes from; `None` for a new run."""
 
 
 class Tracker(Protocol):
@@ -231,7 +231,7 @@ def weights_and_biases(project: str, run: TrackedRun) -> Remote:
 def trackio(project: str, run: TrackedRun) -> Remote:
     """A new run of a trackio project, or the same again; trackio knows runs by their names.
 
-    Steps that come again after a resume are there twice.
+    Steps repeated after a resume appear twice.
     """
     return Remote(
         import_module("trackio").init(
@@ -359,7 +359,7 @@ def notebook_view() -> Iterator[View]:
 
 
 class NotebookView:
-    """The last updates as a table, what goes on above it, and the last lines below."""
+    """The last updates as a table, the current activity above it, and the last lines below."""
 
     def __init__(self, show: Show) -> None:
         """Draw with `show`, at most twice a second."""
@@ -386,7 +386,7 @@ class NotebookView:
         self._draw_soon()
 
     def advance(self, what: str, done: float) -> None:
-        """Show what goes on, and the share of the run that is behind."""
+        """Show the current activity, and the share of the run that is done."""
         self._what, self._done = what, done
         self._draw_soon()
 

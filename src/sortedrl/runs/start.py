@@ -54,7 +54,7 @@ _WATCH = "import sys; sys.stdin.read() or sys.stderr.write(sys.argv[1] + chr(10)
 
 @contextmanager
 def last_words(words: str) -> Iterator[None]:
-    """Have these words said on standard error if this process ends within the block."""
+    """Print a message on standard error if this process ends within the block."""
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCH, words],
         stdin=subprocess.PIPE,
@@ -79,12 +79,12 @@ def train(
     reward: RewardSource | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Ending:
-    """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint.
+    """Train with rewards until the run ends; `is_resumed` resumes from the newest checkpoint.
 
     Sizes that are not among the `chosen` settings follow the data; without `chosen` all settings
     are taken as they stand. A `reward` that is a Python object takes the place of the one that the
-    settings name. On a cluster that lost its trainer, or all of its workers, the run goes on by
-    itself.
+    settings name. On a cluster that lost its trainer, or all of its workers, the run resumes
+    automatically.
     """
     _refuse_early(settings)
     task, held_out = training_tasks(settings, reward=reward)

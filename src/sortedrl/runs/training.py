@@ -42,7 +42,7 @@ class RunSnapshot:
     write: Callable[[Path], None]
     """Fills the folder of the checkpoint."""
     is_apart: bool
-    """Whether that may happen while the training goes on."""
+    """Whether that may happen while training continues."""
 
     @classmethod
     def taken(
@@ -55,7 +55,7 @@ class RunSnapshot:
     ) -> RunSnapshot:
         """Of this moment; `counters` are those of the run itself.
 
-        After the last one nothing goes on, so no copy is made.
+        After the last one nothing is trained, so no copy is made.
         """
         save = None if is_last else parts.trainer.snapshot(tokenizer=tokenizer)
         buffer = parts.loop.buffer.state()
@@ -214,7 +214,7 @@ class TrainingRun:
         return is_open or not self.parts.prompts.is_exhausted
 
     def show(self, done: str) -> None:
-        """Tell the person at the terminal what goes on."""
+        """Show the current activity to the user."""
         self.view.advance(f"update {self.counters.updates + 1}: {done}", self._share_done())
 
     def _after_update(self, batch: TrainBatch) -> None:
@@ -444,7 +444,7 @@ class Evaluator:
         self._environments = environments
 
     def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
-        """The scores of the weights; `advance` is told how far it has come."""
+        """The scores of the weights; `advance` is given the progress."""
         if self._engine.version != weights.version:
             self._engine.load_weights(weights)
         runner = Runner(

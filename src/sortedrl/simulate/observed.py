@@ -111,9 +111,9 @@ def observed_line(observed: Observed, *, name: str) -> str:
     idle = f"{100 * (1 - observed.busy):.0f} %"
     estimated = " (tokens are estimated from the text)" if observed.is_estimated else ""
     return (
-        f"{name}: steps of {observed.answers_per_step:,} answers, {observed.samples_per_prompt} to "
-        f"a prompt; while the longest of a step was waited for, {idle} of its slots' time was "
-        f"idle{estimated}"
+        f"{name}: steps of {observed.answers_per_step:,} answers, {observed.samples_per_prompt} per "
+        f"prompt; {idle} of the slot time was idle, waiting for the longest answer of a "
+        f"step{estimated}"
     )
 
 

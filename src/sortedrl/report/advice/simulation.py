@@ -480,7 +480,7 @@ def _with_likeness(fitted: FittedRun, observed: ObservedAnswers) -> FittedRun:
 def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:
     """The prompts to simulate, as places in the order of the run.
 
-    A run that goes on is given a few groups more, or there would be nothing to look ahead to.
+    A run in progress is given a few groups more, or there would be nothing to look ahead to.
     """
     size, count = schedule.group_prompts, observed.num_prompts
     if not observed.is_ended:
@@ -514,7 +514,7 @@ def _values(
         return
     prompts = list(observed.prompts)
     for place in places:
-        # Beyond what the run has started, its prompts come again.
+        # Beyond what the run has started, its prompts are repeated.
         group, prompt = prompts[place % len(prompts)]
         for sample in range(schedule.samples_per_prompt):
             tokens, is_finished = observed.lengths.get((group, prompt, sample), (0, False))

@@ -244,7 +244,7 @@ def _title(text: str) -> str:
 
 
 def series_class(index: int) -> str:
-    """The class of a series; colours come again after the last."""
+    """The class of a series; colours repeat after the last."""
     return f"series{index % SERIES}"
 
 

@@ -231,7 +231,7 @@ def _draw_legend(
     entries = [("idle", "idle slot")]
     if has_discarded:
         entries.append(("hatched", "discarded later"))
-    entries.append(("update", "update and hand-over" if has_hand_over else "update"))
+    entries.append(("update", "update and weight sync" if has_hand_over else "update"))
     for css, text in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)
         canvas.text(x + 21, y, content=text, css="muted")

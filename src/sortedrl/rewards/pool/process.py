@@ -338,7 +338,7 @@ class WorkerProcess:
                 self.process.wait(_END_SECONDS)
             if self.process.returncode is None:
                 kill_descendants(self.process.pid)
-        with suppress(ProcessLookupError):  # it may have gone by itself
+        with suppress(ProcessLookupError):  # it may have ended already
             os.killpg(self.process.pid, signal.SIGKILL)
         self.tree.remove_files()
         return self.process.wait()
@@ -373,7 +373,7 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread should go on."""
+        """Whether the thread should continue."""
         return not self.is_closing and self.error is None
 
     def wake(self) -> None:

@@ -309,7 +309,7 @@ def lines(plan: RunPlan) -> list[str]:
     """The plan for a terminal."""
     text = [*_model_lines(plan), "", *_memory_lines(plan)]
     if not plan.fits:
-        text += ["", "It does not fit. What would:"]
+        text += ["", "It does not fit. Changes that would make it fit:"]
         text += [f"  {change.text}  (needs {size(change.least)})" for change in plan.changes]
         return text
     if plan.prediction is not None:
@@ -398,7 +398,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     tokens = max(demand.pass_tokens, demand.sequence_tokens)
     pass_text = f"one pass of {tokens:,} tokens"
     if demand.gradient_checkpointing:
-        pass_text += ", layers computed twice"
+        pass_text += ", with gradient checkpointing"
     rows = [
         ("weights", parts.weights, _weights_text(plan)),
         ("masters", parts.masters, "fp32 copies of the weights"),
@@ -407,7 +407,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         ("reference", parts.reference, "the model the run began with"),
         ("critic", parts.critic, "a second model, trained too"),
         ("engine", parts.engine, "the engine's own weights"),
-        ("gathered", parts.gathered, "layers at work, brought together"),
+        ("gathered", parts.gathered, "layers in use, gathered"),
         ("activations", parts.activations, pass_text),
         ("logits", parts.logits, "a chunk at a time"),
         ("rollout", parts.rollout, "an engine's pass beyond what an update takes"),
@@ -418,7 +418,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         least = size(memory.least)
         update = f"an update, while the engine sleeps; with the smallest cache at least {least}"
         rows.append(("update", memory.update_bytes, update))
-        rows.append(("generation", memory.rollout_bytes, "what the trainer holds meanwhile too"))
+        rows.append(("generation", memory.rollout_bytes, "what the trainer holds at the same time"))
     elif demand.is_separated:
         least = size(parts.generation + demand.least_cache_bytes)
         engine = f"engine, rollout and cache; at least {least}, with the smallest cache"
