@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from sortedrl.data.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
-from sortedrl.data.knights.wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
+from sortedrl.data.knights_puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
+from sortedrl.data.knights_wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
 from sortedrl.rewards.tags import TAGS
 
 _REPORTS = (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.data.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Claim,
     Compound,
     Puzzle,
@@ -15,7 +15,7 @@ from sortedrl.data.knights.puzzle import (
     solutions,
     split_of,
 )
-from sortedrl.data.knights.rows import FORMS, Shape, generate
+from sortedrl.data.knights_rows import FORMS, Shape, generate
 from sortedrl.errors import ConfigError
 from test_knights_canonical import brute_force_key
 from test_knights_solver import brute_force

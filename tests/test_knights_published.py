@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from knights_reading import read_puzzle
-from sortedrl.data.knights.puzzle import parse_puzzle
-from sortedrl.data.knights.rows import published_rows
+from sortedrl.data.knights_puzzle import parse_puzzle
+from sortedrl.data.knights_rows import published_rows
 from sortedrl.errors import ConfigError, DataError
 from test_knights_solver import brute_force
 from test_knights_traces import check

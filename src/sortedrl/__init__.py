@@ -12,7 +12,7 @@
       runs              the loop with evaluations, checkpoints and logs around it
       cluster           4 and 7 as Ray actors on other machines
       simulate          4, 5 and 7 on a virtual clock
-      report            the events of a run -> page, pictures, trace, live view and advice
+      report            the events of a run -> page, trace, live view and advice
 
 A whole run is one call, `train`; `Scheduler` is the scheduler alone, for a loop of your own. The
 whole tree, its layers and where to add what: docs/explanation/architecture.md. Importing this

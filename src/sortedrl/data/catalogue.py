@@ -27,8 +27,8 @@ from sortedrl.config.checks import is_utf8, require
 from sortedrl.config.data import DataSettings
 from sortedrl.config.spec import parsed, settings_from
 from sortedrl.data.gym import GymSettings, gym_rows
-from sortedrl.data.knights.puzzle import Split, canonical_key, parse_puzzle
-from sortedrl.data.knights.rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows
+from sortedrl.data.knights_puzzle import Split, canonical_key, parse_puzzle
+from sortedrl.data.knights_rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows
 from sortedrl.data.maths import MATHS_SETS, MathsSettings, maths_rows
 from sortedrl.data.rows import SUFFIXES, Row, read_hub, read_records, rows_of, with_system
 from sortedrl.errors import ConfigError, DataError, unknown_name

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.spec import options_from
-from sortedrl.data.knights.puzzle import Assignment, parse_puzzle, solutions
-from sortedrl.data.knights.wording import PEOPLE, compact_answer
+from sortedrl.data.knights_puzzle import Assignment, parse_puzzle, solutions
+from sortedrl.data.knights_wording import PEOPLE, compact_answer
 from sortedrl.environments.adapters import prompt_messages
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name

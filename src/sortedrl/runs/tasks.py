@@ -23,7 +23,7 @@ from sortedrl.config.sizes import cpu_limit, threads_for
 from sortedrl.config.spec import options_from, parsed
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.catalogue import Task, open_task, reward_from, shared_rows
-from sortedrl.data.knights.puzzle import Split
+from sortedrl.data.knights_puzzle import Split
 from sortedrl.data.rows import SUFFIXES
 from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.builtin import environment_source

@@ -112,8 +112,8 @@ def observed_line(observed: Observed, *, name: str) -> str:
     estimated = " (tokens are estimated from the text)" if observed.is_estimated else ""
     return (
         f"{name}: steps of {observed.answers_per_step:,} answers, "
-        f"{observed.samples_per_prompt} per prompt; {idle} of the slot time was idle, waiting for the longest answer of a "
-        f"step{estimated}"
+        f"{observed.samples_per_prompt} per prompt; {idle} of the slot time was idle, waiting for "
+        f"the longest answer of a step{estimated}"
     )
 
 

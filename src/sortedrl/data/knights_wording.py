@@ -38,7 +38,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from sortedrl.config.checks import require
-from sortedrl.data.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Assignment,
     Claim,
     Compound,

@@ -24,7 +24,7 @@ from typing import Literal, TypeVar, get_args
 
 from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix, uniform
-from sortedrl.data.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Assignment,
     Claim,
     Compound,
@@ -44,7 +44,7 @@ from sortedrl.data.knights.puzzle import (
     split_of_key,
     truth_set,
 )
-from sortedrl.data.knights.wording import (
+from sortedrl.data.knights_wording import (
     PEOPLE,
     Roles,
     answer_text,
