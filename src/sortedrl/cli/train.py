@@ -75,7 +75,7 @@ class Arguments:
     """Load nothing: print the plan, the memory it takes and how long it will run."""
     smoke: bool = False
     """Try the layout first: the same workers, ranks, algorithm and schedule with a tiny model on
-    CPU processes, two updates. The first lines say what stands in for what."""
+    CPU processes, two updates. The first lines list what is replaced."""
     card: str | None = None
     """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default that
     of this machine."""

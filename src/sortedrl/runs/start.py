@@ -218,7 +218,7 @@ _START_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class SmokeRun:
-    """The settings of a smoke run, and what stands in for what in them."""
+    """The settings of a smoke run, and lines that list what they replace."""
 
     settings: TrainSettings
     lines: Sequence[str]

@@ -436,3 +436,21 @@ def neighbours(values: Sequence[Value], *, most: int) -> list[tuple[int, Sequenc
     count = min(most, len(values))
     edges = [part * len(values) // count for part in range(count + 1)] if count else []
     return [(start, values[start:end]) for start, end in pairwise(edges)]
+
+
+def each_column(one: str, most: int) -> str:
+    """What a column of a chart stands for: one of a kind, or up to `most` neighbours together.
+
+    >>> each_column("an update", 1), each_column("an update", 4)
+    ('an update', 'up to 4 updates together')
+    """
+    return one if most == 1 else f"up to {most:,} {one.split()[-1]}s together"
+
+
+def span_of(what: str, first: int, last: int) -> str:
+    """A number of a kind, or several in a row.
+
+    >>> span_of("round", 3, 3), span_of("round", 3, 5)
+    ('round 3', 'rounds 3 to 5')
+    """
+    return f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}"

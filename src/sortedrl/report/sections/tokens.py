@@ -22,11 +22,13 @@ from sortedrl.report.charts.svg import (
     WIDTH,
     Canvas,
     Frame,
+    each_column,
     neighbours,
     round_steps,
     round_width,
     series_class,
     short,
+    span_of,
     stride,
 )
 from sortedrl.report.html import figure, remarks, section
@@ -105,10 +107,9 @@ def _column(updates: Sequence[Update], *, first: int) -> Column:
 
 def _caption(runs: Sequence[Run]) -> str:
     most = max(stride(run.metrics.run.updates, most=MAX_COLUMNS) for run in runs)
-    each = "an update" if most == 1 else f"up to {most:,} updates together"
     return (
-        f"Each column is {each}. An answer counts once, at the staleness of its oldest token: the "
-        "updates between the weights that generated that token and those that trained on it. "
+        f"Each column is {each_column('an update', most)}. An answer counts once, at the "
+        "staleness of its oldest token: the updates between the weights that generated that token and those that trained on it. "
         "Dots mark the mean over all tokens of a column."
     )
 
@@ -213,9 +214,7 @@ def _draw_column(
     whole = sum(column.answers)
     if not whole:
         return
-    when = f"update {column.first:,}"
-    if column.first < column.last:
-        when = f"updates {column.first:,} to {column.last:,}"
+    when = span_of("update", column.first, column.last)
     is_wide = right - left >= _WIDE
     for row in range(run.num_rows):
         count = sum(column.answers[row * run.depth : (row + 1) * run.depth])
