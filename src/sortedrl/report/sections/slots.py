@@ -204,7 +204,8 @@ def bubbles_section(runs: Sequence[Run]) -> str:
         most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
         caption = (
             f"Bubble by round. Each column is {each_column('a round', most)}, as wide as the "
-            "rollout took, so the coloured area is idle time. The dotted line is the bubble of the run."
+            "rollout took, so the coloured area is idle time. The dotted line is the bubble of the "
+            "run."
         )
         rounds = [_strip(run, round_columns(run)) for run in runs]
         picture = strips(

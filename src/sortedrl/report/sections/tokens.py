@@ -109,7 +109,8 @@ def _caption(runs: Sequence[Run]) -> str:
     most = max(stride(run.metrics.run.updates, most=MAX_COLUMNS) for run in runs)
     return (
         f"Each column is {each_column('an update', most)}. An answer counts once, at the "
-        "staleness of its oldest token: the updates between the weights that generated that token and those that trained on it. "
+        "staleness of its oldest token: the updates between the weights that generated that token "
+        "and those that trained on it. "
         "Dots mark the mean over all tokens of a column."
     )
 
