@@ -10,6 +10,7 @@ slow modules of its own, so that no process is left alone with all of Ray's test
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,13 +32,14 @@ settings.load_profile("modest")
 _NEEDS = {
     "triton": [
         f"src/sortedrl/engines/native/{name}.py"
-        for name in ("attention_kernels", "sampling_kernels", "cuda")
+        for name in ("attention_kernels", "sampler_kernels", "cuda_runner")
     ],
-    "ray": [f"src/sortedrl/cluster/{name}.py" for name in ("check", "fleet", "remote_engine")],
+    "ray": ["src/sortedrl/cluster", "src/sortedrl/runs/build_cluster.py"],
     "trl": ["experiments/peer_trl.py"],
     "verl": ["src/sortedrl/integrations/verl", "tests/verl_run"],
     "slime": ["src/sortedrl/integrations/slime", "tests/slime_run"],
 }
+assert all((Path(__file__).parent / path).exists() for paths in _NEEDS.values() for path in paths)
 
 _SLOWEST_FIRST = (
     "test_cluster_faults",

@@ -29,8 +29,7 @@ from sortedrl.core.events import Event, read_events
 from sortedrl.core.meter import measure
 from sortedrl.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.advice.observed import observed_answers
-from sortedrl.report.advice.simulation import fitted_run, simulated
+from sortedrl.report.advice.simulation import fitted_run, observed_answers, simulated
 from sortedrl.runs.start import train
 from sortedrl.simulate.fit import fit
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import tyro
 
+from sortedrl.data.gym import GymSettings, gym_rows
 from sortedrl.data.rows import Row
 from sortedrl.rewards.gym import gym_reward, unpacked
 from sortedrl.rewards.gym_rules import RULES
-from sortedrl.tasks.gym import GymSettings, gym_rows
 from sortedrl.types import Prompt
 
 _NUMBERS_AND_SIGNS = "nan; inf; -inf; 0; 1; -1; 2; 3; 4; 5; 8; 10; 0.5; 1/2; 0x0; i"

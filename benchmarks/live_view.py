@@ -43,10 +43,10 @@ from statistics import median
 from rich.console import Console, ConsoleDimensions
 
 from sortedrl.core.events import Event, Finish, Harvest
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.core.meter import Meter
-from sortedrl.report.live.state import Source
-from sortedrl.report.live.view import LiveView
+from sortedrl.report.live import LiveView
+from sortedrl.report.live_state import Source
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 
@@ -59,7 +59,7 @@ ACCOUNTED = """
 import json, sys, time
 from pathlib import Path
 from sortedrl.cli import main
-from sortedrl.report.live.view import LiveView
+from sortedrl.report.live import LiveView
 
 spent = dict.fromkeys(("__call__", "updated", "advance", "refresh"), 0.0)
 

@@ -29,13 +29,13 @@ from pathlib import Path
 
 import tyro
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
+from sortedrl.data.maths import MATHS_SETS, Example, MathsSettings, maths_examples
 from sortedrl.rewards.functions import RewardSource, source_of
 from sortedrl.rewards.maths import math_reward
 from sortedrl.rewards.maths.numbers import numeral
 from sortedrl.rewards.maths.reading import boxed_answer, is_words, parts, tidied
 from sortedrl.rewards.pool.pool import RewardPool
-from sortedrl.tasks.maths import MATHS_SETS, Example, MathsSettings, maths_examples
 from sortedrl.types import Prompt
 
 _NO_FORMULA = re.compile(r"=|\\(?:begin|cup|in|infty|text|le|ge)(?![A-Za-z])|<|>|_\{?\d|:|%|!$")

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from sortedrl.runs.machine import commit, device_name
+from sortedrl.runs.folder import commit, device_name
 
 _PACKAGES = ("torch", "transformers", "triton", "vllm")
 

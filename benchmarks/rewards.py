@@ -26,7 +26,7 @@ import torch
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.engines.generation import fresh_trajectories
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.rewards.functions import RewardSource, load

@@ -1,4 +1,4 @@
-"""Simulated pools of 8 to 1,024 engines: bubble, goodput, hand-over and the controller's load.
+"""Simulated pools of 8 to 1,024 engines: bubble, goodput, weight sync and the controller's load.
 
     python benchmarks/simulated_scale.py --json scale.json                 all runs, twelve minutes
     python benchmarks/simulated_scale.py --engines 2 4 --seeds 1 --answers 0    a quick look
@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
-from sortedrl.report.charts.axes import Frame
 from sortedrl.report.charts.curves import Series
-from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.charts.svg import Canvas, Frame, series_class
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation
@@ -220,7 +219,7 @@ def show_grown(results: Results) -> None:
         share = results.share("hand_over_share", **of)
         rows.append([f"{number:,}", speeds, speed, *numbers, share])
     heads = ["engines", "speeds", "mean speed", "bubble", "goodput per GPU", "goodput lost"]
-    show([*heads, "hand-over"], rows)
+    show([*heads, "weight sync"], rows)
 
 
 def show_fixed(results: Results) -> None:
@@ -231,7 +230,7 @@ def show_fixed(results: Results) -> None:
         pool = f"{results.mean('goodput', **of):,.0f}"
         shares = [results.share(key, **of) for key in ("bubble", "hand_over_share")]
         rows.append([f"{number:,}", shares[0], results.goodput(**of), pool, shares[1]])
-    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "hand-over"], rows)
+    show(["engines", "bubble", "goodput per GPU", "goodput of the pool", "weight sync"], rows)
 
 
 def show_strategies(results: Results) -> None:
@@ -374,13 +373,13 @@ def picture(
     frame.draw_places(canvas, [(share(size, sizes), f"{size:,}") for size in sizes], label=x_label)
     for place, line in reversed(list(enumerate(lines))):
         left, base = frame.left + 260 * (place % 3), 54 + 20 * (place // 3)
-        canvas.rect(left, base - 9, width=14, height=10, css=series(place))
+        canvas.rect(left, base - 9, width=14, height=10, css=series_class(place))
         canvas.text(left + 20, base, content=line.name, css="muted")
         dots = [(frame.x(share(a, sizes)), frame.y(share(b, heights))) for a, b in line.points]
-        canvas.path(dots, css=f"{series(place)} curve")
+        canvas.path(dots, css=f"{series_class(place)} curve")
         for (x, y), (size, value) in zip(dots, line.points, strict=True):
             label = f"{line.name}: {value:,.0f} at {size:,.0f}"
-            canvas.circle(x, y, radius=3.5, css=series(place), title=label)
+            canvas.circle(x, y, radius=3.5, css=series_class(place), title=label)
         (x, y), (_, value) = dots[-1], line.points[-1]
         canvas.text(x + 9, y + 4, content=f"{value:,.0f}", css="head")
     return canvas.svg()

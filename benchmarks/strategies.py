@@ -33,8 +33,7 @@ from sortedrl.core.buffer import Buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
 from sortedrl.core.loop import Loop
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Metrics
+from sortedrl.core.meter import Meter, Metrics
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.simulate.engine import SimulatedScorer

@@ -6,7 +6,7 @@ Needs: a CPU; pip install 'sortedrl[native]'. Takes: a few seconds.
 Gives: the reward of three responses, one of which hangs and is stopped.
 """
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.rewards.functions import source_of
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.types import Prompt

@@ -26,7 +26,7 @@ from sortedrl.config.checks import require
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name
 from sortedrl.report.terminal import tell
-from sortedrl.runs.machine import commit
+from sortedrl.runs.folder import commit
 
 HELP = """Measure a table of docs/results.md, piece by piece.
 

@@ -20,7 +20,7 @@ from experiments.pieces import ROOT, Piece, Setup
 from experiments.record import Record, Results
 from experiments.settings import merged
 from sortedrl.config.toml import read_toml
-from sortedrl.core.logs import Value, read_metrics
+from sortedrl.core.files import Value, read_metrics
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
 from sortedrl.simulate.compare import SimulationResult, row, simulate

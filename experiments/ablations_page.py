@@ -95,7 +95,7 @@ def _simulated_row(numbers: Mapping[str, Any], row: Mapping[str, Any]) -> list[s
 
 
 def _overall(row: Mapping[str, Any]) -> list[float]:
-    """Trained tokens per second of the whole run, updates and hand-overs included."""
+    """Trained tokens per second of the whole run, updates and weight syncs included."""
     pairs = zip(row["trained_tokens"], row["seconds"], strict=True)
     return [tokens / seconds for tokens, seconds in pairs]
 

@@ -23,8 +23,8 @@ from typing import get_args
 
 from sortedrl.config.checks import require
 from sortedrl.core.randomness import mix, uniform
+from sortedrl.data.knights_puzzle import Split, split_of_key
 from sortedrl.errors import unknown_name
-from sortedrl.tasks.knights.puzzle import Split, split_of_key
 from sortedrl.types import Prompt
 
 _SIDES = 6

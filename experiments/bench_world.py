@@ -26,17 +26,16 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Event, EventFile, SyncWeights, Update
 from sortedrl.core.loop import Loop
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Metrics
+from sortedrl.core.meter import Meter, Metrics
 from sortedrl.core.randomness import mix, uniform
 from sortedrl.core.recorder import Journal
+from sortedrl.data.catalogue import open_task
 from sortedrl.data.stream import PromptStream, TokenizedRow, tokenized
 from sortedrl.engines.native import NativeEngine
 from sortedrl.models.loading import load_model
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.lengths import Lengths, LengthSettings
-from sortedrl.tasks.catalogue import open_task
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.lora import add_adapters, trained_parameters
 from sortedrl.training.optimiser import Optimiser

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sortedrl.core.events import read_events
-from sortedrl.core.logs import Value, read_metrics
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import numbers
+from sortedrl.core.files import Value, read_metrics
+from sortedrl.core.meter import measure, numbers
 from sortedrl.errors import DataError
 from sortedrl.report.record import number
 

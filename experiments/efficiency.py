@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.pieces import Piece, Setup
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.core.metrics import length_bias, numbers
+from sortedrl.core.meter import length_bias, numbers
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.lengths import LengthSettings

@@ -36,7 +36,7 @@ _LEDGER = (
     "staleness, mean and most",
     "updates",
     "update s",
-    "hand-over s",
+    "weight sync s",
     "engine and trainer apart, nats",
 )
 _ORDER = ("sync", "posthoc", "sorted", "tail_batching", "april", "ungrouped")

@@ -19,7 +19,7 @@ from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.config.schedule import Schedule
-from sortedrl.core.metrics import Metrics, length_bias
+from sortedrl.core.meter import Metrics, length_bias
 from sortedrl.report.terminal import tell
 
 if TYPE_CHECKING:

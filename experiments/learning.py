@@ -28,11 +28,9 @@ from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Setup
 from experiments.questions import QuestionSettings, question_rows
 from experiments.settings import merged
-from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_over
-from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import write_whole
-from sortedrl.core.logs import read_metrics
+from sortedrl.config.train import SupervisedSettings, TrainSettings
+from sortedrl.core.files import read_metrics, write_whole
 from sortedrl.errors import DataError
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.start import train, warm_start

@@ -17,7 +17,7 @@ from experiments.markdown import table
 from experiments.record import Record
 from sortedrl.core.files import write_whole
 from sortedrl.report.charts.curves import curves
-from sortedrl.report.series import Line, SeedGroup, seed_series
+from sortedrl.report.record import Line, SeedGroup, seed_series
 
 BASELINE = "sync"
 """The arm that the others are compared with."""

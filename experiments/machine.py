@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 
-from sortedrl.runs.machine import device_name
+from sortedrl.runs.folder import device_name
 
 _LIBRARIES = ("torch", "transformers", "triton", "trl", "vllm")
 

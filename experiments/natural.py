@@ -16,7 +16,7 @@ from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.config.schedule import Schedule
-from sortedrl.core.metrics import length_bias
+from sortedrl.core.meter import length_bias
 
 if TYPE_CHECKING:
     from experiments.bench_world import BenchWorld

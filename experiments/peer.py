@@ -35,7 +35,7 @@ from experiments.peer_scores import with_scores
 from experiments.peer_section import section
 from experiments.pieces import Piece, Setup
 from sortedrl.config.checks import require
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 
 if TYPE_CHECKING:
     from sortedrl.config.train import TrainSettings

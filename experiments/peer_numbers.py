@@ -11,7 +11,7 @@ from experiments.curves import ALONG, curve, mean_score, reached
 from experiments.learning_rows import Cell
 from experiments.record import Record
 from sortedrl.config.checks import require
-from sortedrl.core.logs import Value
+from sortedrl.core.files import Value
 from sortedrl.errors import DataError
 
 

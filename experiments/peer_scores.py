@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from experiments.peer_job import Job
 from experiments.peer_numbers import number
 from sortedrl.config.checks import require
-from sortedrl.core.logs import MetricsFile, read_metrics
+from sortedrl.core.files import MetricsFile, read_metrics
 
 if TYPE_CHECKING:
     from sortedrl.config.train import TrainSettings

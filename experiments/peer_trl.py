@@ -38,7 +38,7 @@ from transformers import (
 
 from experiments.peer_job import AskedRow, Job, read_rows
 from sortedrl.core.clock import WallClock
-from sortedrl.core.logs import MetricsFile
+from sortedrl.core.files import MetricsFile
 from sortedrl.rewards.functions import RewardSource, load
 from sortedrl.rewards.pool.score import checked_score
 from sortedrl.types import Prompt

@@ -17,9 +17,9 @@ from experiments.markdown import caption, percent, table
 from experiments.pieces import Piece, Setup
 from experiments.record import Record
 from sortedrl.core.events import read_events
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import numbers
 from sortedrl.errors import DataError
-from sortedrl.report.advice.observed import observed_answers
+from sortedrl.report.advice.simulation import observed_answers
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.fit import fit
 

@@ -20,7 +20,7 @@ import torch
 
 from forked import Forked, command
 from sortedrl.core.events import Update, read_events
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.models.loading import load_model
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sortedrl.data.knights_puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
+from sortedrl.data.knights_wording import KNIGHTS, NUMBER_WORDS, PEOPLE, Roles
 from sortedrl.rewards.tags import TAGS
-from sortedrl.tasks.knights.compact import PEOPLE
-from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Connective, Puzzle, Statement
-from sortedrl.tasks.knights.wording import KNIGHTS, NUMBER_WORDS, Roles
 
 _REPORTS = (
     re.compile(r'"(?P<statement>[^"]+?)[,.]?"(?P<frame>[^".]+)\.'),

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from forked import Forked, command
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.training.checkpoint import verify
 
 TASK = "knights_knaves:people=2-3,count=24,style=compact"

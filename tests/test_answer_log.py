@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.core.logs import AnswerFile, LoggedAnswer, read_answers
+from sortedrl.core.files import AnswerFile, LoggedAnswer, read_answers
 from sortedrl.errors import DataError
 from sortedrl.runs.training import logged, spread
 from sortedrl.types import Prompt, Segment, TrainBatch

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import sortedrl
-from sortedrl.config.train import RewardSettings, Saving, TrainSettings
+from sortedrl.config.data import RewardSettings
+from sortedrl.config.train import Saving, TrainSettings
 from sortedrl.errors import ConfigError, DataError, ModelError
 
 ROWS = [{"prompt": f"say {number}", "answer": number} for number in range(16)]

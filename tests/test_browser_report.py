@@ -19,7 +19,7 @@ from browser import (
 )
 from report_worlds import NASTY, SHOWN
 from sortedrl.core.events import Score, Scored, Update
-from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.files import LoggedAnswer
 from sortedrl.core.meter import measure
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from browser import NARROW, expect, is_too_wide, keep_screenshot, set_scheme, set_width
 from report_worlds import NASTY, SHOWN
-from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.files import LoggedAnswer
 from sortedrl.report.record import read_run
 from watched_runs import first_updates, served, whole_log, write_run
 

@@ -9,7 +9,7 @@ from sortedrl.cli import COMMANDS, eval, main, train
 from sortedrl.cli.arguments import parse
 from sortedrl.core.events import read_events
 from sortedrl.core.meter import measure
-from sortedrl.report.watch.pages import followed
+from sortedrl.report.watch import followed
 from sortedrl.simulate.settings import PRESETS, simulation_from, simulation_to_toml
 
 

@@ -15,7 +15,7 @@ from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import Saving, TrainSettings
 from sortedrl.core.events import read_events
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.runs.start import train
 from sortedrl.training.trainer import PolicyTrainer

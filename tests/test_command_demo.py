@@ -10,7 +10,7 @@ from sortedrl.cli import demo as command
 from sortedrl.cli import main
 from sortedrl.config.toml import read_toml
 from sortedrl.core.events import Update, read_events
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 
 SMALL = ("--warm-steps", "4", "--answers", "40", "--held-out", "2")
 SMALLEST = ("--warm-steps", "1", "--answers", "1", "--held-out", "1")

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from sortedrl.cli import plot
+from sortedrl.cli import plot as pictures
 from sortedrl.core.events import EventFile, Score, Scored, Start, Update, read_events
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.report import pictures
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 

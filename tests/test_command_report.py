@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from sortedrl.cli import main
 from sortedrl.core.events import EventFile
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import measure, numbers
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.record import read_run, read_runs, run_names
 from sortedrl.simulate.compare import simulate

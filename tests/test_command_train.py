@@ -303,7 +303,7 @@ def test_a_dry_run_refuses_what_cannot_fit_and_says_what_would(capsys, tmp_path,
     (model / "config.json").write_text(json.dumps({**config, **big, **heads}))
     words = run_words(tmp_path / "run", "--dry-run", "--card", "rtx-4090", model=str(model))
     out, err = said(capsys, words, code=2)
-    assert "It does not fit. What would:" in out
+    assert "It does not fit. Changes that would make it fit:" in out
     assert err.startswith("sortedrl: ")
     out, _ = said(capsys, [*words, "--json"], code=2)
     assert json.loads(out)["fits"] is False

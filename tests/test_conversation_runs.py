@@ -8,7 +8,7 @@ import pytest
 
 import sortedrl
 from run_worlds import Nursery, later_wins, num_resumes, run_words, said, trained, write_world
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 
 _ENVIRONMENTS = '''"""Environments over random letters."""
 

@@ -4,10 +4,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sortedrl.config.train import DataSettings
-from sortedrl.data.chat import rendered
+from sortedrl.config.data import DataSettings
 from sortedrl.data.rows import Record, Row, rows_of, with_system
-from sortedrl.data.stream import PromptStream, tokenized
+from sortedrl.data.stream import PromptStream, rendered, tokenized
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.rewards.tags import starts_in_thoughts
 

@@ -6,12 +6,19 @@ from functools import cache
 import pytest
 
 import environment_objects as objects
-from sortedrl.config.environment import EnvironmentSettings
-from sortedrl.environments.adapters import adapted, made
+from sortedrl.config.data import EnvironmentSettings
+from sortedrl.environments.adapters import (
+    ToolCall,
+    adapted,
+    call_tool,
+    made,
+    schema_of,
+    tool_calls,
+    tools_of,
+)
 from sortedrl.environments.builtin import Calculator, Questions
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.environments.rendering import Renderer
-from sortedrl.environments.tool_calls import ToolCall, call_tool, schema_of, tool_calls, tools_of
 from sortedrl.errors import ConfigError, EnvironmentFailed
 from sortedrl.models.tiny import tiny_tokenizer
 from sortedrl.rewards.functions import RewardSource

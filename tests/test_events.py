@@ -24,8 +24,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.core.meter import measure
 from sortedrl.errors import DataError
-from sortedrl.report.lanes import lanes
-from sortedrl.report.ticks import story
+from sortedrl.report.lanes import lanes, story
 from sortedrl.simulate.settings import six
 from worlds import run, simulations
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from forked import run_script
 from native_worlds import tiny_model
 from sortedrl.cli import main
-from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import read_toml, settings_over
-from sortedrl.config.train import TrainSettings
-from sortedrl.core.logs import read_metrics
+from sortedrl.config.train import SupervisedSettings, TrainSettings
+from sortedrl.core.files import read_metrics
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sortedrl.data.gym import INSTRUCTION, GymSettings, gym_rows, gym_rows_here
 from sortedrl.errors import ConfigError
 from sortedrl.rewards import gym
 from sortedrl.rewards.gym import gym_reward, packed, tagged_answer, unpacked
@@ -33,7 +34,6 @@ from sortedrl.rewards.gym_formulas import (
 )
 from sortedrl.rewards.gym_rules import RULES
 from sortedrl.rewards.pool.score import NoScoreError, checked_score
-from sortedrl.tasks.gym import INSTRUCTION, GymSettings, gym_rows, gym_rows_here
 from sortedrl.types import Prompt
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'sortedrl[gym]'")
@@ -157,7 +157,7 @@ def test_the_same_settings_give_the_same_rows_and_another_seed_others(name):
 
 GENERATE = """
 import json, sys
-from sortedrl.tasks.gym import GymSettings, gym_rows, gym_rows_here
+from sortedrl.data.gym import GymSettings, gym_rows, gym_rows_here
 def made(make, name):
     rows = make(GymSettings(name=name, count=8))
     return json.dumps([[row.prompt, row.fields, row.place, row.question] for row in rows])
@@ -211,7 +211,7 @@ def test_rows_of_the_child_process_are_those_made_here(name):
 
 
 def test_a_child_process_that_fails_is_told_in_one_sentence(monkeypatch):
-    monkeypatch.setattr("sortedrl.tasks.gym._CHILD", "raise MemoryError('no room') or {path!r}")
+    monkeypatch.setattr("sortedrl.data.gym._CHILD", "raise MemoryError('no room') or {path!r}")
     with pytest.raises(ConfigError, match=r"2 rows of gcd .* MemoryError: no room;"):
         gym_rows(GymSettings(name="gcd", count=2))
 
@@ -805,7 +805,7 @@ def test_without_the_library_the_extra_is_named():
         import sys
         sys.modules["reasoning_gym"] = None
         from sortedrl.errors import ConfigError
-        from sortedrl.tasks.gym import GymSettings, gym_rows
+        from sortedrl.data.gym import GymSettings, gym_rows
         try:
             gym_rows(GymSettings(name="countdown"))
         except ConfigError as error:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Claim,
     Compound,
     Puzzle,
@@ -15,6 +14,7 @@ from sortedrl.tasks.knights.puzzle import (
     parse_puzzle,
     split_of,
 )
+from sortedrl.errors import ConfigError
 from test_knights_puzzle import puzzles
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 
 from knights_reading import read_compact, split_symbols
-from sortedrl.tasks.knights.compact import PEOPLE, compact_answer, compact_prompt, compact_trace
-from sortedrl.tasks.knights.generator import Shape, generate
-from sortedrl.tasks.knights.puzzle import Claim, Puzzle, parse_puzzle
+from sortedrl.data.knights_puzzle import Claim, Puzzle, parse_puzzle
+from sortedrl.data.knights_rows import Shape, generate
+from sortedrl.data.knights_wording import PEOPLE, compact_answer, compact_prompt, compact_trace
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
 

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.generator import FORMS, Shape, generate
-from sortedrl.tasks.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Claim,
     Compound,
     Puzzle,
@@ -17,6 +15,8 @@ from sortedrl.tasks.knights.puzzle import (
     solutions,
     split_of,
 )
+from sortedrl.data.knights_rows import FORMS, Shape, generate
+from sortedrl.errors import ConfigError
 from test_knights_canonical import brute_force_key
 from test_knights_solver import brute_force
 

@@ -3,9 +3,9 @@ import sys
 import pytest
 
 from knights_reading import read_puzzle
+from sortedrl.data.knights_puzzle import parse_puzzle
+from sortedrl.data.knights_rows import published_rows
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.tasks.knights.puzzle import parse_puzzle
-from sortedrl.tasks.knights.rows import published_rows
 from test_knights_solver import brute_force
 from test_knights_traces import check
 

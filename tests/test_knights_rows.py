@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knights_reading import read_compact, read_puzzle
+from sortedrl.data.knights_puzzle import canonical_key, parse_puzzle
+from sortedrl.data.knights_rows import KnightsSettings, knights_rows
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.puzzle import canonical_key, parse_puzzle
-from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows
 from test_knights_compact import check as check_compact
 from test_knights_solver import brute_force
 from test_knights_traces import check as check_words

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.tasks.knights.puzzle import (
+from sortedrl.data.knights_puzzle import (
     Claim,
     Puzzle,
     assignment,

@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from knights_reading import read_statement
-from sortedrl.tasks.knights.generator import Shape, generate
-from sortedrl.tasks.knights.puzzle import parse_puzzle
-from sortedrl.tasks.knights.wording import Roles, answer_text, draw_names, trace
+from sortedrl.data.knights_puzzle import parse_puzzle
+from sortedrl.data.knights_rows import Shape, generate
+from sortedrl.data.knights_wording import Roles, answer_text, draw_names, trace
 from test_knights_puzzle import is_true, puzzles
 from test_knights_solver import brute_force
 

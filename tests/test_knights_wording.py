@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knights_reading import read_puzzle, read_statement
+from sortedrl.data.knights_puzzle import MAX_DEPTH, Claim, Compound, Puzzle, parse_puzzle
+from sortedrl.data.knights_rows import generate
+from sortedrl.data.knights_wording import NAMES, Roles, answer_text, draw_names, phrase, quiz
 from sortedrl.errors import ConfigError
-from sortedrl.tasks.knights.generator import generate
-from sortedrl.tasks.knights.puzzle import MAX_DEPTH, Claim, Compound, Puzzle, parse_puzzle
-from sortedrl.tasks.knights.wording import NAMES, Roles, answer_text, draw_names, phrase, quiz
 from test_knights_puzzle import puzzles
 
 THREE = ("Ada", "Bruno", "Clara")

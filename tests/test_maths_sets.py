@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sortedrl.data.maths import INSTRUCTION, MATHS_SETS, MathsSettings, maths_examples, maths_rows
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.rewards.maths import math_reward
 from sortedrl.rewards.maths.reading import boxed_answer
-from sortedrl.tasks.maths import INSTRUCTION, MATHS_SETS, MathsSettings, maths_examples, maths_rows
 from sortedrl.types import Prompt
 
 # For each set: records as its file has them, as the hub has them, and what must come of the first.
@@ -304,7 +304,7 @@ def test_without_a_folder_a_set_is_read_by_its_hub_name(name, monkeypatch):
         asked.append((hub, subset, split))
         yield Record(f"{hub}/{split}:1", FORMS[name][-1])
 
-    monkeypatch.setattr("sortedrl.tasks.maths.read_hub", read_hub)
+    monkeypatch.setattr("sortedrl.data.maths.read_hub", read_hub)
     found = MATHS_SETS[name]
     for split, there in found.hub_splits.items():
         (row,) = maths_rows(MathsSettings(name=name, split=split))

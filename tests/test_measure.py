@@ -11,8 +11,7 @@ import sortedrl
 from sortedrl.cli import main
 from sortedrl.core.events import Update, read_events
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.simulate.measure import measure
-from sortedrl.simulate.observed import read_observed
+from sortedrl.simulate.observed import measure, read_observed
 from sortedrl.simulate.settings import simulation_from
 
 
@@ -111,7 +110,7 @@ def test_compare_says_how_idle_the_slots_were_and_what_would_gain(capsys, tmp_pa
         reward(completion_ids=[[0] * n for n in lengths], prompts=[n // 4 for n in range(16)])
     assert main(["compare", str(path), "--strategies", "sorted"]) == 0
     out, err = capsys.readouterr()
-    assert "steps of 16 answers, 4 to a prompt; while the longest of a step was waited for" in err
+    assert "steps of 16 answers, 4 per prompt; " in err
     assert "x the tokens of sync per second of rollout" in out
     comparison = sortedrl.compare(path, strategies=["sorted"], modes=["partial"])
     assert comparison.gain > 1

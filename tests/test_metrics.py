@@ -19,8 +19,7 @@ from sortedrl.core.events import (
     Trained,
     Update,
 )
-from sortedrl.core.meter import Meter, measure
-from sortedrl.core.metrics import Figures, Ledger, ks_distance, length_bias
+from sortedrl.core.meter import Figures, Ledger, Meter, ks_distance, length_bias, measure
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import PRESETS, six
 from worlds import rescheduled, run

@@ -21,16 +21,15 @@ from transformers import (
 )
 
 from knights_reading import ALPHABET, split_symbols
-from sortedrl.data.chat import rendered
+from sortedrl.data.catalogue import open_task
 from sortedrl.data.rows import Row
+from sortedrl.data.stream import rendered
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.models.gguf_header import _short, gguf_config
 from sortedrl.models.loading import load_model, load_tokenizer
-from sortedrl.models.shape import shape_of, shape_of_config
+from sortedrl.models.shape import _short, gguf_config, shape_of, shape_of_config
 from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 from sortedrl.rewards.tags import TAGS
-from sortedrl.tasks.catalogue import open_task
 
 # Products this small are slower on two threads, many times so if others want the cores too.
 torch.set_num_threads(1)

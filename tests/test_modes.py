@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.config.schedule import Schedule
-from sortedrl.core.modes import Coupled, OnPolicy, Partial, mode_for
+from sortedrl.core.controller import Coupled, OnPolicy, Partial, mode_for
 from worlds import done, fresh, written
 
 # Two tokens of version 3, three of version 5.

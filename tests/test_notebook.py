@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sortedrl.core.events import End, Harvest
-from sortedrl.report.live.state import Source
-from sortedrl.runs.notebook import NotebookView, is_notebook, notebook_view, show_page
+from sortedrl.report.live_state import Source
+from sortedrl.runs.output import NotebookView, is_notebook, notebook_view, show_page
 
 
 @pytest.fixture

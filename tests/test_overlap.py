@@ -17,25 +17,24 @@ from run_worlds import TASK, weights, write_world
 from run_worlds import events as happened
 from run_worlds import metrics as trained_rows
 from sortedrl.config.algorithm import Optimisation
+from sortedrl.config.data import PeriodicEvaluation
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.config.train import Saving, TrainSettings
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Landed, Update, from_json, to_json
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.core.loop import Loop
-from sortedrl.core.meter import Meter, measure
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures, Meter, measure
 from sortedrl.core.recorder import FinishedUpdate, Journal, JournalState
 from sortedrl.engines.native import NativeEngine
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.lanes import lanes
-from sortedrl.report.live.state import LiveState, Source
-from sortedrl.report.live.view import PlainView
+from sortedrl.report.lanes import lanes, story
+from sortedrl.report.live import PlainView
+from sortedrl.report.live_state import LiveState, Source
 from sortedrl.report.page import numbers_section
 from sortedrl.report.record import RunRecord, measured
-from sortedrl.report.ticks import story
 from sortedrl.report.trace import trace_events
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping

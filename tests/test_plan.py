@@ -18,11 +18,10 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
-from sortedrl.runs.plan.advice import advice, refuse_too_big
 from sortedrl.runs.plan.cards import CARDS, card_named
 from sortedrl.runs.plan.dry_run import card_of
 from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
-from sortedrl.runs.plan.page import RunPlan, lines, to_json
+from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.conversations import ConversationSettings
@@ -538,7 +537,7 @@ def test_the_page_of_a_run_that_fits_has_memory_course_and_hours():
 def test_the_page_of_a_run_that_does_not_fit_says_what_would():
     plan = page_of(replace(SMALL, shape=LLAMA), device_bytes=80 * GIB)
     text = "\n".join(lines(plan))
-    assert "It does not fit. What would:" in text
+    assert "It does not fit. Changes that would make it fit:" in text
     assert "lora.rank = 16" in text
     assert "predicted" not in text
     found = json.loads(json.dumps(to_json(plan)))

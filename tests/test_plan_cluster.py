@@ -16,10 +16,9 @@ from sortedrl.config.toml import settings_over
 from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import KNOWN_SHAPES
-from sortedrl.runs.plan.advice import advice
 from sortedrl.runs.plan.cards import CARDS, Demand, card_named
 from sortedrl.runs.plan.memory import Parts, planned
-from sortedrl.runs.plan.page import RunPlan, lines
+from sortedrl.runs.plan.page import RunPlan, advice, lines
 from sortedrl.runs.plan.prediction import predict
 from sortedrl.simulate.costs import h100x8_qwen_2_5_32b
 

@@ -13,7 +13,7 @@ from sortedrl.core.meter import measure
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.advice import simulation as simulation_module
 from sortedrl.report.advice.diagnosis import changed, diagnose
-from sortedrl.report.advice.observed import Idle, idle, observed_schedule
+from sortedrl.report.advice.simulation import Idle, idle, observed_schedule
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit

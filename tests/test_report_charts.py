@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report_worlds import NASTY, SHOWN
-from sortedrl.report.charts.axes import round_steps, short
 from sortedrl.report.charts.comparison import Point, bar_chart, pareto
 from sortedrl.report.charts.curves import MAX_POINTS, Series, curves
-from sortedrl.report.charts.svg import SHADES, Canvas, series, stylesheet
+from sortedrl.report.charts.svg import SHADES, Canvas, round_steps, series_class, short, stylesheet
 from sortedrl.simulate.compare import row, simulate, variants
 from sortedrl.simulate.settings import PRESETS
 
@@ -329,7 +328,12 @@ def test_no_text_is_smaller_than_eleven_pixels():
 
 
 def test_series_have_six_colours_and_then_come_again():
-    assert [series(place) for place in (0, 5, 6, 7)] == ["series0", "series5", "series0", "series1"]
+    assert [series_class(place) for place in (0, 5, 6, 7)] == [
+        "series0",
+        "series5",
+        "series0",
+        "series1",
+    ]
 
 
 TEXT = "{http://www.w3.org/2000/svg}text"

@@ -13,7 +13,7 @@ from report_worlds import log
 from sortedrl.report.html import asset, data_script, head_value, packed_script, page, visible
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord
-from sortedrl.report.watch.pages import waiting_page
+from sortedrl.report.watch import waiting_page
 
 VALUES = st.recursive(
     st.none()

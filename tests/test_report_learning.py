@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from browser import NARROW, is_too_wide, keep_screenshot, open_text, set_scheme, set_width
 from report_worlds import NASTY, SHOWN
 from sortedrl.core.events import Begin, End
-from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.files import LoggedAnswer
 from sortedrl.report import html
 from sortedrl.report.charts.svg import stylesheet
 from sortedrl.report.html import asset, data_script, page

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, check_pictures, drawn, run_of, size, whole_runs, words
 from sortedrl.core.events import Score, Scored
-from sortedrl.core.metrics import ks_distance
+from sortedrl.core.meter import ks_distance
 from sortedrl.report.record import RunRecord, measured
 from sortedrl.report.sections.lengths import (
     Lengths,
@@ -22,8 +22,8 @@ from sortedrl.report.sections.lengths import (
     reward_text,
 )
 from sortedrl.simulate.compare import simulate
+from sortedrl.simulate.lengths import Survival
 from sortedrl.simulate.settings import PRESETS
-from sortedrl.simulate.survival import Survival
 
 samples = st.lists(st.integers(1, 40_000), min_size=1, max_size=60)
 

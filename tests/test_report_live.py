@@ -15,24 +15,27 @@ from rich.console import Console, ConsoleDimensions
 from report_worlds import MARKUP, NASTY
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Begin, Event, Finish, Harvest, Interrupt, Renew, Start, Update
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures, Meter
+from sortedrl.report import live_state as state_module
 from sortedrl.report.lanes import lanes
-from sortedrl.report.live import state as state_module
-from sortedrl.report.live.panel import (
+from sortedrl.report.live import (
     ASCII,
     BLOCKS,
     Frame,
+    LiveView,
+    PlainView,
+    activity,
     bar,
     fitted,
     glyphs_for,
+    opened_view,
     panel,
     shown,
     sparkline,
     stacked,
     strip,
 )
-from sortedrl.report.live.state import (
+from sortedrl.report.live_state import (
     History,
     LiveState,
     Memory,
@@ -43,7 +46,6 @@ from sortedrl.report.live.state import (
     Trend,
     used_memory,
 )
-from sortedrl.report.live.view import LiveView, PlainView, activity, opened_view
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS, Simulation
 from worlds import simulations

@@ -16,7 +16,7 @@ from sortedrl.core.events import Begin, End, SyncWeights, Update, to_json
 from sortedrl.core.meter import measure
 from sortedrl.errors import DataError
 from sortedrl.report.advice.diagnosis import diagnose
-from sortedrl.report.advice.observed import seconds_spent
+from sortedrl.report.advice.simulation import seconds_spent
 from sortedrl.report.charts.timeline import MAX_BARS
 from sortedrl.report.html import asset
 from sortedrl.report.page import (

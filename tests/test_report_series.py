@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sortedrl.core.events import Begin
-from sortedrl.report.record import RunRecord
-from sortedrl.report.series import SeedGroup, seed_groups, seed_series, spread
+from sortedrl.report.record import RunRecord, SeedGroup, seed_groups, seed_series, spread
 
 
 def record(name="run", *, seed=0, **changes):

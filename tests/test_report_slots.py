@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from report_worlds import any_runs, drawn, run_of, size, whole_runs, words
 from sortedrl.core.events import Load, Update
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.report.html import data_script
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.report.sections import slots

@@ -4,7 +4,7 @@ from textwrap import dedent
 import pytest
 
 from sortedrl.errors import ConfigError
-from sortedrl.report.ticks import ticks
+from sortedrl.report.lanes import ticks
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 

@@ -19,7 +19,7 @@ from report_worlds import (
     words,
 )
 from sortedrl.core.events import Update
-from sortedrl.core.metrics import Ledger
+from sortedrl.core.meter import Ledger
 from sortedrl.report.sections import tokens as tokens_module
 from sortedrl.report.sections.tokens import (
     MAX_COLUMNS,

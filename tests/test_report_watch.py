@@ -13,15 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sortedrl.report.watch.pages as pages_module
+import sortedrl.report.watch as pages_module
 from sortedrl.cli.watch import Arguments
 from sortedrl.core.events import from_json, read_events
 from sortedrl.core.files import read_lines
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.html import head_value, page
 from sortedrl.report.record import read_run
-from sortedrl.report.watch.pages import FollowedRun, Pages, Tail, followed
-from sortedrl.report.watch.server import USUAL_PORT, decoded, file_inside, open_server
+from sortedrl.report.watch import (
+    USUAL_PORT,
+    FollowedRun,
+    Pages,
+    Tail,
+    decoded,
+    file_inside,
+    followed,
+    open_server,
+)
 from watched_runs import ask, first_updates, log_of, served, until, whole_log, write_run
 
 LINES = log_of(preset="picture")[:120]

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.errors import RewardError
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.pool import RewardPool

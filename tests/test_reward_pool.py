@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.errors import ConfigError, RewardError
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.pool import RewardPool

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sortedrl.config.data import RewardSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import RewardSettings
 from sortedrl.core.events import Finish, Score, Update
 from sortedrl.rewards.functions import RewardSource, source_of
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool

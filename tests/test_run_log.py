@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.core.logs import MetricsFile, read_metrics
+from sortedrl.core.files import MetricsFile, read_metrics
 from sortedrl.errors import DataError
 
 finite = st.none() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)

@@ -22,7 +22,7 @@ from run_worlds import (
     said,
     weights,
 )
-from sortedrl.core.logs import read_answers
+from sortedrl.core.files import read_answers
 from sortedrl.errors import ConfigError
 from sortedrl.runs import opening
 from sortedrl.runs.folder import RunFolder

@@ -5,9 +5,8 @@ import subprocess
 
 import pytest
 
-from sortedrl.core.metrics import Figures
-from sortedrl.runs.folder import RunFolder
-from sortedrl.runs.machine import commit, run_facts
+from sortedrl.core.meter import Figures
+from sortedrl.runs.folder import RunFolder, commit, run_facts
 from sortedrl.runs.output import evaluation_line, update_line
 
 NUMBERS = {"reward/mean": -0.1234, "length/mean": 2048.0}

@@ -4,8 +4,7 @@ import pytest
 
 from sortedrl.environments.adapters import made
 from sortedrl.environments.builtin import PythonTool
-from sortedrl.rewards.code import code_reward, program_of
-from sortedrl.rewards.sandbox import SandboxLimits, run_python
+from sortedrl.rewards.code import SandboxLimits, code_reward, program_of, run_python
 from sortedrl.types import Prompt
 
 LIMITS = SandboxLimits(seconds=1.0, memory_mib=256, file_mib=1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sortedrl.core.buffer import open_group
 from sortedrl.core.clock import VirtualClock
-from sortedrl.core.metrics import ks_distance
+from sortedrl.core.meter import ks_distance
 from sortedrl.simulate.costs import Costs, ticks
 from sortedrl.simulate.engine import (
     BRANCH,

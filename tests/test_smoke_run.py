@@ -11,7 +11,7 @@ from sortedrl.config.cluster import Cluster
 from sortedrl.config.sizes import with_siblings
 from sortedrl.config.toml import settings_over
 from sortedrl.config.train import TrainSettings
-from sortedrl.runs.smoke import smoke_run
+from sortedrl.runs.start import smoke_run
 
 PAPER = Path(__file__).parents[1] / "experiments" / "paper"
 

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import Interrupt, Start
 from sortedrl.simulate.compare import simulate
-from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.lengths import LengthSettings, Stretch, stretches, written_lengths
 from sortedrl.simulate.settings import PRESETS
-from sortedrl.simulate.survival import Stretch, stretches, written_lengths
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from sortedrl.config.train import PeriodicEvaluation, TrainSettings
+from sortedrl.config.data import PeriodicEvaluation
+from sortedrl.config.train import TrainSettings
+from sortedrl.data.catalogue import open_task, shared_rows
+from sortedrl.data.maths import MATHS_SETS
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.tasks import opened, training_tasks
-from sortedrl.tasks.catalogue import open_task, shared_rows
-from sortedrl.tasks.maths import MATHS_SETS
 
 PUZZLES = "knights_knaves:people=2-3,style=compact"
 TEST_ONLY = [name for name, found in MATHS_SETS.items() if "train" not in found.hub_splits]

@@ -9,7 +9,7 @@ import pytest
 
 from sortedrl.config.train import Tracking
 from sortedrl.errors import ConfigError
-from sortedrl.runs.trackers import TrackedRun, Trackers, open_trackers
+from sortedrl.runs.output import TrackedRun, Trackers, open_trackers
 
 STAND_IN = '''
 """Keeps what it is given; refuses to open a run whose id or name is taken, as the real one does."""
@@ -192,7 +192,7 @@ def test_a_tracker_that_cannot_be_opened_or_closed_does_not_stop_the_run(tmp_pat
 WANDB_OFFLINE = """
 from pathlib import Path
 from sortedrl.config.train import Tracking
-from sortedrl.runs.trackers import TrackedRun, open_trackers
+from sortedrl.runs.output import TrackedRun, open_trackers
 
 def refuse(words):
     raise AssertionError(words)

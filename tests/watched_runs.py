@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from sortedrl.core.events import to_json
-from sortedrl.report.watch.pages import Pages, followed
-from sortedrl.report.watch.server import Server
+from sortedrl.report.watch import Pages, Server, followed
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 

@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from sortedrl.cli import COMMANDS
 from sortedrl.cli.arguments import field_text
-from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import TrainSettings
+from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.core import events
-from sortedrl.core.metric_keys import METRIC_KEYS
+from sortedrl.core.files import METRIC_KEYS
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.simulate.settings import Simulation
 

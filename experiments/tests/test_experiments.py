@@ -16,7 +16,7 @@ from experiments.settings import assigned, merged
 from sortedrl.config.schedule import Schedule
 from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
-from sortedrl.runs.machine import commit
+from sortedrl.runs.folder import commit
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = (

@@ -15,8 +15,8 @@ from run_worlds import said
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.config.spec import parsed
 from sortedrl.config.toml import read_toml
+from sortedrl.data.catalogue import TASKS
 from sortedrl.models.shape import KNOWN_SHAPES, shape_of_config
-from sortedrl.tasks.catalogue import TASKS
 
 CONFIGS = sorted(paper.FOLDER.glob("*.toml"))
 TABLE = read_toml(paper.ROOT / "experiments" / "paper.toml")

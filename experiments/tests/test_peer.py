@@ -22,10 +22,10 @@ from experiments.peer_section import DIFFERENCES
 from experiments.peer_trl import Watch, arguments, save_weights
 from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
+from sortedrl.config.data import PeriodicEvaluation, RewardSettings
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.config.toml import read_toml
-from sortedrl.config.train import PeriodicEvaluation, RewardSettings
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.data.stream import PromptStream, tokenized
 from sortedrl.errors import ConfigError
 from sortedrl.models.loading import load_model, load_tokenizer

@@ -1,6 +1,6 @@
 """SortedRL: reinforcement learning of language models, made fast by scheduling rollouts by length.
 
-    1 tasks, data       data set -> Prompt
+    1 data              data set -> Prompt
     2 core.buffer       Prompt -> waiting, running, ready
     3 core.controller   buffer -> decisions: start which? stop now? train on which?
     4 engines           decisions -> tokens
@@ -12,7 +12,7 @@
       runs              the loop with evaluations, checkpoints and logs around it
       cluster           4 and 7 as Ray actors on other machines
       simulate          4, 5 and 7 on a virtual clock
-      report            the events of a run -> page, pictures, trace, live view and advice
+      report            the events of a run -> page, trace, live view and advice
 
 A whole run is one call, `train`; `Scheduler` is the scheduler alone, for a loop of your own. The
 whole tree, its layers and where to add what: docs/explanation/architecture.md. Importing this
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine, Sampling
     from sortedrl.runs.api import Evaluated, Run, evaluate, train
     from sortedrl.simulate.calls import compare, simulate
-    from sortedrl.simulate.measure import measure
+    from sortedrl.simulate.observed import measure
 
 __version__ = "0.2.0"
 
@@ -73,7 +73,7 @@ _LATER = {
     "NativeEngine": "sortedrl.engines.native",
     "Sampling": "sortedrl.engines.native",
     "compare": "sortedrl.simulate.calls",
-    "measure": "sortedrl.simulate.measure",
+    "measure": "sortedrl.simulate.observed",
 }
 """Where the names are that are imported with their first use."""
 

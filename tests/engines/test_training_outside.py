@@ -10,13 +10,14 @@ import torch
 from run_worlds import TASK, write_world
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.config.cluster import Cluster
+from sortedrl.config.data import PeriodicEvaluation
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import PeriodicEvaluation, Rollout, TrainSettings
-from sortedrl.core.logs import read_metrics
+from sortedrl.config.train import Rollout, TrainSettings
+from sortedrl.core.files import read_metrics
 from sortedrl.engines.generation import fresh_trajectories, run_to_end
 from sortedrl.engines.sampling import Sampling
 from sortedrl.models.loading import load_model
-from sortedrl.report.live.view import PlainView
+from sortedrl.report.live import PlainView
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import training_tasks

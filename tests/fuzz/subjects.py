@@ -9,9 +9,11 @@ from typing import get_type_hints
 
 from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import parse
-from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.data import DataSettings
 from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
-from sortedrl.config.train import DataSettings, TrainSettings
+from sortedrl.config.train import SupervisedSettings, TrainSettings
+from sortedrl.data.catalogue import open_task, reward_from
+from sortedrl.data.gym import GymSettings, gym_rows_here
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import SortedRLError
 from sortedrl.models.tiny import tiny_tokenizer
@@ -20,8 +22,6 @@ from sortedrl.rewards.pool.score import NoScoreError, checked_score
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.lengths import read_lengths
 from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from, simulation_to_toml
-from sortedrl.tasks.catalogue import open_task, reward_from
-from sortedrl.tasks.gym import GymSettings, gym_rows_here
 from sortedrl.types import Prompt
 
 sortedrl_source = Path(import_module("sortedrl").__file__).parent

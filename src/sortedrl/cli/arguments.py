@@ -8,7 +8,7 @@ A TOML file has the keys of the settings, by section, and may name a preset to s
     mode = "coupled"
 
 The fields of the settings are the only list of keys and flags: a file and a command line are both
-read against them, and what is wrong with either is said in one sentence. The help is tyro's.
+read against them, and an error in either is reported in one sentence. The help is tyro's.
 """
 
 from __future__ import annotations

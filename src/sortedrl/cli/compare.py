@@ -39,7 +39,7 @@ HELP = """Compare strategies and modes on the same prompts and the same seed.
 
   sortedrl compare paper                              everything, on the paper's workload
   sortedrl compare paper --strategies sync sorted --modes partial coupled
-  sortedrl compare trl-grpo                           what it would bring a TRL user
+  sortedrl compare trl-grpo                           what a TRL user would gain
   sortedrl compare lengths.jsonl                      from the answers of your own runs: see
                                                       sortedrl.measure and sortedrl fit --help
   sortedrl compare mine.toml --json                   for a script
@@ -215,7 +215,7 @@ def _print_table(results: Sequence[SimulationResult], rows: Sequence[dict[str, o
     print(
         f"\n{best.name} trains {gain:.2f} x the tokens of sync per second of rollout.\n"
         "bubble: idle share of the slots; steady: without the first and the last group.\n"
-        "goodput: trained tokens per second of rollout. waste: decoded and thrown away.\n"
+        "goodput: trained tokens per second of rollout. waste: decoded and discarded.\n"
         "length: mean length trained on over mean length written, 1 is no bias; early: of the\n"
         "first half of the run. stale: versions a trained token is old, mean / most."
     )

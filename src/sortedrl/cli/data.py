@@ -17,14 +17,14 @@ import tyro
 
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
-from sortedrl.config.train import DataSettings
+from sortedrl.config.data import DataSettings
 from sortedrl.core.files import refuse_foreign
-from sortedrl.data.chat import Tokenizer, rendered
+from sortedrl.data.catalogue import TASKS, Task, described, reward_from
 from sortedrl.data.rows import Row
+from sortedrl.data.stream import Tokenizer, rendered
 from sortedrl.evaluation.statistics import in_order
 from sortedrl.report.terminal import one_line, refuse_unwritable, write_text
 from sortedrl.runs.tasks import opened, tokenizer_of
-from sortedrl.tasks.catalogue import TASKS, Task, described, reward_from
 
 HELP = """Make tasks, look at them, measure them.
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from sortedrl.cli.arguments import parse
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.config.checks import require, require_native
+from sortedrl.config.data import PeriodicEvaluation
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import PeriodicEvaluation, Saving, TrainSettings
+from sortedrl.config.train import Saving, SupervisedSettings, TrainSettings
 from sortedrl.core.events import Start, read_events
 from sortedrl.core.files import refuse_foreign
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.terminal import (
@@ -241,9 +241,8 @@ def predicted(given: Arguments) -> Figures | None:
     from sortedrl.simulate.compare import simulate
     from sortedrl.simulate.costs import CostSettings
     from sortedrl.simulate.fit import fit
-    from sortedrl.simulate.lengths import LengthSettings
+    from sortedrl.simulate.lengths import LengthSettings, stretches, written_lengths
     from sortedrl.simulate.settings import Simulation
-    from sortedrl.simulate.survival import stretches, written_lengths
 
     events = list(read_events(given.out / "sorted" / "events.jsonl"))
     try:

@@ -18,10 +18,15 @@ from sortedrl.config.checks import (
     require,
     require_native,
 )
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
 from sortedrl.config.spec import options_from
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
 from sortedrl.core.files import refuse_foreign
+from sortedrl.data.catalogue import Task, reward_from
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.comparison import Comparison, compare
@@ -39,7 +44,6 @@ from sortedrl.report.terminal import PAGE as PAGE_MARK
 from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, tell, write_text
 from sortedrl.runs.evaluate import Examination, evaluated, write_page
 from sortedrl.runs.tasks import opened
-from sortedrl.tasks.catalogue import Task, reward_from
 
 HELP = """Evaluate models on tasks: mean@k, pass@k, per level, with confidence intervals.
 

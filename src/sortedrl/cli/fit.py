@@ -15,10 +15,9 @@ from sortedrl.core.events import read_events
 from sortedrl.errors import DataError
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit, fitted_shape
-from sortedrl.simulate.lengths import LengthSettings, is_event_log
+from sortedrl.simulate.lengths import LengthSettings, is_event_log, stretches, written_lengths
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation, observed_simulation, simulation_to_toml
-from sortedrl.simulate.survival import stretches, written_lengths
 
 HELP = """Turn a run into settings for the simulator: lengths, slots, schedule and costs.
 
@@ -28,8 +27,8 @@ HELP = """Turn a run into settings for the simulator: lengths, slots, schedule a
   sortedrl fit output/completions/ > mine.toml       TRL: log_completions=True
   sortedrl fit results.jsonl > mine.toml             verifiers and prime-rl, or sortedrl.measure
 
-Events of ours give the constants of the machine too; a run of strategy sync, or of mode partial,
-gives the most exact ones. Interrupted answers count up to where they were seen.
+Our own events also give the constants of the machine, most exactly for strategy sync or mode
+partial. Interrupted answers count up to where they were seen.
 Logs of other trainers give lengths, slots and siblings; the costs stay those of the preset paper.
 """
 

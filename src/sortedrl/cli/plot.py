@@ -1,33 +1,248 @@
-"""`sortedrl plot`: pictures of runs for docs and papers."""
+"""`sortedrl plot`: pictures of runs for docs and papers.
+
+Each is an SVG that stands alone. Runs that differ only in the seed are one line with a band.
+PNG is drawn by the package resvg_py, imported only when asked for. It follows no theme of a
+reader, so pictures for it have one scheme. It knows fonts by name only; which of ours are on this
+machine is tried out first, so that no picture loses its text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import tyro
 
 from sortedrl.cli.arguments import parse
+from sortedrl.core.events import Update
 from sortedrl.core.files import refuse_foreign, write_whole
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.evaluation.tables import percent
+from sortedrl.report.charts.comparison import Point, pareto
+from sortedrl.report.charts.curves import curves
 from sortedrl.report.charts.svg import Scheme
-from sortedrl.report.pictures import (
-    MAX_WIDTH,
-    Look,
-    Per,
-    bubble_picture,
-    learning_picture,
-    lengths_picture,
-    pareto_picture,
-    png,
-    rewards_picture,
-    slots_picture,
+from sortedrl.report.charts.timeline import timelines
+from sortedrl.report.record import (
+    By,
+    LineChart,
+    Run,
+    counted,
+    length_chart,
+    measured,
+    read_runs,
+    reward_chart,
+    score_chart,
+    seed_groups,
+    seed_series,
 )
-from sortedrl.report.record import Run, measured, read_runs
-from sortedrl.report.series import By
 from sortedrl.report.terminal import refuse_unwritable, tell, write_text
+
+Per = Literal["round", "group"]
+
+FONTS = (
+    "Arial",
+    "Helvetica",
+    "Liberation Sans",
+    "Segoe UI",
+    "Roboto",
+    "Noto Sans",
+    "Open Sans",
+    "Ubuntu",
+    "Cantarell",
+    "DejaVu Sans",
+    "Verdana",
+)
+"""Fonts to draw with, the narrow ones first: pictures leave room for letters of Arial's width."""
+MAX_WIDTH = 20_000
+"""Beyond this, a picture takes gigabytes."""
+_SHEET = '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16">{}</svg>'
+_WORD = _SHEET.format('<text y="12" font-family="sans-serif" font-size="9">Wag1</text>')
+_NO_FONT = "no font has this name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Options that all pictures share."""
+
+    title: str = ""
+    """In place of the picture's own title."""
+    scheme: Scheme = "auto"
+
+
+def slots_picture(
+    runs: Sequence[Run],
+    look: Look,
+    *,
+    seconds: tuple[float, float] | None = None,
+    groups: int | None = None,
+) -> str:
+    """What every slot did: in whole runs, between two seconds, or until so many groups are done."""
+    window = seconds
+    if groups is not None:
+        window = (0.0, max(_closing_second(run, groups) for run in runs))
+    longest = max(run.lanes.end - run.lanes.start for run in runs)
+    if window is not None and window[0] >= longest:
+        raise ConfigError(
+            f"the seconds to draw must begin before the runs end, after {longest:.1f} s, "
+            f"got {window[0]}; choose earlier ones"
+        )
+    part = "" if window is None else " in the whole run"
+    panels = [
+        (
+            run.name,
+            f"{run.metrics.schedule}, bubble {percent(run.metrics.run.bubble)}{part}",
+            run.lanes,
+        )
+        for run in runs
+    ]
+    return timelines(panels, title=look.title, scheme=look.scheme, window=window)
+
+
+def bubble_picture(runs: Sequence[Run], look: Look, *, per: Per = "round") -> str:
+    """The idle share of the slots, round by round or group by group."""
+    if per == "round":
+        lines = [[figures.bubble for figures in run.metrics.rounds] for run in runs]
+    else:
+        lines = [[group.figures.bubble for group in run.metrics.groups] for run in runs]
+    chart = LineChart(
+        title=f"Bubble of every {per}: the idle share of the slots",
+        x_label=per,
+        y_label="bubble",
+        lines=tuple(map(counted, lines)),
+        is_share=True,
+    )
+    return _curves(runs, chart, look=look)
+
+
+def learning_picture(runs: Sequence[Run], look: Look, *, by: By = "answers") -> str:
+    """The score on held-out prompts against what it took."""
+    chart = score_chart(runs, by=by)
+    if chart.is_empty:
+        raise ConfigError(
+            "a picture of learning needs a run with held-out scores, but none of these has any; "
+            "train with [evaluation] tasks, or draw rewards, lengths or bubble"
+        )
+    return _curves(runs, chart, look=look)
+
+
+def rewards_picture(runs: Sequence[Run], look: Look) -> str:
+    """The mean reward of the answers of each update."""
+    chart = reward_chart(runs)
+    if chart.is_empty:
+        raise ConfigError(
+            "a picture of rewards needs a run with rewards, but none of these has any; "
+            "simulated runs have none: draw lengths or bubble"
+        )
+    return _curves(runs, chart, look=look)
+
+
+def lengths_picture(runs: Sequence[Run], look: Look) -> str:
+    """The mean length of the answers of each update."""
+    return _curves(runs, length_chart(runs), look=look)
+
+
+def pareto_picture(runs: Sequence[Run], look: Look) -> str:
+    """What runs cost and give: seconds and score; staleness and speed where scores are missing."""
+    if all(run.scores for run in runs):
+        values = [(run.metrics.run.seconds, 100 * run.scores[-1].score) for run in runs]
+        x_label, y_label = "seconds of training", "final accuracy, %"
+    else:
+        figures = [run.metrics.run for run in runs]
+        values = [(part.mean_staleness, part.trained_per_second) for part in figures]
+        x_label, y_label = "mean staleness, versions", "trained tokens per second"
+    points = [
+        Point(x=x, y=y, label=_described(run), on_front=not _is_beaten((x, y), values))
+        for run, (x, y) in zip(runs, values, strict=True)
+    ]
+    return pareto(
+        points,
+        x_label=x_label,
+        y_label=y_label,
+        title=look.title or f"{len(runs)} runs: {y_label.partition(',')[0]} against {x_label}",
+        scheme=look.scheme,
+        names_all=True,
+        is_cropped=True,
+    )
+
+
+def _curves(runs: Sequence[Run], chart: LineChart, *, look: Look) -> str:
+    drawn = seed_series(seed_groups([run.record for run in runs]), chart.lines)
+    labelled = [
+        replace(line, note=f"{line.note}, band: minimum to maximum") if line.band else line
+        for line in drawn
+    ]
+    return curves(
+        labelled,
+        x_label=chart.x_label,
+        y_label=chart.y_label,
+        title=look.title or chart.title,
+        is_share=chart.is_share,
+        scheme=look.scheme,
+    )
+
+
+def _closing_second(run: Run, groups: int) -> float:
+    """The second in which so many groups were trained on; the last one if there are fewer."""
+    closed = 0
+    for event in run.record.events:
+        if isinstance(event, Update):
+            closed += len(event.closed)
+            if closed >= groups:
+                return event.seconds - run.lanes.start
+    return run.lanes.end - run.lanes.start
+
+
+def _described(run: Run) -> str:
+    schedule = run.metrics.schedule
+    return run.name if schedule in run.name else f"{run.name}: {schedule}"
+
+
+def _is_beaten(point: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
+    """Whether another costs no more and gives no less, and is better in one of the two."""
+    return any(x <= point[0] and y >= point[1] and (x, y) != point for x, y in others)
+
+
+def png(svg: str, *, width: int) -> bytes:
+    """The picture as a PNG file's content, so many pixels wide."""
+    if not 1 <= width <= MAX_WIDTH:
+        raise ConfigError(f"the width of a PNG must lie in 1..{MAX_WIDTH} pixels, got {width}")
+    renderer = _renderer()
+    font = _font(renderer)
+    drawn: bytes = renderer.svg_to_bytes(
+        svg_string=svg, width=width, sans_serif_family=font, font_family=font
+    )
+    return drawn
+
+
+def _renderer() -> ModuleType:
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise ConfigError(
+            "a .png needs the package resvg_py, which is not installed; "
+            "write an .svg, or run: pip install 'sortedrl[plot]'"
+        ) from error
+    return resvg_py
+
+
+def _font(renderer: ModuleType) -> str:
+    """The first font that is on this machine; where there is another one only, that one."""
+    otherwise = renderer.svg_to_bytes(svg_string=_WORD, sans_serif_family=_NO_FONT)
+    for name in FONTS:
+        # a name that is not known gives what any unknown name gives: another font, or no mark
+        if renderer.svg_to_bytes(svg_string=_WORD, sans_serif_family=name) != otherwise:
+            return name
+    if otherwise != renderer.svg_to_bytes(svg_string=_SHEET.format("")):
+        return FONTS[0]
+    raise ConfigError(
+        "a .png needs a font for its text, but none of these is installed: "
+        f"{', '.join(FONTS)}; install one (the Debian package fonts-dejavu has one), "
+        "or write an .svg"
+    )
+
 
 WIDTH = 860
 """Pixels from left to right of every SVG; a PNG has twice as many."""
@@ -43,8 +258,8 @@ HELP = """Draw runs as SVG or PNG, for docs and papers.
   sortedrl plot pareto runs/* --out pareto.png --scheme dark --width 2400
 
 slots: what every slot did; bubble: idle share of the slots; learning: score on held-out prompts;
-rewards, lengths: means of every update; pareto: what runs cost and give, the best ones joined.
-Runs that differ only in the seed are drawn as one line with a band, from the least to the most.
+rewards, lengths: means of every update; pareto: cost and gain of runs, with the Pareto front.
+Runs that differ only in the seed are drawn as one line with a band, from minimum to maximum.
 An SVG follows the reader's theme unless --scheme fixes it. PNG: pip install 'sortedrl[plot]'.
 """
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import tyro
 
 from sortedrl.cli.arguments import parse
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import measure, numbers
 from sortedrl.report.page import runs_page
 from sortedrl.report.record import RunRecord, read_runs
 from sortedrl.report.terminal import progress, refuse_unwritable, write_text
@@ -25,7 +24,7 @@ HELP = """Show a run on one page: what it learned, where its slot-seconds went, 
   sortedrl report events.jsonl --out page.html    the log of any loop, a simulated one too
   sortedrl report runs/logic --json               the numbers, for a script
 
-The page is one file that needs no network. A run that is still going, or was killed,
+The page is one file that needs no network. A run that is in progress, or was killed,
 is shown up to its last event; sortedrl watch keeps the page up to date.
 """
 

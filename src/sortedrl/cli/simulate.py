@@ -10,10 +10,10 @@ from pathlib import Path
 from sortedrl.cli.arguments import parse_over_settings
 from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
-from sortedrl.core.metrics import numbers
+from sortedrl.core.meter import numbers
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.timeline import timelines
-from sortedrl.report.lanes import lanes
+from sortedrl.report.lanes import lanes, ticks
 from sortedrl.report.terminal import (
     progress,
     refuse_other_picture,
@@ -22,7 +22,6 @@ from sortedrl.report.terminal import (
     thousands,
     write_text,
 )
-from sortedrl.report.ticks import ticks
 from sortedrl.simulate.compare import SimulationResult, row, simulate, simulated_lengths
 from sortedrl.simulate.settings import Simulation
 
@@ -152,7 +151,7 @@ def _print_summary(result: SimulationResult) -> None:
         f"{result.name}: {figures.trajectories:,} answers in {figures.updates} updates, "
         f"{figures.seconds:,.0f} simulated seconds\n"
         f"bubble     {percent(figures.bubble)}{in_steady}; "
-        f"idle {percent(figures.idle_share)} with updates and hand-overs\n"
+        f"idle {percent(figures.idle_share)} with updates and weight syncs\n"
         f"goodput    {figures.goodput:,.0f} trained tokens/s of rollout, "
         f"throughput {figures.throughput:,.0f} decoded tokens/s\n"
         f"ledger     {ledger.decoded:,} decoded = {ledger.trained:,} trained + "

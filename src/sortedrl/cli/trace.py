@@ -20,8 +20,9 @@ HELP = """Write a run as a trace, to be opened in Perfetto or in chrome://tracin
   sortedrl trace events.jsonl --out small.json.gz   the events alone, compressed
   sortedrl trace runs/mine --json                   for a script
 
-Tracks: rollouts with their bubble, groups, updates, hand-overs, reward workers, and every slot with
-what it wrote. The trace of a run that is still going, or was killed, ends at its last event.
+Tracks: rollouts with their bubble, groups, updates, weight syncs, reward workers, and every slot
+with what it generated. The trace of a run that is in progress, or was killed, ends at its last
+event.
 Open the file at https://ui.perfetto.dev, which reads it in your browser and sends it nowhere.
 """
 

@@ -75,7 +75,7 @@ class Arguments:
     """Load nothing: print the plan, the memory it takes and how long it will run."""
     smoke: bool = False
     """Try the layout first: the same workers, ranks, algorithm and schedule with a tiny model on
-    CPU processes, two updates. The first lines say what stands in for what."""
+    CPU processes, two updates. The first lines list what is replaced."""
     card: str | None = None
     """Dry run only: the hardware to plan for (h100, h200, a100, rtx-4090, cpu); by default that
     of this machine."""
@@ -125,7 +125,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def _smoked(given: Arguments) -> TrainSettings:
     """The settings of a smoke run; no size of it follows the data."""
-    from sortedrl.runs.smoke import smoke_run
+    from sortedrl.runs.start import smoke_run
 
     require(
         not given.resume,
@@ -151,9 +151,8 @@ def _short_help() -> str:
 
 
 def _dry_run(given: Arguments, chosen: Chosen) -> None:
-    from sortedrl.runs.plan.advice import refuse_too_big
     from sortedrl.runs.plan.dry_run import Expected, planned_run
-    from sortedrl.runs.plan.page import lines, to_json
+    from sortedrl.runs.plan.page import lines, refuse_too_big, to_json
 
     expected = Expected(
         rows=given.rows,

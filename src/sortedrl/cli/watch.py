@@ -1,4 +1,4 @@
-"""`sortedrl watch`: the page of runs, served on this machine and renewed while they go on."""
+"""`sortedrl watch`: the page of runs, served on this machine and updated while they run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import tyro
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.report.terminal import tell
-from sortedrl.report.watch.pages import Pages, followed
-from sortedrl.report.watch.server import Server, open_server
+from sortedrl.report.watch import Pages, Server, followed, open_server
 
 HELP = """Watch runs in the browser: the page of sortedrl report, kept up to date while they run.
 
@@ -25,7 +24,7 @@ HELP = """Watch runs in the browser: the page of sortedrl report, kept up to dat
   sortedrl watch runs/mine --port 9000     at a port of your choice; 0 takes any free one
 
 Only this machine can reach it, unless --host says otherwise. A run's own files are there too, such
-as /files/mine/config.toml. A run that is still going, or was killed, is shown up to its
+as /files/mine/config.toml. A run that is in progress, or was killed, is shown up to its
 last event.
 """
 

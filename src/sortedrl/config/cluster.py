@@ -66,8 +66,7 @@ class Cluster:
     """How ranks save. full: one file, gathered by the first rank, as a run without a cluster
     writes it. sharded: each rank writes its part, into a folder that all of them see."""
     restarts: NonNegativeInt = 3
-    """How often the run goes on by itself from its last checkpoint when a rank of the trainer is
-    lost."""
+    """How often the run resumes by itself from its last checkpoint if a trainer rank is lost."""
     worker_timeout_seconds: PositiveFloat = 300.0
     """A worker that does not answer for so long counts as lost, and others continue its answers."""
     start_seconds: PositiveFloat = 600.0

@@ -1,13 +1,12 @@
-"""Every setting of a training run, by section, checked before anything heavy is loaded.
+"""Every setting of a training run, and of the supervised fine-tuning before it.
 
-The keys of `config.toml` are the fields of `TrainSettings` and of its sections: data, rollout,
-rewards, passes, adapters, evaluation, saving and tracking stand here; schedule, algorithm and
-cluster have modules of their own.
+The keys of `config.toml` are the fields of `TrainSettings` and of its sections: rollout, passes,
+adapters, saving and tracking stand here; schedule, algorithm, cluster, and `data` with rewards,
+environment and evaluation have modules of their own.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,21 +17,21 @@ from sortedrl.config.checks import (
     PositiveFloat,
     PositiveInt,
     Temperature,
-    above,
     at_least,
     check_device,
     check_values,
     is_installed,
-    is_utf8,
     require,
-    require_temperature,
-    within,
 )
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    PeriodicEvaluation,
+    RewardSettings,
+)
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.errors import ConfigError
-from sortedrl.types import LARGEST_REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,106 +119,6 @@ class Rollout:
         return self.engine != "native"
 
 
-ChatUse = Literal["auto", "on", "off"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
-    """Which columns of a row are used, and how a prompt is formatted."""
-
-    prompt_field: str = "prompt"
-    """The column with the question: text, or a list of chat messages."""
-    answer_field: str | None = None
-    """The column with the gold answer, which the reward gets as `answer`. By default the column
-    `answer`, if there is one. Every other column is passed to the reward under its own name."""
-    system: str | None = None
-    """A system message before every prompt."""
-    chat: ChatUse = "auto"
-    """auto: the tokenizer's chat template, if it has one, once; text becomes a user message.
-    on: the same, but a tokenizer without a template is an error. off: the plain text."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        require(
-            self.system is None or is_utf8(self.system),
-            f"system must be UTF-8 text, got {self.system!a:.80}",
-        )
-
-
-OnFailure = Literal["score", "skip", "stop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
-    """The pool of processes that run a reward function."""
-
-    workers: PositiveInt | None = None
-    """Worker processes; by default half of the cores, at least 2 and at most 8."""
-    time_limit_seconds: PositiveFloat = 10.0
-    """Timeout of one call; a call that takes longer is killed, with its worker."""
-    memory_gib: Annotated[float, above(0, "None sets no limit")] | None = 4.0
-    """Memory limit of a worker and its child processes, shared memory included, beyond what
-    loading the function took (on Linux)."""
-    on_failure: OnFailure = "score"
-    """How an answer is handled whose call hit a limit, or killed its worker twice.
-    score: it gets failure_reward. skip: it gets no reward and is not trained on.
-    stop: the run stops. Failures are always counted, logged and warned about."""
-    failure_reward: Annotated[float, within(-LARGEST_REWARD, LARGEST_REWARD)] | None = None
-    """The reward of such an answer; by default the lowest one that the function declares (as
-    those of the built-in tasks do), and never more than 0."""
-    batch: PositiveInt = 32
-    """Largest batch of a batched function; its answers share one timeout, and if they fail
-    together, each is retried alone."""
-    concurrency: PositiveInt = 16
-    """Concurrent calls of an async function in one worker, at most."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_values(self, "rewards.")
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes to start."""
-        return self.workers or min(8, max(2, (os.cpu_count() or 2) // 2))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
-    """How answers are generated for an evaluation."""
-
-    samples: PositiveInt = 1
-    """Answers per prompt: k of mean@k, and the most of pass@k."""
-    temperature: float | None = None
-    """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
-    top_p: Annotated[float, within(0, 1, ends="(]")] = 1.0
-    """Nucleus sampling: the most likely tokens that together have this probability."""
-    max_tokens: PositiveInt = 1024
-    """Tokens after which an answer is cut off."""
-    slots: PositiveInt = 32
-    """Answers generated at the same time."""
-    seed: int = 0
-    """The same seed gives the same answers, regardless of what else is evaluated."""
-    limit: PositiveInt | None = None
-    """Only the first rows of every task."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_values(self)
-        require(
-            self.samples == 1 or self.temperature != 0,
-            f"{self.samples} answers per prompt at temperature 0 would all be the same; "
-            "leave the temperature out, or ask for one answer",
-        )
-        require_temperature("temperature", self.sampling_temperature)
-
-    @property
-    def sampling_temperature(self) -> float:
-        """The temperature that is used."""
-        if self.temperature is not None:
-            return self.temperature
-        return 0.0 if self.samples == 1 else 0.6
-
-
 PrecisionChoice = Literal["auto", "float32", "bfloat16", "float16"]
 _ALPHA = 32
 _ALL_LINEAR = ("all-linear",)
@@ -269,42 +168,6 @@ class Lora:
             self.rank is not None or (self.alpha, self.targets) == (_ALPHA, _ALL_LINEAR),
             "lora.alpha and lora.targets need lora.rank, without which there are no adapters; set "
             "lora.rank, or leave them out",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeriodicEvaluation:
-    """Held-out evaluation during training, and a score to stop at."""
-
-    tasks: tuple[str, ...] = ()
-    """Held-out tasks, such as knights_knaves:people=3-7,count=200; by default their split test."""
-    shared_rows: Literal["refuse", "leave_out", "allow"] = "refuse"
-    """How held-out rows that are also in the training data are handled: refuse the run, leave
-    them out of the training, or allow them."""
-    every: PositiveInt = 50
-    """Updates between two evaluations; there is one before the first update and one at the end."""
-    samples: PositiveInt = 1
-    """Answers per prompt."""
-    temperature: float | None = None
-    """By default 0 (greedy) for one answer per prompt, and 0.6 for several."""
-    limit: PositiveInt | None = None
-    """Only the first rows of every task."""
-    target: float | None = None
-    """Stop as soon as the mean score over the tasks reaches this."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_values(self, "evaluation.")
-        require(
-            self.samples == 1 or self.temperature != 0,
-            f"evaluation.samples {self.samples} at temperature 0 would all be the same; leave the "
-            "temperature out, or ask for one answer",
-        )
-        if self.temperature is not None:
-            require_temperature("evaluation.temperature", self.temperature)
-        require(
-            self.target is None or bool(self.tasks),
-            f"evaluation.target {self.target} needs evaluation.tasks to be measured on",
         )
 
 
@@ -546,3 +409,50 @@ class TrainSettings:
         answers = num_rows * self.epochs * self.schedule.samples_per_prompt
         whole = max(1, answers // self.schedule.update_batch)
         return whole if self.max_updates is None else min(whole, self.max_updates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedSettings:
+    """Supervised fine-tuning on given answers."""
+
+    model: str = "tiny"
+    """A hub name, a folder, a GGUF file, or tiny: a small model with random weights."""
+    task: str = "knights_knaves:people=3-5,count=4096,style=compact"
+    """Rows with a column `response`, the answer to imitate: a task, a file or a hub name."""
+    out: Path = Path("runs/sft")
+    """The folder for the trained model and its losses."""
+    seed: int = 0
+    """Fixes the order of the rows."""
+    epochs: PositiveInt = 1
+    """Passes over the data."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many steps."""
+    batch_tokens: PositiveInt = 16384
+    """Tokens of one optimiser step, prompts included, at least."""
+    folder: Path | None = None
+    """Folder with data set files; by default $SORTEDRL_DATA, and then the hub."""
+    device: str | None = None
+    """cuda, cpu, ...; by default the GPU if there is one."""
+    threads: PositiveInt | None = None
+    """CPU threads; by default all cores. Tiny models are fastest with 1."""
+    precision: PrecisionChoice = "auto"
+    """Precision of the weights; auto is bfloat16 on a GPU, float32 on a CPU."""
+    optimiser: Optimisation = field(
+        default_factory=lambda: Optimisation(
+            learning_rate=1e-5, schedule="cosine", warmup_steps=10, beta2=0.98
+        )
+    )
+    passes: PassSettings = field(default_factory=PassSettings)
+    lora: Lora = field(default_factory=Lora)
+    data: DataSettings = field(default_factory=DataSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        check_values(self)
+        check_device(self.device)
+        require(
+            self.optimiser.mini_batches == self.optimiser.epochs == 1,
+            "optimiser.mini_batches and optimiser.epochs are for reinforcement learning, got "
+            f"{self.optimiser.mini_batches} and {self.optimiser.epochs}; set batch_tokens and "
+            "epochs",
+        )

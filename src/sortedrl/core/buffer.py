@@ -165,7 +165,7 @@ class Buffer:
         for trajectory in trajectories:
             if trajectory.group != group or trajectory.key <= after:
                 raise BufferStateError(
-                    f"group {group} must go on after {after} in order of prompt and sample, got "
+                    f"group {group} must continue after {after} in order of prompt and sample, got "
                     f"{trajectory.key} of group {trajectory.group}; was it loaded before?"
                 )
             after = trajectory.key
@@ -267,7 +267,7 @@ class Buffer:
 
     @classmethod
     def from_state(cls, state: BufferState) -> Buffer:
-        """A buffer that goes on exactly where the saved one stood."""
+        """A buffer that continues exactly where the saved one stood."""
         buffer = cls(unit_size=state.unit_size)
         buffer.next_group = state.next_group
         buffer.num_trained = state.num_trained

@@ -276,7 +276,7 @@ class Scheduler:
     ) -> Scheduler:
         """The scheduler that was saved, over the same prompts, which are read on from its place.
 
-        What was trained stays trained; what was only begun goes on.
+        What was trained stays trained; what was only begun continues.
         """
         path = Path(folder)
         try:

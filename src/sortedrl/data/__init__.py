@@ -1,1 +1,1 @@
-"""Station 1: from the rows of a data set to the stream of prompts."""
+"""What a model is trained and evaluated on: tasks with their rewards, rows, the prompt stream."""

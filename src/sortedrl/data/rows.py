@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sortedrl.config.checks import is_utf8
-from sortedrl.config.train import DataSettings
+from sortedrl.config.data import DataSettings
 from sortedrl.core.files import write_whole
 from sortedrl.errors import ConfigError, DataError, unknown_name
 

@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.spec import options_from
+from sortedrl.data.knights_puzzle import Assignment, parse_puzzle, solutions
+from sortedrl.data.knights_wording import PEOPLE, compact_answer
 from sortedrl.environments.adapters import prompt_messages
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.errors import ConfigError, unknown_name
+from sortedrl.rewards.code import SandboxLimits, run_python
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.rewards.sandbox import SandboxLimits, run_python
-from sortedrl.tasks.knights.compact import PEOPLE, compact_answer
-from sortedrl.tasks.knights.puzzle import Assignment, parse_puzzle, solutions
 
 ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
     {
@@ -49,7 +49,7 @@ def environment_source(settings: EnvironmentSettings) -> RewardSource:
 class PythonTool:
     """One tool, `python`: the policy's code runs in a sandbox, and its output is the reply.
 
-    Each call is a program of its own; nothing is kept between two calls. `rewards.sandbox` says
+    Each call is a program of its own; nothing is kept between two calls. `rewards.code` says
     what the sandbox stops and what not. The form is that of TRL's environments, and the reward is
     the task's own.
     """

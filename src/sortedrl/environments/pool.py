@@ -20,10 +20,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Literal, Self
 
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.core.protocols import Scorer
 from sortedrl.data.rows import Row
 from sortedrl.environments.protocol import Message, Opening, Reply
@@ -197,12 +196,7 @@ class EnvironmentPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(

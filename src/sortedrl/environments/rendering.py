@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from sortedrl.config.train import ChatUse
-from sortedrl.data.chat import Tokenizer
+from sortedrl.config.data import ChatUse
+from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.protocol import Message
 from sortedrl.errors import ConfigError
 from sortedrl.types import Trajectory

@@ -50,7 +50,7 @@ _SAMPLES_MARK = f'{{"{_NAMES[0]}":'.encode()
 class ResultsWriter:
     """Appends answers to a folder as they come.
 
-    A folder that already holds answers is taken up only with `resume`, and only by the same model
+    A folder that already holds answers is continued only with `resume`, and only by the same model
     under the same settings. More may be asked than before, but not less: the numbers are those of
     all answers in the folder, so it must hold no others than are asked for. Where the questions of
     a task are given, each with its gold answer, they must be those that were answered.
@@ -180,7 +180,7 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 
 def _check_asked(folder: Path, answers: Sequence[Answer], asked: Mapping[str, Asked]) -> None:
-    """Refuse to go on with fewer tasks, rows or samples than there are answers to."""
+    """Refuse to resume with fewer tasks, rows or samples than there are answers to."""
     for name in dict.fromkeys(answer.task for answer in answers):
         of_task = [answer for answer in answers if answer.task == name]
         if name not in asked:
@@ -206,7 +206,7 @@ def _check_questions(
     answers: Sequence[Answer],
     questions: Mapping[str, Sequence[tuple[str, str | None]]],
 ) -> None:
-    """Refuse to go on with other rows than there are answers to."""
+    """Refuse to resume with other rows than there are answers to."""
     for answer in answers:
         if answer.task not in questions:
             continue

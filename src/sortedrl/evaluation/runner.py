@@ -1,6 +1,6 @@
 """From a model and tasks to scored answers: all slots kept full, scoring beside the writing.
 
-Every answer that is scored is recorded at once, so a run that is cut off can be taken up again:
+Every answer that is scored is recorded at once, so an interrupted run can be resumed:
 the noise of an answer depends on the seed, its task, its row and its number, and on nothing else.
 
 With environments an answer is a conversation, and slots belong to turns as in training: a
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from sortedrl.core.protocols import Engine
 from sortedrl.core.randomness import mix
+from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import TokenizedRow
 from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.evaluation.statistics import Answer, AnswerKey
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.rewards.pool.score import CallResult, Failure, Score
-from sortedrl.tasks.catalogue import Task
 from sortedrl.types import Key, Prompt, Trajectory
 
 TURNS, OUTSIDE_SECONDS = "turns", "outside_seconds"
@@ -65,7 +65,6 @@ class Runner:
         seed: int,
         is_done: Callable[[AnswerKey], bool] = lambda _: False,
         environments: EnvironmentPool | None = None,
-        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         """Answers for which `is_done` holds are left out.
 
@@ -74,7 +73,6 @@ class Runner:
         self._engine = engine
         self._text = text
         self._environments = environments
-        self._seconds = seconds
         pools = {id(question.pool): question.pool for question in questions}
         self._pools = [pool for pool in pools.values() if pool is not None]
         self._questions: dict[int, tuple[Question, int]] = {}
@@ -154,7 +152,7 @@ class Runner:
     def _end_turn(self, trajectory: Trajectory) -> Iterator[Answer]:
         self._running -= 1
         if self._environments is not None and trajectory.finish_reason == "stop":
-            self._outside[trajectory.key] = self._seconds()
+            self._outside[trajectory.key] = time.monotonic()
             self._environments.submit(replace(trajectory, finish_reason=None))
         else:
             yield from self._finish(trajectory)
@@ -164,7 +162,7 @@ class Runner:
             return
         for trajectory in self._environments.collect(wait=not self._running):
             since = self._outside.pop(trajectory.key)
-            self._outside_seconds[trajectory.key] += self._seconds() - since
+            self._outside_seconds[trajectory.key] += time.monotonic() - since
             if trajectory.finish_reason is None:
                 self._returned.append(trajectory)
             else:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import DataError, ModelError
-from sortedrl.models.gguf_header import gguf_config
-from sortedrl.models.shape import first_line
+from sortedrl.models.shape import first_line, gguf_config
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:

@@ -33,14 +33,14 @@ from sortedrl.evaluation.tables import (
     points,
     summary_table,
 )
-from sortedrl.report.charts.rates import (
+from sortedrl.report.charts.curves import (
     Group,
     change_marks,
     length_histograms,
     pass_curves,
     rate_bars,
 )
-from sortedrl.report.charts.svg import series, stylesheet
+from sortedrl.report.charts.svg import series_class, stylesheet
 from sortedrl.report.html import (
     asset,
     characters_each,
@@ -290,7 +290,7 @@ def _figure(caption: str, picture: str) -> str:
 def _key(evaluations: Sequence[Evaluation]) -> str:
     """Which colour is whose."""
     entries = "".join(
-        f"<li><span class='swatch {series(number)}'></span>{escape(evaluation.label)}</li>"
+        f"<li><span class='swatch {series_class(number)}'></span>{escape(evaluation.label)}</li>"
         for number, evaluation in enumerate(evaluations)
     )
     return f"<ul class='key'>{entries}</ul>"

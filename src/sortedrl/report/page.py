@@ -1,8 +1,9 @@
 """The page of training runs, one or several side by side: its opening, its tables, its order.
 
-It is one file that opens from disk, made from what the runs wrote down (see `record`); a run that
-is still going on or was killed shows as far as it came. The numbers are those of `meter` over the
-whole log; seconds are seconds of training, in which evaluations do not count (see `clock`).
+It is one file that opens from disk, made from the folders of the runs (see `record`); a run that is
+still in progress, or was killed, is shown up to its last event. The numbers are those of `meter`
+over the whole log; seconds are seconds of training, in which evaluations do not count (see
+`clock`).
 Predictions come from the simulator fitted to that very run; beside them stands how well the same
 simulator reproduces the run itself.
 """
@@ -19,10 +20,8 @@ from sortedrl.config.toml import toml_value
 from sortedrl.core.events import Landed
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose
-from sortedrl.report.advice.observed import seconds_spent
-from sortedrl.report.advice.simulation import Forecast
-from sortedrl.report.charts.axes import short
-from sortedrl.report.charts.svg import stylesheet
+from sortedrl.report.advice.simulation import Forecast, seconds_spent
+from sortedrl.report.charts.svg import short, stylesheet
 from sortedrl.report.html import (
     asset,
     escape,
@@ -35,12 +34,11 @@ from sortedrl.report.html import (
     table,
     unbroken,
 )
-from sortedrl.report.record import Run, RunRecord, measured
+from sortedrl.report.record import Run, RunRecord, flat, measured
 from sortedrl.report.sections.learning import answers_data, answers_section, learning_section
 from sortedrl.report.sections.lengths import lengths_section
 from sortedrl.report.sections.slots import bubbles_section, slots_data, slots_section
 from sortedrl.report.sections.tokens import ledger_section, staleness_section
-from sortedrl.report.series import flat
 
 _NAME = re.compile(r'<section id="([a-z]+)"')
 _STYLES = ("page.css", "run.css", "slots.css", "answers.css", "watch.css")
@@ -66,7 +64,7 @@ _TIMES = (  # in the order of `SecondsSpent`
     "rollouts",
     "waiting for rewards",
     "weight updates",
-    "hand-overs",
+    "weight syncs",
     "saving checkpoints and logs",
     "everything else",
 )
@@ -375,7 +373,7 @@ def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str
         ("time for the same answers", *(f"{short(c.seconds)} s" for c in columns)),
     ]
     cells = [[unbroken(cell) for cell in row] for row in rows]
-    caption = "Total time: rollouts, updates and hand-overs"
+    caption = "Total time: rollouts, updates and weight syncs"
     return table(headings, cells, caption=caption, quiet=[False] * len(rows))
 
 

@@ -1,24 +1,34 @@
-"""A run as its folder tells it: settings, events, numbers, some answers, read and measured.
+"""A run as its folder tells it: settings, events, answers, and its numbers over the training.
 
-Everything is read as far as it is whole. A run that is still going on, or was killed in the middle
-of a line, is the run up to its last whole line.
+Everything is read as far as it is whole. A run that is still in progress, or was killed in the
+middle of a line, is the run up to its last whole line.
+
+A chart has one line for each run, in the order of the runs; a run that has no values has an empty
+one. Runs that differ in nothing but the seed are one group: one line, their mean, with a band.
+A group holds no two runs of one seed: a seed fixes its run, so that would count one sample twice.
+What is not surely the same counts as different, because a mean over unlike runs would mislead.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from sortedrl.config.toml import read_toml
-from sortedrl.core.events import Begin, End, Event, Score, read_events
-from sortedrl.core.logs import LoggedAnswer, Value, read_answers, read_metrics
-from sortedrl.core.meter import measure
-from sortedrl.core.metrics import Metrics
+from sortedrl.core.events import Begin, End, Event, Score, Update, read_events
+from sortedrl.core.files import LoggedAnswer, Value, read_answers, read_metrics
+from sortedrl.core.meter import Metrics, measure
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.charts.curves import Series, curves
+from sortedrl.report.charts.svg import WIDTH
+from sortedrl.report.html import figure
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.types import Key
 
@@ -72,7 +82,7 @@ class Run:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it used up its prompts; not so while it goes on, or where it was stopped."""
+        """Whether it used up its prompts; false while it runs, or where it was stopped."""
         return isinstance(self.record.events[-1], End)
 
 
@@ -194,3 +204,384 @@ def _held_out(rows: Sequence[Mapping[str, Value]]) -> Iterator[HeldOut]:
                 tokens=tokens,
                 seconds=seconds,
             )
+
+
+By = Literal["answers", "tokens", "seconds"]
+"""What a score can be drawn against."""
+
+_PLACES: dict[By, tuple[str, Callable[[HeldOut], float]]] = {
+    "answers": ("answers trained on", lambda held_out: held_out.answers),
+    "tokens": ("tokens trained on", lambda held_out: held_out.tokens),
+    "seconds": ("seconds of training", lambda held_out: held_out.seconds),
+}
+
+Line = Sequence[tuple[float, float]]
+"""Values over places, the places in order."""
+_OTHERWISE = frozenset(
+    {
+        "seed",
+        "out",
+        "threads",
+        "device",
+        "rewards.workers",
+        "rewards.batch",
+        "rewards.concurrency",
+    }
+)
+_OTHERWISE_SECTIONS = ("saving.", "tracking.")
+"""Settings and sections that change where and how fast a run goes, not what it learns."""
+_SEED_OF_TASK = re.compile(r"(?<=[:,])seed=[0-9]+(?=,|$)")
+_WORD = re.compile(r"[^-_./\\\s]+")
+_SEED_WORDS = ("seed", "s")
+
+
+_METRICS: tuple[tuple[tuple[str, ...], str, str, bool, str], ...] = (
+    (("loss",), "Loss", "loss", False, "Loss of each update, before its step."),
+    (
+        ("grad_norm",),
+        "Gradient norm",
+        "gradient norm",
+        False,
+        "Norm of the gradient before clipping; the largest of the steps of an update.",
+    ),
+    (
+        ("kl/mean",),
+        "KL divergence",
+        "KL, nats per token",
+        False,
+        "Divergence from the reference policy, mean over tokens.",
+    ),
+    (
+        ("policy/clipped_low", "policy/clipped_high", "policy/clipped_dual"),
+        "Clip fraction",
+        "tokens clipped",
+        True,
+        "Share of the tokens whose policy ratio was clipped.",
+    ),
+    (
+        ("entropy/mean",),
+        "Entropy",
+        "entropy, nats",
+        False,
+        "Entropy of the next-token distribution; near 0 the model no longer explores.",
+    ),
+    (
+        ("correction/ess",),
+        "Effective sample size",
+        "effective sample size",
+        True,
+        "Share of the tokens that the importance weights effectively keep; 100 % on-policy.",
+    ),
+    (
+        ("gap/max",),
+        "Engine-trainer gap",
+        "gap, nats",
+        False,
+        "Largest difference between the log-probabilities of engine and trainer under the same "
+        "weights.",
+    ),
+)
+"""Keys of the metrics that are added up, title, label, whether it is a share, and caption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineChart:
+    """One number of every run."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    is_share: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run has the number."""
+        return not any(self.lines)
+
+
+def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
+    """The score on held-out prompts against what it took."""
+    x_label, place = _PLACES[by]
+    return LineChart(
+        title=f"Accuracy on held-out prompts, by {x_label}",
+        x_label=x_label,
+        y_label="accuracy",
+        lines=tuple([(place(held_out), held_out.score) for held_out in r.scores] for r in runs),
+        is_share=True,
+    )
+
+
+def length_chart(runs: Sequence[Run]) -> LineChart:
+    """The mean length of the answers of each update."""
+    return LineChart(
+        title="Mean length of the answers of an update",
+        x_label="update",
+        y_label="tokens",
+        lines=tuple(counted(_lengths(run)) for run in runs),
+    )
+
+
+def reward_chart(runs: Sequence[Run]) -> LineChart:
+    """The mean reward of the answers of each update that got any."""
+    return LineChart(
+        title="Mean reward of the answers of an update",
+        x_label="update",
+        y_label="reward",
+        lines=tuple(_over_updates(run, "reward/mean") or counted(_rewards(run)) for run in runs),
+    )
+
+
+def metric_charts(runs: Sequence[Run]) -> Iterator[tuple[LineChart, str]]:
+    """Charts of the trainer's numbers that any run has logged, each with its caption."""
+    for names, title, y_label, is_share, caption in _METRICS:
+        chart = LineChart(
+            title=title,
+            x_label="update",
+            y_label=y_label,
+            lines=tuple(_over_updates(run, *names) for run in runs),
+            is_share=is_share,
+        )
+        if not chart.is_empty:
+            yield chart, caption
+
+
+def chart_figure(
+    chart: LineChart, groups: Sequence[SeedGroup], *, caption: str, width: int = WIDTH
+) -> str:
+    """Curves with a line for each group of seeds; nothing where no run has the number."""
+    if chart.is_empty:
+        return ""
+    picture = curves(
+        seed_series(groups, chart.lines),
+        x_label=chart.x_label,
+        y_label=chart.y_label,
+        title=chart.title,
+        is_share=chart.is_share,
+        width=width,
+    )
+    return figure(caption, picture)
+
+
+def counted(values: Sequence[float]) -> Line:
+    """The values at 1, 2, 3 and so on."""
+    return [(float(place), value) for place, value in enumerate(values, start=1)]
+
+
+def _over_updates(run: Run, *names: str) -> Line:
+    """A number of the run's metrics, or the sum of several, at each update that has all of them."""
+    points = []
+    for row in run.record.rows:
+        x, *ys = (number(row, name) for name in ("update", *names))
+        if x is not None and None not in ys:
+            points.append((x, sum(y for y in ys if y is not None)))
+    return points
+
+
+def _lengths(run: Run) -> list[float]:
+    return [
+        sum(trained.tokens for trained in event.trained) / len(event.trained)
+        for event in run.record.events
+        if isinstance(event, Update) and event.trained
+    ]
+
+
+def _rewards(run: Run) -> list[float]:
+    """From the events, where the run has no metrics."""
+    updates = [event.scored for event in run.record.events if isinstance(event, Score)]
+    given = [[one.reward for one in scored if one.reward is not None] for scored in updates]
+    return [sum(found) / len(found) for found in given if found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedGroup:
+    """Runs that differ only in the seed."""
+
+    name: str
+    places: tuple[int, ...]
+    """Which runs, by their place in what was given."""
+
+
+class Spread(NamedTuple):
+    """What lines have in common: their mean, and how far apart they lie."""
+
+    points: tuple[tuple[float, float], ...]
+    band: tuple[tuple[float, float, float], ...]
+    """Places with the least and the most."""
+
+
+def seed_groups(records: Sequence[RunRecord]) -> list[SeedGroup]:
+    """The groups, in the order of their first runs, with names of their own.
+
+    A run whose settings are not known is a group of its own.
+    """
+    groups: list[list[int]] = []
+    for place, record in enumerate(records):
+        for group in groups:
+            if all(_is_other_seed(records[member], record) for member in group):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    names = _group_names([[records[place] for place in group] for group in groups])
+    return [
+        SeedGroup(name=name, places=tuple(group)) for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def seed_series(groups: Sequence[SeedGroup], lines: Sequence[Line]) -> list[Series]:
+    """A line for each group, from those of its runs: the only one, or their mean with a band.
+
+    Runs that have no points yet do not count.
+    """
+    made = []
+    for group in groups:
+        drawn = [lines[place] for place in group.places if lines[place]]
+        if len(drawn) < 2:
+            points = tuple(point for line in drawn for point in line)
+            note = f"1 of {len(group.places)} seeds" if drawn and len(group.places) > 1 else ""
+            made.append(Series(name=group.name, points=points, note=note))
+        else:
+            points, band = spread(drawn)
+            note = f"mean of {len(drawn)} seeds"
+            made.append(Series(name=group.name, points=points, note=note, band=band))
+    return made
+
+
+def spread(lines: Sequence[Line]) -> Spread:
+    """Mean, least and most of the lines wherever one has a point and all of them reach.
+
+    Between its points a line is straight. Where it has several values at a place, the last holds.
+
+    >>> spread([[(0, 1.0), (4, 3.0)], [(0, 3.0), (2, 6.0)]]).points
+    ((0, 2.0), (2, 4.0))
+    """
+    values = [dict(line) for line in lines if line]
+    if not values:
+        return Spread(points=(), band=())
+    start, end = max(min(line) for line in values), min(max(line) for line in values)
+    places = sorted({x for line in values for x in line if start <= x <= end})
+    columns = list(zip(*(_along(line, places) for line in values), strict=True))
+    band = tuple((x, min(ys), max(ys)) for x, ys in zip(places, columns, strict=True))
+    points = tuple(
+        (x, min(max(sum(ys) / len(ys), least), most))
+        for (x, least, most), ys in zip(band, columns, strict=True)
+    )
+    return Spread(points=points, band=band)
+
+
+def _along(line: Mapping[float, float], places: Sequence[float]) -> Iterator[float]:
+    """The height of a line at places that it reaches."""
+    xs = sorted(line)
+    for x in places:
+        if x in line:
+            yield line[x]
+        else:
+            after = bisect_right(xs, x)
+            left, right = xs[after - 1], xs[after]
+            share = (x - left) / (right - left)
+            yield line[left] + share * (line[right] - line[left])
+
+
+def _is_other_seed(one: RunRecord, other: RunRecord) -> bool:
+    """Whether two runs differ in the seed and in nothing else that matters."""
+    if one.config is None or other.config is None:
+        return False
+    seeds = one.config.get("seed"), other.config.get("seed")
+    if None in seeds or seeds[0] == seeds[1]:
+        return False
+    mine, theirs = flat(one.config), flat(other.config)
+    models = [str(settings.pop("model", "")) for settings in (mine, theirs)]
+    if not _is_same_model(models, [str(seed) for seed in seeds]):
+        return False
+    return _what_matters(mine) == _what_matters(theirs)
+
+
+def flat(settings: Mapping[str, Any], *, section: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names.
+
+    >>> flat({"seed": 1, "engine": {"slots": 8}})
+    {'seed': 1, 'engine.slots': 8}
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, section=f"{section}{name}.")
+        else:
+            found[section + name] = value
+    return found
+
+
+def _what_matters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_seed(value)
+        for name, value in settings.items()
+        if name not in _OTHERWISE and not name.startswith(_OTHERWISE_SECTIONS)
+    }
+
+
+def _without_seed(value: object) -> object:
+    """A setting in which the seeds of tasks are hidden."""
+    if isinstance(value, str):
+        return _SEED_OF_TASK.sub("seed=", value)
+    return [_without_seed(part) for part in value] if isinstance(value, list) else value
+
+
+def _is_same_model(models: Sequence[str], seeds: Sequence[str]) -> bool:
+    """Whether two models are one, or lie in folders that are named after the seeds.
+
+    Other numbers in a path may be the size of the model, and so make a difference.
+    """
+    one, other = (re.split(r"[/\\]", model) for model in models)
+    return len(one) == len(other) and all(
+        mine == theirs or _named_after(mine, seeds[0]) == _named_after(theirs, seeds[1])
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def _named_after(folder: str, seed: str) -> str:
+    """A folder's name without the seed, where it ends with it as a number of its own."""
+    return re.sub(rf"(?<![0-9.]){re.escape(seed)}$", "*", folder)
+
+
+def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
+    """A name for each group; runs that stand alone keep theirs where they can."""
+    names: dict[int, str] = {}
+    for place in sorted(range(len(groups)), key=lambda place: len(groups[place]) > 1):
+        group = groups[place]
+        wanted = [_common_name([record.name for record in group]), _schedule_name(group[0])]
+        if len(group) == 1:
+            wanted = [group[0].name]
+        candidates = chain(wanted, (f"{wanted[-1]} ({number})" for number in count(2)))
+        names[place] = next(name for name in candidates if name and name not in names.values())
+    return [names[place] for place in range(len(groups))]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """What names have in common, at their beginning and at their end; "" where there is nothing.
+
+    >>> _common_name(["demo0/sorted", "demo1/sorted"]), _common_name(["sync-seed-1", "sync-seed-2"])
+    ('sorted', 'sync')
+    >>> _common_name(["run1", "run2"]), _common_name(["a", "b"])
+    ('run', '')
+    """
+    if len(set(names)) == 1:
+        return names[0]
+    words = [_WORD.findall(name) for name in names]
+    head = _shared(words)
+    tail = _shared([list(reversed(rest[len(head) :])) for rest in words])[::-1]
+    kept = [word for word in head + tail if word.lower() not in _SEED_WORDS]
+    if kept:
+        return "/".join(kept) if "/" in names[0] else "-".join(kept)
+    letters = "".join(_shared([list(name) for name in names])).rstrip("-_./\\ 0123456789")
+    return letters if len(letters) > 1 and letters.lower() not in _SEED_WORDS else ""
+
+
+def _shared(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The beginning that all rows share."""
+    columns = zip(*rows, strict=False)
+    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+
+
+def _schedule_name(record: RunRecord) -> str:
+    return next(event.schedule for event in record.events if isinstance(event, Begin))

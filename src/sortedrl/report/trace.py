@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto and Chrome: every slot, update, hand-over and reward as a track.
+"""A run as a trace for Perfetto and Chrome: every slot, update, weight sync and reward as a track.
 
 The file has the Trace Event Format, as a JSON object. Times are whole microseconds since the run
 began and never go back; bars of one thread follow each other without overlap. Events are written
@@ -304,7 +304,7 @@ class _Spans:
         yield ("rounds", "rollout"), self._found["rounds"]
         yield ("groups", "group"), self._found["groups"]
         yield ("trainer", "updates"), self._found["updates"]
-        yield ("trainer", "hand-over"), self._found["hand_overs"]
+        yield ("trainer", "weight sync"), self._found["hand_overs"]
         if self._found["waits"]:
             yield ("rewards", "waiting"), self._found["waits"]
         for number in sorted(self._workers):
@@ -323,7 +323,7 @@ class _Spans:
             self._end_rollout(event.seconds)
         elif isinstance(event, SyncWeights):
             self._begun = event.seconds
-            name = f"hand-over of version {event.version}"
+            name = f"weight sync of version {event.version}"
             args = {"version": event.version, "round": event.round}
             start = event.seconds - event.took_seconds
             self._add("hand_overs", name, start=start, end=event.seconds, args=args)
@@ -369,7 +369,7 @@ class _Spans:
 
     def _update(self, event: Update) -> None:
         if self._has_landings:
-            # It begins once the engine has its weights: after a hand-over, if there is one.
+            # It begins once the engine has its weights: after a weight sync, if there is one.
             self._flight, self._begun = event, event.seconds
         else:
             self._add_update(event, event.seconds - event.took_seconds, end=event.seconds)

@@ -20,11 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sortedrl.config.checks import require, require_native
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
 from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
 from sortedrl.config.toml import read_toml, settings_over, settings_with
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings, TrainSettings
-from sortedrl.core.logs import Value, read_metrics
+from sortedrl.config.train import TrainSettings
+from sortedrl.core.files import Value, read_metrics
+from sortedrl.data.catalogue import reward_from
 from sortedrl.data.rows import records_from, write_records
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError, ModelError
@@ -36,11 +42,10 @@ from sortedrl.report.terminal import write_text
 from sortedrl.rewards.functions import OBJECT, RewardSource, source_of_object
 from sortedrl.runs.evaluate import Examination, evaluated, write_page
 from sortedrl.runs.folder import RunFolder
-from sortedrl.runs.notebook import show_page
+from sortedrl.runs.output import show_page
 from sortedrl.runs.start import Callback
 from sortedrl.runs.start import train as train_run
 from sortedrl.runs.tasks import opened
-from sortedrl.tasks.catalogue import reward_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -121,7 +126,7 @@ def train(
 
 
 class Run:
-    """A training run and its folder: numbers, model, report, and how to go on with it."""
+    """A training run and its folder: numbers, model, report, and how to resume it."""
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class Run:
         max_updates: int | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> Run:
-        """Go on from the newest checkpoint, until `epochs` in all or `max_updates` in all."""
+        """Resume from the newest checkpoint, until `epochs` in all or `max_updates` in all."""
         if not RunFolder(self.folder).holds_run:
             raise ConfigError(f"{self.folder} holds no run to resume; check the path")
         settings = self.settings

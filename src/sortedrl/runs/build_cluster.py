@@ -94,7 +94,7 @@ class ShardedTrainerFactory:
     total_steps: int
     is_compiled: bool
     saved: tuple[Path, Mapping[str, Any]] | None
-    """The checkpoint to go on from, and the trainer's counters in it."""
+    """The checkpoint to resume from, and the trainer's counters in it."""
 
     def trainer(self, ranks: Ranks) -> ShardedTrainer:
         """A new trainer, as the run begins it or as its checkpoint has it."""

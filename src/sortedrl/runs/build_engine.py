@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.config.spec import options_from
 from sortedrl.config.train import Rollout, TrainSettings
-from sortedrl.data.chat import Tokenizer
+from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.engines.native import NativeEngine, Sampling

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.config.sft import SupervisedSettings
-from sortedrl.config.train import Lora, PrecisionChoice, TrainSettings
+from sortedrl.config.train import Lora, PrecisionChoice, SupervisedSettings, TrainSettings
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer
 from sortedrl.core.clock import WallClock
@@ -22,8 +21,7 @@ from sortedrl.core.events import Record
 from sortedrl.core.loop import Loop
 from sortedrl.core.protocols import Scorer
 from sortedrl.core.recorder import Journal, JournalState
-from sortedrl.data.chat import Tokenizer
-from sortedrl.data.stream import PromptStream, TokenizedRow
+from sortedrl.data.stream import PromptStream, TokenizedRow, Tokenizer
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError
@@ -166,7 +164,7 @@ class TrainingParts:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     folder: Path
     state: Mapping[str, Any]

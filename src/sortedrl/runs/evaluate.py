@@ -8,8 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sortedrl.config.environment import EnvironmentSettings
-from sortedrl.config.train import DataSettings, EvaluationSettings, RewardSettings
+from sortedrl.config.data import (
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RewardSettings,
+)
+from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import tokenized
 from sortedrl.environments.pool import opened_rows
 from sortedrl.evaluation.results import PAGE, ResultsWriter
@@ -19,7 +24,6 @@ from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.terminal import progress, tell, write_text
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.tasks import environment_pool, evaluation_engine, threads, tokenizer_of
-from sortedrl.tasks.catalogue import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,19 +19,72 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
+from sortedrl import __version__
 from sortedrl.config.toml import under_new_keys
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+def run_facts(device: str) -> dict[str, str]:
+    """When and on what a run starts, as `run.json` keeps it."""
+    facts = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{device_name(device)}, {os.cpu_count()} CPU cores",
+        "sortedrl": __version__,
+    }
+    found = commit(Path(__file__).parent)
+    return facts | ({"commit": found} if found is not None else {})
+
+
+def device_name(device: str) -> str:
+    """The GPU or the processor by name."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of a folder that git tracks; `None` for any other, such as an installed package.
+
+    `SORTEDRL_COMMIT` overrides it, for a copy without the history.
+    """
+    if given := os.environ.get("SORTEDRL_COMMIT"):
+        return given
+    if not _git(["ls-files", "."], folder):
+        return None
+    return _git(["describe", "--always", "--dirty", "--exclude=*"], folder)
+
+
+def _git(arguments: Sequence[str], folder: Path) -> str | None:
+    """What git prints; `None` where it is missing, or fails."""
+    try:
+        found = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() or None
+
 
 _MAY_CHANGE = (
     "out",
@@ -83,7 +136,7 @@ class RunFolder:
 
     @property
     def mark(self) -> Path:
-        """What tells the folder of a run from any other; locked while the run goes on."""
+        """What tells the folder of a run from any other; locked while the run is in progress."""
         return self.root / "run.json"
 
     @property
@@ -215,7 +268,7 @@ class RunFolder:
         except BlockingIOError as error:
             raise self._refusal_of_second() from error
         except OSError as error:
-            # Some network file systems have no locks, and a run goes on without.
+            # Some network file systems have no locks, and a run continues without.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise DataError(self.mark, f"cannot be locked ({error.strerror})") from error
 
@@ -246,7 +299,7 @@ def as_saved(settings: DataclassInstance) -> dict[str, Any]:
 
 
 def refuse_other_settings(saved: Mapping[str, Any], given: DataclassInstance) -> list[str]:
-    """Refuse to go on with settings that would make it another run; gives what else differs.
+    """Refuse to resume with settings that would make it another run; gives what else differs.
 
     `saved` are the settings of the checkpoint, as `as_saved` gave them.
     """

@@ -14,29 +14,28 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sortedrl.config.data import EvaluationSettings
 from sortedrl.config.toml import settings_to_toml
-from sortedrl.config.train import EvaluationSettings, TrainSettings
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
-from sortedrl.core.logs import AnswerFile, MetricsFile, Value, read_metrics
+from sortedrl.core.files import AnswerFile, MetricsFile, Value, read_metrics
 from sortedrl.core.meter import Meter
-from sortedrl.data.chat import Tokenizer
+from sortedrl.data.catalogue import Task
 from sortedrl.data.rows import Row
-from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
 from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
 from sortedrl.models.shape import shape_of
-from sortedrl.report.live.state import Source
-from sortedrl.report.live.view import View
+from sortedrl.report.live import View
+from sortedrl.report.live_state import Source
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.build_engine import check_engine
 from sortedrl.runs.build_training import Saved, TrainingParts, training_parts
-from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings
-from sortedrl.runs.machine import run_facts
+from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings, run_facts
+from sortedrl.runs.output import TrackedRun, open_trackers
 from sortedrl.runs.tasks import environment_pool, threads, tokenizer_of
-from sortedrl.runs.trackers import TrackedRun, open_trackers
 from sortedrl.runs.training import Counters, Evaluator, Logs, TrainingRun
-from sortedrl.tasks.catalogue import Task
 from sortedrl.training.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def opened_run(
     view: View,
     on_row: Callable[[Mapping[str, Value]], None] = lambda row: None,
 ) -> Iterator[TrainingRun]:
-    """A run that can go; everything it holds is let go of afterwards.
+    """A run that is ready to start; its resources are released afterwards.
 
     `on_row` is given the numbers of every update and evaluation from here on.
     """
@@ -145,7 +144,7 @@ class _Watch:
 
     def __call__(self, event: Event) -> None:
         run = self.run
-        assert run is not None, "nothing happens before the run goes"
+        assert run is not None, "no event precedes the start of the run"
         run.logs.meter(event)
         run.logs.events(event)
         run.view(event)
@@ -157,7 +156,7 @@ class _Watch:
 def _saved(
     settings: TrainSettings, folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell
 ) -> Saved | None:
-    """The checkpoint to go on from; `None` where none was saved before the run ended."""
+    """The checkpoint to resume from; `None` where none was saved before the run ended."""
     newest = checkpoints.newest()
     if newest is None:
         if checkpoints.num_named:
@@ -355,7 +354,7 @@ def _logs(
 
 
 def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> AnswerFile:
-    """The answers as text; nothing is computed from them, so a run goes on without older ones."""
+    """The answers as text; nothing is computed from them, so a run continues without older ones."""
     try:
         return AnswerFile(folder.answers, keep_bytes=keep_bytes)
     except DataError as error:

@@ -1,13 +1,31 @@
-"""How a run is shown in a terminal and to a script: a line per update, and how it ended."""
+"""How a run is shown besides its report: terminal lines, a notebook table, trackers.
+
+A notebook shows the same view as a terminal, as a table that is redrawn in place; it needs only
+IPython, and does nothing without it. A tracker (TensorBoard, Weights & Biases, trackio) never stops
+a run: one that fails is disabled after one warning. The numbers themselves are in `metrics.jsonl`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+from uuid import uuid4
 
-from sortedrl.core.metrics import Figures, numbers
+from sortedrl.config.train import Tracking
+from sortedrl.core.events import End, Event
+from sortedrl.core.files import Value, write_whole
+from sortedrl.core.meter import Figures, numbers
 from sortedrl.evaluation.tables import percent
+from sortedrl.report.live import View, activity
+from sortedrl.report.live_state import Source
 from sortedrl.report.terminal import thousands
 
 if TYPE_CHECKING:
@@ -130,3 +148,279 @@ def as_row(ending: Ending, folder: Path) -> dict[str, object]:
         "first_scores": None if ending.first_scores is None else ending.first_scores.by_task,
         "last_scores": None if ending.last_scores is None else ending.last_scores.by_task,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What the trackers are told about the run."""
+
+    folder: Path
+    """The folder of the run; its name is the name of the run."""
+    settings: Mapping[str, object]
+    """The resolved settings, as JSON values."""
+    resumed_step: int | None = None
+    """The step of the checkpoint that the run resumes from; `None` for a new run."""
+
+
+class Tracker(Protocol):
+    """One place that shows numbers."""
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Show the numbers of a step."""
+
+    def close(self) -> None:
+        """Bring everything out."""
+
+
+class TensorBoard:
+    """TensorBoard files in the run's folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Add a file, which hides the points from the first step of this run on.
+
+        These are the ones after the checkpoint, or all that an older run left in the folder.
+        """
+        first_step = 0 if run.resumed_step is None else run.resumed_step + 1
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = writer(str(run.folder / "tensorboard"), purge_step=first_step)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """One point per number, on the disk at once: a killed run loses none."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class Remote:
+    """A run of Weights & Biases or of trackio, which are called alike."""
+
+    def __init__(self, run: Any) -> None:  # noqa: ANN401
+        """The run as their `init` gives it."""
+        self._run = run
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """One row."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def weights_and_biases(project: str, run: TrackedRun) -> Remote:
+    """A new run of a W&B project, or the same again.
+
+    A step that comes again after a resume is ignored there, so it is never doubled.
+    """
+    return Remote(
+        import_module("wandb").init(
+            project=project,
+            name=run.folder.name,
+            id=_identity(run, "wandb"),
+            dir=str(run.folder),
+            config=dict(run.settings),
+            resume="never" if run.resumed_step is None else "allow",
+        )
+    )
+
+
+def trackio(project: str, run: TrackedRun) -> Remote:
+    """A new run of a trackio project, or the same again; trackio knows runs by their names.
+
+    Steps repeated after a resume appear twice.
+    """
+    return Remote(
+        import_module("trackio").init(
+            project=project,
+            name=f"{run.folder.name}-{_identity(run, 'trackio')}",
+            config=dict(run.settings),
+            resume="never" if run.resumed_step is None else "allow",
+        )
+    )
+
+
+class Trackers:
+    """Several trackers as one, none of which can stop the run."""
+
+    def __init__(
+        self, makers: Mapping[str, Callable[[], Tracker]], *, warn: Callable[[str], None]
+    ) -> None:
+        """Make each tracker; `warn` is told, once, of each that fails then or later."""
+        self._warn = warn
+        self._trackers: dict[str, Tracker] = {}
+        for name, make in makers.items():
+            try:
+                self._trackers[name] = make()
+            except Exception as error:  # noqa: BLE001  foreign code, and no reason not to train
+                self._switch_off(name, error)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trackers that work."""
+        return tuple(self._trackers)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Show the numbers of a step everywhere."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(values, step=step)
+            except Exception as error:  # noqa: BLE001  foreign code, and no reason to stop
+                self._switch_off(name, error)
+
+    def close(self) -> None:
+        """Bring everything out; calling it again does nothing."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001  foreign code, and the run is over
+                self._switch_off(name, error)
+        self._trackers.clear()
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        self._trackers.pop(name, None)
+        self._warn(
+            f"{name} failed and is disabled ({type(error).__name__}: {error}); "
+            "the run continues, and its metrics are in metrics.jsonl"
+        )
+
+
+def open_trackers(tracking: Tracking, run: TrackedRun, *, warn: Callable[[str], None]) -> Trackers:
+    """The trackers that were asked for, opened."""
+    tracking.check_installed()
+    makers: dict[str, Callable[[], Tracker]] = {}
+    if tracking.tensorboard:
+        makers["tensorboard"] = lambda: TensorBoard(run)
+    if (wandb_project := tracking.wandb) is not None:
+        makers["wandb"] = lambda: weights_and_biases(wandb_project, run)
+    if (trackio_project := tracking.trackio) is not None:
+        makers["trackio"] = lambda: trackio(trackio_project, run)
+    return Trackers(makers, warn=warn)
+
+
+def _identity(run: TrackedRun, tracker: str) -> str:
+    """A name that no other run has, kept in the run's folder for when it is resumed."""
+    path = run.folder / f"{tracker}_id"
+    if run.resumed_step is not None and path.exists():
+        return path.read_text(encoding="utf-8")
+    identity = uuid4().hex[:16]
+    write_whole(path, identity.encode())
+    return identity
+
+
+_SECONDS_PER_FRAME = 0.5
+_SHOWN_ROWS = 8
+_SHOWN_LINES = 6
+_TABLE_COLUMNS = {
+    "update": "update",
+    "reward/mean": "reward",
+    "length/mean": "length",
+    "rollout/bubble": "bubble",
+    "rollout/goodput": "tokens/s",
+    "evaluation/score": "score",
+}
+"""What a row of the table has, by the names in metrics.jsonl."""
+_FRAME = '<div><iframe srcdoc="{}" style="width: 100%; height: {}px; border: 0"></iframe></div>'
+"""Inside a div: IPython warns of HTML that is a frame and nothing else."""
+
+Show = Callable[[str], None]
+"""Shows HTML in the place that belongs to it."""
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules and "IPython" in sys.modules
+
+
+def show_page(html: str, *, height: int = 900) -> None:
+    """Show a whole page under the cell, in a frame of its own; outside of a notebook, nothing."""
+    if is_notebook():
+        _shown(_FRAME.format(escape(html), height))
+
+
+def _shown(html: str) -> Show:
+    """Show HTML under the cell; what is given afterwards takes its place."""
+    display = import_module("IPython.display")
+    handle = display.display(display.HTML(html), display_id=True)
+    return lambda changed: handle.update(display.HTML(changed))
+
+
+@contextmanager
+def notebook_view() -> Iterator[View]:
+    """A view under the cell that runs."""
+    view = NotebookView(_shown("loading"))
+    try:
+        yield view
+    finally:
+        view.draw()
+
+
+class NotebookView:
+    """The last updates as a table, the current activity above it, and the last lines below."""
+
+    def __init__(self, show: Show) -> None:
+        """Draw with `show`, at most twice a second."""
+        self._show = show
+        self._rows: deque[Mapping[str, Value]] = deque(maxlen=_SHOWN_ROWS)
+        self._lines: deque[str] = deque(maxlen=_SHOWN_LINES)
+        self._what, self._done = "", 0.0
+        self._drawn = 0.0
+
+    def watch(self, source: Source) -> None:
+        """The run is loaded; its events follow."""
+        self._what = f"{source.schedule}, {source.slots} slots, on {source.device}"
+
+    def __call__(self, event: Event) -> None:
+        """Take in the next event."""
+        self._what = activity(event) or self._what
+        if isinstance(event, End):
+            self._what, self._done = f"finished: {event.trained:,} answers trained", 1.0
+        self._draw_soon()
+
+    def updated(self, row: Mapping[str, Value]) -> None:
+        """Take in a row of metrics, of an update or of an evaluation."""
+        self._rows.append(row)
+        self._draw_soon()
+
+    def advance(self, what: str, done: float) -> None:
+        """Show the current activity, and the share of the run that is done."""
+        self._what, self._done = what, done
+        self._draw_soon()
+
+    def tell(self, line: str) -> None:
+        """Show a line; the line of an update stands in the table already."""
+        if not line.startswith("update "):
+            self._lines.append(line)
+        self._draw_soon()
+
+    def draw(self) -> None:
+        """Draw now."""
+        self._drawn = time.monotonic()
+        self._show(self._html())
+
+    def _draw_soon(self) -> None:
+        if time.monotonic() - self._drawn >= _SECONDS_PER_FRAME:
+            self.draw()
+
+    def _html(self) -> str:
+        used = [name for name in _TABLE_COLUMNS if any(name in row for row in self._rows)]
+        head = "".join(f"<th>{_TABLE_COLUMNS[name]}</th>" for name in used)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_cell(row.get(name))}</td>" for name in used) + "</tr>"
+            for row in self._rows
+        )
+        lines = escape("\n".join(self._lines))
+        return (
+            f'<div>{escape(self._what)}<br><progress value="{self._done:.4f}" max="1" '
+            f'style="width: 100%"></progress><table><tr>{head}</tr>{body}</table>'
+            f"<pre>{lines}</pre></div>"
+        )
+
+
+def _cell(value: Value | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))

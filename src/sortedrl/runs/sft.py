@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sortedrl.config.sft import SupervisedSettings
 from sortedrl.config.toml import settings_to_toml
-from sortedrl.core.logs import MetricsFile
-from sortedrl.data.chat import Tokenizer
+from sortedrl.config.train import SupervisedSettings
+from sortedrl.core.files import MetricsFile
+from sortedrl.data.catalogue import Task
 from sortedrl.data.rows import Row
-from sortedrl.data.stream import TokenizedRow, tokenized
+from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
 from sortedrl.errors import DataError
 from sortedrl.models.shape import shape_of
 from sortedrl.report.terminal import Advance, thousands
@@ -26,7 +26,6 @@ from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import threads, tokenizer_of
-from sortedrl.tasks.catalogue import Task
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel

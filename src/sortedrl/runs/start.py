@@ -5,6 +5,10 @@
 The first Ctrl-C or SIGTERM asks for a stop, which finishes and saves the round; a second Ctrl-C
 stops at once. Ray ends every process that uses it when its own processes on this machine are gone,
 and no code of ours runs then: so another process waits for this one to end, and says how to resume.
+
+A smoke run has the workers, ranks, algorithm and schedule of a run, with a tiny model, on CPUs. It
+takes two updates and a few minutes, and shows whether the parts fit together before GPUs are rented
+for it. Its first lines say what it replaces.
 """
 
 from __future__ import annotations
@@ -15,23 +19,25 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require_native
-from sortedrl.config.sft import SupervisedSettings
+from sortedrl.config.data import DataSettings, PeriodicEvaluation
 from sortedrl.config.sizes import Chosen, size_line, sized
-from sortedrl.config.train import TrainSettings
-from sortedrl.core.logs import Value
+from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSettings
+from sortedrl.core.files import Value
+from sortedrl.data.catalogue import Task
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
-from sortedrl.report.live.view import opened_view
+from sortedrl.report.live import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.runs.notebook import is_notebook, notebook_view
+from sortedrl.runs.output import is_notebook, notebook_view
 from sortedrl.runs.tasks import opened, training_tasks
-from sortedrl.tasks.catalogue import Task
 
 if TYPE_CHECKING:
     from sortedrl.runs.sft import SupervisedEnding
@@ -48,7 +54,7 @@ _WATCH = "import sys; sys.stdin.read() or sys.stderr.write(sys.argv[1] + chr(10)
 
 @contextmanager
 def last_words(words: str) -> Iterator[None]:
-    """Have these words said on standard error if this process ends within the block."""
+    """Print a message on standard error if this process ends within the block."""
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCH, words],
         stdin=subprocess.PIPE,
@@ -73,12 +79,12 @@ def train(
     reward: RewardSource | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Ending:
-    """Train with rewards until the run ends; `is_resumed` goes on from the newest checkpoint.
+    """Train with rewards until the run ends; `is_resumed` resumes from the newest checkpoint.
 
     Sizes that are not among the `chosen` settings follow the data; without `chosen` all settings
     are taken as they stand. A `reward` that is a Python object takes the place of the one that the
-    settings name. On a cluster that lost its trainer, or all of its workers, the run goes on by
-    itself.
+    settings name. On a cluster that lost its trainer, or all of its workers, the run resumes
+    automatically.
     """
     _refuse_early(settings)
     task, held_out = training_tasks(settings, reward=reward)
@@ -189,12 +195,7 @@ class Stopping:
                 self._before[number] = signal.signal(number, self._ask)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the signals to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # as signal gave it
@@ -204,3 +205,110 @@ class Stopping:
             raise KeyboardInterrupt
         self.is_asked = True
         self._tell("stopping after this round is finished and saved (Ctrl-C again: at once)")
+
+
+_TASK = "knights_knaves:people=2,count=128,style=compact"
+_UPDATES = 2
+_MAX_TOKENS = 24
+_SLOTS_EACH = 2
+_GROUP_ANSWERS = 32
+_PASS_TOKENS = 2048
+_START_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeRun:
+    """The settings of a smoke run, and lines that list what they replace."""
+
+    settings: TrainSettings
+    lines: Sequence[str]
+
+
+def smoke_run(settings: TrainSettings) -> SmokeRun:
+    """The layout of a run on the CPUs of this machine."""
+    lines = []
+    cluster, rollout, schedule = settings.cluster, settings.rollout, settings.schedule
+    if not is_tiny(settings.model):
+        lines.append(f"model tiny in place of {settings.model}")
+    if rollout.is_outside:
+        each = f"{rollout.engine} over {cluster.tensor_parallel} GPUs"
+        name = each if cluster.tensor_parallel > 1 else rollout.engine
+        lines.append(f"the native engine in place of {name}")
+    kind = cluster.kind
+    if cluster.is_used:
+        lines.append(
+            f"CPU processes in place of GPUs, rollout workers: {cluster.num_workers}, trainer "
+            f"ranks: {cluster.trainer_ranks}"
+        )
+        if kind == "colocated" and cluster.trainer_ranks != cluster.num_workers:
+            kind = "separated"
+            lines.append(
+                "kind separated in place of colocated: on CPUs a worker shares its place with one "
+                "rank only"
+            )
+        cluster = replace(
+            cluster,
+            address=None,
+            kind=kind,
+            max_rollout_workers=None,
+            cpus_per_worker=1,
+            gpus_per_worker=0,
+            tensor_parallel=1,
+            start_seconds=_START_SECONDS,
+            dashboard=False,
+            object_store_gib=0.2,
+        )
+    if settings.task != _TASK:
+        lines.append(f"task {_TASK} in place of {settings.task}")
+    prompts = max(2, _GROUP_ANSWERS // schedule.samples_per_prompt)
+    answers = prompts * schedule.samples_per_prompt
+    lines.append(
+        f"{_UPDATES} updates of {answers // 2} answers of up to {_MAX_TOKENS} tokens, float32, "
+        "no evaluation"
+    )
+    return SmokeRun(
+        replace(
+            settings,
+            model=settings.model if is_tiny(settings.model) else "tiny",
+            task=_TASK,
+            reward=None,
+            reward_options=(),
+            folder=None,
+            data=DataSettings(),
+            out=_free_folder(settings.out),
+            epochs=1,
+            max_updates=_UPDATES,
+            max_prompt_tokens=None,
+            device="cpu",
+            threads=1,
+            precision="float32",
+            cluster=cluster,
+            rollout=replace(
+                rollout,
+                engine="native",
+                urls=(),
+                options=(),
+                weight_sync_folder=None,
+                cache_gib=0.1,
+            ),
+            engine=replace(
+                settings.engine,
+                slots=_SLOTS_EACH * cluster.num_engines,
+                max_tokens=_MAX_TOKENS,
+            ),
+            schedule=replace(schedule, group_prompts=prompts, update_batch=answers // 2),
+            algorithm=replace(settings.algorithm, overlong_tokens=None),
+            passes=replace(settings.passes, micro_batch_tokens=_PASS_TOKENS),
+            rewards=replace(settings.rewards, workers=1),
+            evaluation=PeriodicEvaluation(),
+            saving=Saving(every=_UPDATES, keep_best=False),
+            tracking=Tracking(),
+        ),
+        lines,
+    )
+
+
+def _free_folder(out: Path) -> Path:
+    """A folder beside that of the run, which a smoke run neither needs nor touches."""
+    names = (out.with_name(f"{out.name}-smoke-{number}") for number in count(1))
+    return next(name for name in names if not name.exists())

@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
-from sortedrl.config.environment import EnvironmentSettings
-from sortedrl.config.sizes import cpu_limit, threads_for
-from sortedrl.config.spec import options_from, parsed
-from sortedrl.config.train import (
+from sortedrl.config.data import (
     DataSettings,
+    EnvironmentSettings,
     EvaluationSettings,
     PeriodicEvaluation,
-    TrainSettings,
 )
-from sortedrl.data.chat import Tokenizer
+from sortedrl.config.sizes import cpu_limit, threads_for
+from sortedrl.config.spec import options_from, parsed
+from sortedrl.config.train import TrainSettings
+from sortedrl.data.catalogue import Task, open_task, reward_from, shared_rows
+from sortedrl.data.knights_puzzle import Split
 from sortedrl.data.rows import SUFFIXES
+from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.report.terminal import progress, tell
 from sortedrl.rewards.functions import RewardSource
-from sortedrl.tasks.catalogue import Task, open_task, reward_from, shared_rows
-from sortedrl.tasks.knights.puzzle import Split
 
 if TYPE_CHECKING:
     from sortedrl.engines.native import NativeEngine

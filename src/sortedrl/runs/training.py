@@ -14,27 +14,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sortedrl.config.train import (
-    TrainSettings,
-)
+from sortedrl.config.train import TrainSettings
 from sortedrl.core.buffer_file import save_buffer
 from sortedrl.core.events import EventFile
-from sortedrl.core.logs import AnswerFile, LoggedAnswer, MetricsFile, Value
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures, numbers
-from sortedrl.data.chat import Tokenizer
+from sortedrl.core.files import AnswerFile, LoggedAnswer, MetricsFile, Value
+from sortedrl.core.meter import Figures, Meter, numbers
+from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine, SamplingOverride
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weight_files import MOST_NATS
 from sortedrl.environments.pool import EnvironmentPool
 from sortedrl.errors import EngineError
 from sortedrl.evaluation.runner import OUTSIDE_SECONDS, TURNS, Question, Runner
-from sortedrl.report.live.view import View
+from sortedrl.report.live import View
 from sortedrl.runs.build_training import TrainingParts
 from sortedrl.runs.folder import RunFolder, as_saved
-from sortedrl.runs.output import evaluation_line, update_line
+from sortedrl.runs.output import Trackers, evaluation_line, update_line
 from sortedrl.runs.start import Stopping
-from sortedrl.runs.trackers import Trackers
 from sortedrl.training.checkpoint import Checkpoints, write_model, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
 
@@ -46,7 +42,7 @@ class RunSnapshot:
     write: Callable[[Path], None]
     """Fills the folder of the checkpoint."""
     is_apart: bool
-    """Whether that may happen while the training goes on."""
+    """Whether that may happen while training continues."""
 
     @classmethod
     def taken(
@@ -59,7 +55,7 @@ class RunSnapshot:
     ) -> RunSnapshot:
         """Of this moment; `counters` are those of the run itself.
 
-        After the last one nothing goes on, so no copy is made.
+        After the last one nothing is trained, so no copy is made.
         """
         save = None if is_last else parts.trainer.snapshot(tokenizer=tokenizer)
         buffer = parts.loop.buffer.state()
@@ -218,7 +214,7 @@ class TrainingRun:
         return is_open or not self.parts.prompts.is_exhausted
 
     def show(self, done: str) -> None:
-        """Tell the person at the terminal what goes on."""
+        """Show the current activity to the user."""
         self.view.advance(f"update {self.counters.updates + 1}: {done}", self._share_done())
 
     def _after_update(self, batch: TrainBatch) -> None:
@@ -448,7 +444,7 @@ class Evaluator:
         self._environments = environments
 
     def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
-        """The scores of the weights; `advance` is told how far it has come."""
+        """The scores of the weights; `advance` is given the progress."""
         if self._engine.version != weights.version:
             self._engine.load_weights(weights)
         runner = Runner(

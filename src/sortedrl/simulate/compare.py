@@ -12,8 +12,7 @@ from sortedrl.core.clock import VirtualClock
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import Event, Finish, Interrupt, Record, Start, SyncWeights
 from sortedrl.core.loop import Loop
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import LengthBias, Metrics, length_bias, numbers
+from sortedrl.core.meter import LengthBias, Meter, Metrics, length_bias, numbers
 from sortedrl.core.protocols import Engine
 from sortedrl.core.recorder import Journal
 from sortedrl.simulate.conversations import Conversations, SimulatedEnvironments

@@ -1,4 +1,4 @@
-"""How long answers were in somebody else's runs: read from the logs of other trainers.
+"""Lengths of answers from other trainers: read from their logs, or recorded by `measure`.
 
 what                                   file                       what is read of a line
 `sortedrl.measure`                     .jsonl                     tokens, step, prompt
@@ -9,18 +9,36 @@ anything else                          .jsonl, .parquet           length, tokens
 
 Where a log has text and no number of tokens, a token is taken to be four characters: the shape of
 the distribution is what decides, not its scale. A pickle is never opened.
+
+`measure` is a reward function that records lengths and changes nothing:
+
+    trainer = GRPOTrainer(..., reward_funcs=[mine, sortedrl.measure("lengths.jsonl")])
+
+who calls it      how                                                      what it gives
+TRL               reward_funcs=[mine, measure(path)]                       None for each answer
+verl              reward.custom_reward_function, around yours              what yours gives
+slime             --custom-rm-path, around yours                           what yours gives
+OpenRLHF          --remote_rm_url FILE, around yours                       what yours gives
+
+Then `sortedrl compare lengths.jsonl` says how idle the slots were and what each schedule would
+bring.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import math
+import os
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any
+from typing import Any, TypeGuard
 
 from sortedrl.errors import ConfigError, DataError
 
@@ -63,7 +81,7 @@ class _Seen:
 
 def read_observed(path: Path) -> Observed:
     """What a log of answers shows; a folder is read with all its files."""
-    seen = [answer for file in _files(path) for answer in _answers(file)]
+    seen = [answer for file in _files(path) for answer in _answers_of_log(file)]
     if not seen:
         raise DataError(path, "holds no answer; give a log of at least one step")
     steps: dict[object, list[_Seen]] = defaultdict(list)
@@ -93,9 +111,9 @@ def observed_line(observed: Observed, *, name: str) -> str:
     idle = f"{100 * (1 - observed.busy):.0f} %"
     estimated = " (tokens are estimated from the text)" if observed.is_estimated else ""
     return (
-        f"{name}: steps of {observed.answers_per_step:,} answers, {observed.samples_per_prompt} to "
-        f"a prompt; while the longest of a step was waited for, {idle} of its slots' time was "
-        f"idle{estimated}"
+        f"{name}: steps of {observed.answers_per_step:,} answers, "
+        f"{observed.samples_per_prompt} per prompt; {idle} of the slot time was idle, waiting for "
+        f"the longest answer of a step{estimated}"
     )
 
 
@@ -118,10 +136,10 @@ def _number(path: Path) -> tuple[int, str]:
     return int(digits or 0), str(path)
 
 
-def _answers(path: Path) -> Iterator[_Seen]:
+def _answers_of_log(path: Path) -> Iterator[_Seen]:
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     for number, row in rows:
-        tokens, is_estimated = _tokens(row, path, number)
+        tokens, is_estimated = _tokens_of_row(row, path, number)
         if tokens:
             yield _Seen(
                 tokens,
@@ -167,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise DataError(path, f"not Parquet: {error}") from error
 
 
-def _tokens(row: Mapping[str, Any], path: Path, number: int) -> tuple[int, bool]:
+def _tokens_of_row(row: Mapping[str, Any], path: Path, number: int) -> tuple[int, bool]:
     """Tokens of an answer, and whether they are an estimate."""
     counted = next((row[name] for name in _COUNTS if row.get(name) is not None), None)
     if counted is None and isinstance(row.get("token_usage"), Mapping):
@@ -228,3 +246,140 @@ def _busy(steps: Sequence[Sequence[int]]) -> float:
     """Slots in use while the longest answer of each step was waited for."""
     waited = sum(len(lengths) * max(lengths) for lengths in steps)
     return sum(sum(lengths) for lengths in steps) / waited
+
+
+_LISTS = ("completion_ids", "completions", "queries", "responses")
+_SINGLE = ("solution_str", "response", "response_str")
+_PAUSE_SECONDS = 1.0
+
+
+def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A reward function that notes lengths in `path`; around `reward`, where one is given.
+
+    Without one it gives `None` for every answer, which trainers that take several rewards leave
+    out of the sum. Every process may write to the same file.
+    """
+    target = Path(path)
+    if target.suffix != ".jsonl":
+        raise ConfigError(f"lengths are kept as JSON lines, so path must end in .jsonl, got {path}")
+    notes = _Notes(target)
+
+    if reward is not None and inspect.iscoroutinefunction(reward):
+
+        async def measured_later(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+            notes.take(arguments, named)
+            return await reward(*arguments, **named)
+
+        return measured_later
+
+    # The arguments are those of another framework, and go on to the user's function as they are.
+    def sortedrl_measure(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        count = notes.take(arguments, named)
+        if reward is not None:
+            return reward(*arguments, **named)
+        return [None] * count
+
+    return sortedrl_measure
+
+
+class _Notes:
+    """Writes lengths down; calls that follow each other closely belong to one step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._step = 0
+        self._last: float | None = None
+
+    def take(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
+        """Note the answers of a call; gives how many there were."""
+        answers = list(_answers_of_call(arguments, named))
+        prompts = _prompts(arguments, named, len(answers))
+        now = time.time()
+        with self._lock:
+            is_whole_step = any(name in named for name in _LISTS)
+            if self._last is None or is_whole_step or now - self._last > _PAUSE_SECONDS:
+                self._step += 1
+            self._last = now
+            step = f"{os.getpid()}-{self._step}"
+            lines = [
+                json.dumps(
+                    {"step": step, "prompt": prompt, "tokens": max(1, tokens), "seconds": now}
+                )
+                for prompt, tokens in zip(prompts, answers, strict=True)
+            ]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        return len(answers)
+
+
+def _answers_of_call(arguments: Sequence[Any], named: Mapping[str, Any]) -> Iterable[int]:
+    """The tokens of each answer that a call is about."""
+    for name in _LISTS:
+        if name in named:
+            return [_num_tokens(answer) for answer in named[name]]
+    for name in _SINGLE:
+        if name in named:
+            return [_num_tokens(named[name])]
+    samples = [sample for argument in arguments for sample in _slime_samples(argument)]
+    if samples:
+        return [int(sample.response_length) for sample in samples]
+    if arguments and _is_list(arguments[0]):
+        return [_num_tokens(answer) for answer in _without_prompts(arguments)]
+    raise ConfigError(
+        "measure finds the answers of TRL (completion_ids), verl (solution_str), slime (samples) "
+        f"and OpenRLHF (queries), got arguments {sorted(named)}; wrap your own reward so that it "
+        "passes completion_ids=..."
+    )
+
+
+def _slime_samples(argument: object) -> list[Any]:
+    """Slime's samples, one or many, known by the name of their class: slime is not imported."""
+    parts = argument if isinstance(argument, list) else [argument]
+    return [part for part in parts if type(part).__name__ == "Sample"]
+
+
+def _num_tokens(answer: object) -> int:
+    """Token ids are counted; of text, four letters are a token."""
+    if isinstance(answer, str):
+        return -(-len(answer) // _LETTERS_PER_TOKEN)
+    if not isinstance(answer, Sequence):
+        raise ConfigError(f"an answer must be text, token ids or messages, got {answer!r:.80}")
+    if answer and isinstance(answer[0], Mapping):
+        return sum(_num_tokens(str(message.get("content") or "")) for message in answer)
+    return len(answer)
+
+
+def _prompts(arguments: Sequence[Any], named: Mapping[str, Any], count: int) -> list[str]:
+    """What tells the prompts apart, so that siblings are known; their text is not kept."""
+    samples = [sample for argument in arguments for sample in _slime_samples(argument)]
+    if samples:
+        return [_key(s.prompt if s.group_index is None else s.group_index) for s in samples]
+    given = named.get("prompts", arguments[1] if len(arguments) > 1 else None)
+    if _is_list(given) and len(given) == count:
+        return [_key(prompt) for prompt in given]
+    one = named.get("extra_info") or named.get("ground_truth") or named.get("prompt")
+    if isinstance(one, Mapping) and "index" in one:
+        # verl adds what differs between siblings to the rest.
+        one = one["index"]
+    return [_key(one) if one is not None else str(place) for place in range(count)]
+
+
+def _without_prompts(arguments: Sequence[Any]) -> Iterable[object]:
+    """OpenRLHF's answers: its queries are prompt and answer in one text, the prompts follow."""
+    queries, *rest = arguments
+    if not rest or not _is_list(rest[0]) or len(rest[0]) != len(queries):
+        return list(queries)
+    return [
+        query.removeprefix(prompt) if isinstance(query, str) and isinstance(prompt, str) else query
+        for query, prompt in zip(queries, rest[0], strict=True)
+    ]
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _key(prompt: object) -> str:
+    return hashlib.sha256(repr(prompt).encode(errors="replace")).hexdigest()[:12]

@@ -274,7 +274,7 @@ def verl_colocate_async() -> Simulation:
 
 
 def slime_partial() -> Simulation:
-    """Slime with partial rollouts: more answers are begun than needed, the rest go on later.
+    """Slime with partial rollouts: more answers are begun than needed, the rest continue later.
 
     128 prompts with 8 answers a step, 1.5 times as many begun, stopped when the step is complete
     and continued under the new weights (strategy april, mode partial), 32B on eight H100.

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.checks import require
-from sortedrl.data.chat import Tokenizer
+from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import TokenScores, fresh_trajectories, run_to_end
 from sortedrl.engines.native.cpu_runner import CpuRunner
 from sortedrl.engines.native.hf_model import (

@@ -23,17 +23,15 @@ from sortedrl.core.buffer import Buffer
 from sortedrl.core.buffer_file import load_buffer, save_buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Finish, Interrupt, Start, Update, read_events
-from sortedrl.core.files import refuse_foreign, write_whole
-from sortedrl.core.logs import MetricsFile, Value
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import numbers
+from sortedrl.core.files import MetricsFile, Value, refuse_foreign, write_whole
+from sortedrl.core.meter import Meter, numbers
 from sortedrl.core.recorder import Journal, JournalState
 from sortedrl.core.scheduler import Scheduler
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.integrations.trl.conversations import ToolConversations
 from sortedrl.integrations.trl.prompts import DatasetPrompts
-from sortedrl.simulate.survival import Stretch, written_lengths
+from sortedrl.simulate.lengths import Stretch, written_lengths
 from sortedrl.types import Key, TrainBatch, Trajectory
 
 _FOLDER = "sortedrl"

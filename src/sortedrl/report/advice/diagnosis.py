@@ -17,15 +17,6 @@ from sortedrl.core.events import Event, Landed
 from sortedrl.core.meter import measure
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.advice.observed import (
-    Idle,
-    ObservedAnswers,
-    idle,
-    observed_answers,
-    observed_schedule,
-    seconds_spent,
-    shows_group,
-)
 from sortedrl.report.advice.rules import (
     About,
     Changes,
@@ -34,7 +25,20 @@ from sortedrl.report.advice.rules import (
     mean_sample_size,
     proposals,
 )
-from sortedrl.report.advice.simulation import FittedRun, Forecast, fitted_run, forecast, simulated
+from sortedrl.report.advice.simulation import (
+    FittedRun,
+    Forecast,
+    Idle,
+    ObservedAnswers,
+    fitted_run,
+    forecast,
+    idle,
+    observed_answers,
+    observed_schedule,
+    seconds_spent,
+    shows_group,
+    simulated,
+)
 from sortedrl.simulate.costs import Costs
 from sortedrl.simulate.fit import fit
 from sortedrl.simulate.settings import Simulation

@@ -11,8 +11,7 @@ from typing import Literal
 
 from sortedrl.config.schedule import EngineSettings, ModeName, Schedule
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.advice.observed import Idle
-from sortedrl.report.advice.simulation import Forecast
+from sortedrl.report.advice.simulation import Forecast, Idle
 
 Changes = Mapping[str, object]
 """Settings by their dotted name; `None` leaves a setting out."""
@@ -63,7 +62,7 @@ class Findings:
     update_seconds: float
     """Mean seconds of an update."""
     update_share: float
-    """Share of the time that went to updates and hand-overs; saving is not counted."""
+    """Share of the time that went to updates and weight syncs; saving is not counted."""
     saving_share: float
     """Share of all seconds that went to saving checkpoints and logs."""
     sample_size: float | None
@@ -246,7 +245,7 @@ def _updates(found: Findings) -> Iterator[Proposal]:
             else {"schedule.update_batch": batch, "schedule.group_prompts": prompts}
         )
     yield Proposal(
-        symptom=f"{percent(share)} of the time went to updates and hand-overs, "
+        symptom=f"{percent(share)} of the time went to updates and weight syncs, "
         f"{found.update_seconds:.2g} s for an update.",
         options=tuple(options),
         cost="Fewer and larger updates for the same answers.",

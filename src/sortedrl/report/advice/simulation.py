@@ -1,29 +1,343 @@
-"""A real run as a simulation: its fitted costs, its own lengths, its prompts.
+"""What a log shows of its run, and the run as a simulation: its costs, lengths and prompts.
 
-Where no answer was redrawn, the lengths are replayed answer by answer, so groups keep their
-easy and hard prompts and lengths may grow as the run learns. Where answers were redrawn, what was
-trained on is shorter than what the policy writes, so lengths are drawn from the estimate of
-`survival` instead, and how alike redraws of a prompt are is chosen so that the simulated run
-trains on answers as long as the real one did. A long run is thinned to some of its groups, evenly
-spread.
+Idle slot-seconds of the rollout fall into three places that add up to all of them:
+`tail`, when nothing waited though more prompts were to come (the last long answers of a group);
+`ending`, when nothing waited after the last prompts of the data were loaded;
+`elsewhere`, when work waited that the strategy did not start.
+What a log does not show of a schedule keeps its default: a tolerance, a limit of restarts.
+
+In the simulation, where no answer was redrawn, the lengths are replayed answer by answer, so groups
+keep their easy and hard prompts and lengths may grow as the run learns. Where answers were redrawn,
+what was trained on is shorter than what the policy writes, so lengths are drawn from the estimate
+of `simulate.lengths` instead, and how alike redraws of a prompt are is chosen so that the simulated
+run trains on answers as long as the real one did. A long run is thinned to some of its groups,
+evenly spread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import cast, get_args
 
-from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.core.events import Event, Update
-from sortedrl.core.meter import Meter
-from sortedrl.core.metrics import Figures
+from sortedrl.config.schedule import EngineSettings, HarvestUnit, ModeName, Schedule, StrategyName
+from sortedrl.core.events import (
+    Begin,
+    End,
+    Event,
+    Finish,
+    Harvest,
+    Interrupt,
+    Landed,
+    Load,
+    Pause,
+    Renew,
+    Reply,
+    Resume,
+    Score,
+    Start,
+    SyncWeights,
+    Update,
+)
+from sortedrl.core.meter import Figures, Meter
 from sortedrl.core.randomness import uniform
-from sortedrl.report.advice.observed import ObservedAnswers
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings
-from sortedrl.simulate.lengths import LengthSettings
+from sortedrl.simulate.lengths import LengthSettings, Survival, stretches, written_lengths
 from sortedrl.simulate.settings import Simulation
-from sortedrl.simulate.survival import Survival, stretches, written_lengths
+from sortedrl.types import Key
+
+_LEAST_RESUMES = 20
+
+_GROUP_BATCHES = 4
+
+
+@dataclass(slots=True)
+class ObservedAnswers:
+    """The answers of a run so far."""
+
+    slots: int = 1
+    is_ended: bool = False
+    was_redrawn: bool = False
+    """Whether an answer was discarded and sampled again from new noise."""
+    num_prompts: int = 0
+    num_trained: int = 0
+    trained_tokens: int = 0
+    num_finished: int = 0
+    num_truncated: int = 0
+    longest: int = 1
+    prompts: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens of each prompt by group and id, in the order in which they were first started."""
+    lengths: dict[tuple[int, int, int], tuple[int, bool]] = field(default_factory=dict)
+    """By group, prompt and sample: the tokens an answer last had, and whether it was complete."""
+    resumes: int = 0
+    diverged: int = 0
+    """Resumes that lost cached tokens."""
+    survived_ages: int = 0
+    """Cached tokens that survived a resume, each as often as it was versions old."""
+
+    @property
+    def mismatch_rate(self) -> float | None:
+        """Chance that a cached token is not kept, per token and version; `None`: too few seen."""
+        if self.resumes < _LEAST_RESUMES or not self.survived_ages:
+            return None
+        return self.diverged / (self.survived_ages + self.diverged)
+
+
+def observed_answers(events: Iterable[Event]) -> ObservedAnswers:
+    """The answers of a log."""
+    watch = _AnswerCounter()
+    for event in events:
+        watch(event)
+    return watch.observed
+
+
+@dataclass(slots=True)
+class _Submission:
+    """The last time an answer went to the engine."""
+
+    group: int
+    version: int
+    cached: int = 0
+    age: int = 0
+
+
+class _AnswerCounter:
+    """Folds events into what is observed."""
+
+    def __init__(self) -> None:
+        self.observed = ObservedAnswers()
+        self._version = 0
+        self._submissions: dict[Key, _Submission] = {}
+
+    def __call__(self, event: Event) -> None:
+        observed = self.observed
+        if isinstance(event, Begin):
+            observed.slots = event.slots
+        elif isinstance(event, SyncWeights | Resume):
+            self._version = event.version
+        elif isinstance(event, Load):
+            observed.num_prompts += event.prompts
+        elif isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, Finish | Interrupt):
+            self._stop(event)
+        elif isinstance(event, Update):
+            observed.num_trained += len(event.trained)
+            for trained in event.trained:
+                observed.trained_tokens += trained.tokens
+                del self._submissions[(trained.prompt, trained.sample)]
+        elif isinstance(event, End):
+            observed.is_ended = True
+
+    def _start(self, event: Start) -> None:
+        key = (event.prompt, event.sample)
+        self.observed.prompts.setdefault((event.group, event.prompt), event.prompt_tokens)
+        self.observed.was_redrawn |= event.attempt > 0
+        before = self._submissions.get(key)
+        age = 0 if before is None else self._version - before.version
+        self._submissions[key] = _Submission(event.group, self._version, event.cached, age)
+
+    def _stop(self, event: Finish | Interrupt) -> None:
+        observed = self.observed
+        submission = self._submissions[(event.prompt, event.sample)]
+        is_finished = isinstance(event, Finish)
+        observed.lengths[(submission.group, event.prompt, event.sample)] = (
+            event.tokens,
+            is_finished,
+        )
+        observed.longest = max(observed.longest, event.tokens)
+        if isinstance(event, Finish):
+            observed.num_finished += 1
+            observed.num_truncated += event.reason == "length"
+        kept = event.tokens - event.decoded
+        if submission.cached and submission.age:
+            observed.resumes += 1
+            observed.diverged += kept < submission.cached
+            observed.survived_ages += kept * submission.age
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Idle slot-seconds of the rollout by place, and how full the slots were."""
+
+    tail: float = 0.0
+    ending: float = 0.0
+    elsewhere: float = 0.0
+    rollout_seconds: float = 0.0
+    full_seconds: float = 0.0
+    """Seconds of rollout with an answer in every slot."""
+    peak: int = 0
+    """The most answers that ran at the same time."""
+
+    @property
+    def total(self) -> float:
+        """All idle slot-seconds of the rollout."""
+        return self.tail + self.ending + self.elsewhere
+
+    @property
+    def tail_share(self) -> float:
+        """Share of the idle slot-seconds that more work at hand would have filled."""
+        return self.tail / self.total if self.total else 0.0
+
+    @property
+    def full_share(self) -> float:
+        """Share of the rollout with every slot busy."""
+        return self.full_seconds / self.rollout_seconds if self.rollout_seconds else 0.0
+
+
+def idle(events: Iterable[Event]) -> Idle:
+    """The idle slot-seconds of a log; an empty log has none."""
+    slots, now = 1, None
+    running = waiting = peak = 0
+    is_rollout, is_ended = True, False
+    tail = elsewhere = rollout = full = tail_at_last_load = 0.0
+    for event in events:
+        passed = event.seconds - now if now is not None and is_rollout else 0.0
+        now = event.seconds
+        free = slots - min(running, slots)
+        rollout += passed
+        full += 0.0 if free else passed
+        tail += 0.0 if waiting else passed * free
+        elsewhere += passed * free if waiting else 0.0
+        if isinstance(event, SyncWeights | Load | Start | Harvest):
+            is_rollout = not isinstance(event, Harvest)
+        if isinstance(event, Begin):
+            slots = event.slots
+        elif isinstance(event, Load):
+            waiting += event.trajectories
+            tail_at_last_load = tail
+        elif isinstance(event, Start | Finish | Interrupt | Pause):
+            waiting += isinstance(event, Interrupt) - isinstance(event, Start)
+            running = event.running
+            peak = max(peak, running)
+        elif isinstance(event, Renew | Reply):
+            waiting += 1
+        is_ended = isinstance(event, End)
+    before_end = tail_at_last_load if is_ended else tail
+    return Idle(
+        tail=before_end,
+        ending=tail - before_end,
+        elsewhere=elsewhere,
+        rollout_seconds=rollout,
+        full_seconds=full,
+        peak=peak,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondsSpent:
+    """The seconds of a run by what they were spent on; together they are all of them."""
+
+    rollouts: float
+    rewards: float
+    """Waiting for the rewards of an update."""
+    updates: float
+    hand_overs: float
+    saving: float
+    """Checkpoints and logs: what follows an update before anything else begins."""
+    rest: float
+
+
+def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
+    """Where the time of a run went; `run` has its totals."""
+    waiting = updating = handing_over = saving = 0.0
+    before: Event | None = None
+    for event in events:
+        took = 0.0
+        if isinstance(event, Score | Landed):
+            took = event.waited_seconds
+        elif isinstance(event, SyncWeights | Update):
+            took = event.took_seconds
+        waiting += took if isinstance(event, Score) else 0.0
+        handing_over += took if isinstance(event, SyncWeights) else 0.0
+        updating += took if isinstance(event, Update | Landed) else 0.0
+        if isinstance(before, Update | Landed) and not isinstance(event, Resume):
+            saving += max(0.0, event.seconds - took - before.seconds)
+        before = event
+    # Updates are timed with the wait for their rewards.
+    updating = max(0.0, updating - waiting)
+    known = run.rollout_seconds + waiting + updating + handing_over + saving
+    return SecondsSpent(
+        rollouts=run.rollout_seconds,
+        rewards=waiting,
+        updates=updating,
+        hand_overs=handing_over,
+        saving=saving,
+        rest=max(0.0, run.seconds - known),
+    )
+
+
+def observed_schedule(events: Sequence[Event]) -> Schedule | None:
+    """The schedule that wrote these events; `None` where too little has happened to tell.
+
+    A group that the strategy does not use is taken as four update batches.
+    """
+    begin = next((e for e in events if isinstance(e, Begin)), None)
+    loads = [e for e in events if isinstance(e, Load) and e.prompts]
+    updates = [e for e in events if isinstance(e, Update) and e.trained]
+    if begin is None or not loads or not updates:
+        return None
+    strategy, mode, lookahead = _named(begin.schedule)
+    samples = max(1, loads[0].trajectories // loads[0].prompts)
+    # The last update takes what is left of the data, and any may take more than a batch.
+    batch = min(len(update.trained) for update in updates[:-1] or updates)
+    prompts = max(load.prompts for load in loads)
+    if not shows_group(strategy):
+        prompts = max(1, _GROUP_BATCHES * batch // samples)
+    over_launch = 1.25
+    if strategy in ("tail_batching", "april"):
+        over_launch = max(1.0, loads[0].trajectories / batch)
+    return Schedule(
+        strategy=strategy,
+        mode=mode,
+        group_prompts=max(prompts, math.ceil(batch / samples)),
+        samples_per_prompt=samples,
+        update_batch=batch,
+        lookahead=lookahead,
+        harvest_unit=_unit(updates, samples),
+        max_staleness=_max_staleness(events, updates) if mode == "partial" else None,
+        over_launch=over_launch,
+    )
+
+
+def shows_group(strategy: StrategyName) -> bool:
+    """Whether the loads of a log tell the size of a group."""
+    return strategy in ("sorted", "minibatch", "posthoc", "ungrouped")
+
+
+def _named(name: str) -> tuple[StrategyName, ModeName, int]:
+    """Strategy, mode and lookahead from the few letters of `Schedule.name`."""
+    rules, _, ahead = name.partition(" +")
+    strategy, _, mode = rules.partition("/")
+    if strategy not in get_args(StrategyName) or mode not in ("", *get_args(ModeName)):
+        return "sorted", "partial", 0
+    return (
+        cast(StrategyName, strategy),
+        cast(ModeName, mode or "on_policy"),
+        int(ahead) if ahead.isdecimal() else 0,
+    )
+
+
+def _unit(updates: Sequence[Update], samples: int) -> HarvestUnit:
+    """prompt, where no update has held some of a prompt's answers without the others."""
+    if samples == 1:
+        return "trajectory"
+    for update in updates:
+        answers = Counter(trained.prompt for trained in update.trained)
+        if any(count < samples for count in answers.values()):
+            return "trajectory"
+    return "prompt"
+
+
+def _max_staleness(events: Sequence[Event], updates: Sequence[Update]) -> int | None:
+    """The oldest tokens trained on, where older ones were dropped."""
+    if not any(isinstance(event, Start) and event.dropped for event in events):
+        return None
+    return max(trained.staleness_max for update in updates for trained in update.trained)
+
 
 _MOST_TRAJECTORIES = 4096
 _LEAST_GROUPS = 4
@@ -166,7 +480,7 @@ def _with_likeness(fitted: FittedRun, observed: ObservedAnswers) -> FittedRun:
 def _places(observed: ObservedAnswers, schedule: Schedule) -> list[int]:
     """The prompts to simulate, as places in the order of the run.
 
-    A run that goes on is given a few groups more, or there would be nothing to look ahead to.
+    A run in progress is given a few groups more, or there would be nothing to look ahead to.
     """
     size, count = schedule.group_prompts, observed.num_prompts
     if not observed.is_ended:
@@ -200,7 +514,7 @@ def _values(
         return
     prompts = list(observed.prompts)
     for place in places:
-        # Beyond what the run has started, its prompts come again.
+        # Beyond what the run has started, its prompts are repeated.
         group, prompt = prompts[place % len(prompts)]
         for sample in range(schedule.samples_per_prompt):
             tokens, is_finished = observed.lengths.get((group, prompt, sample), (0, False))

@@ -41,7 +41,7 @@ function slotsCells(run, classes, names, { from, to, cells, spans }) {
   return rows;
 }
 
-// Seconds of rollouts, updates and hand-overs in equal cells of time, in cells.
+// Seconds of rollouts, updates and weight syncs in equal cells of time, in cells.
 function slotsBandCells(run, { from, to, cells }) {
   const rows = SLOTS_BANDS.map(() => new Float64Array(cells));
   const steps = rows.map(() => new Float64Array(cells + 2));

@@ -33,7 +33,7 @@ function slotsLegend(view) {
   const entries = names.map((name, place) => [name, labels[place], used.has(place)]);
   const kinds = new Set(view.runs.flatMap((run) => run.bandKind));
   entries.push(["discarded", "discarded later", view.runs.some((run) => run.discarded.some((tokens) => tokens > 0))]);
-  entries.push(["idle", "idle slot", true], ["update", "update", kinds.has(1)], ["hand-over", "hand-over of weights", kinds.has(2)]);
+  entries.push(["idle", "idle slot", true], ["update", "update", kinds.has(1)], ["hand-over", "weight sync", kinds.has(2)]);
   entries.push(["pause", "stopping and scoring", view.runs.some(slotsHasPauses)]);
   const items = entries.filter(([, , isUsed]) => isUsed).map(([name, label]) => {
     const swatch = element("span", "slots-swatch slots-is-" + name);
@@ -43,7 +43,7 @@ function slotsLegend(view) {
   view.key.replaceChildren(...(title ? [element("li", "", title)] : []), ...items);
 }
 
-// Whether more than a thousandth of a run is neither rollout nor update nor hand-over.
+// Whether more than a thousandth of a run is neither rollout nor update nor weight sync.
 function slotsHasPauses(run) {
   const known = run.bandStart.reduce((sum, start, band) => sum + run.bandEnd[band] - start, 0);
   return run.seconds - known > run.seconds / 1000;
@@ -99,7 +99,7 @@ function slotsFacts(run, bar) {
   return [element("strong", "", "prompt " + number(run.prompt[answer]) + ", sample " + number(run.sample[answer])), facts(rows)];
 }
 
-// The update or hand-over of a moment, or -1.
+// The update or weight sync of a moment, or -1.
 function slotsBandAt(run, seconds) {
   return run.bandKind.findIndex((kind, band) => kind > 0 && run.bandStart[band] <= seconds && seconds < run.bandEnd[band]);
 }
@@ -113,7 +113,7 @@ function slotsMoment(view, panel, seconds) {
   const band = slotsBandAt(run, seconds);
   if (band >= 0) {
     const took = slotsFigure(run.bandEnd[band] - run.bandStart[band]) + " s";
-    return [element("strong", "", run.bandKind[band] === 1 ? "update" : "hand-over of weights"), facts([["took", took], ["time", time]])];
+    return [element("strong", "", run.bandKind[band] === 1 ? "update" : "weight sync"), facts([["took", took], ["time", time]])];
   }
   if (view.isBars) return [];
   const half = (to - from) / view.width / 2;

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import Frame, round_marks, short
-from sortedrl.report.charts.svg import Canvas, Scheme
+from sortedrl.report.charts.svg import Canvas, Frame, Scheme, round_marks, short
 
 _WIDTH, _HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 30, 50, 60

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from sortedrl.report.charts.axes import round_marks, short
-from sortedrl.report.charts.svg import SHADES, Canvas, Scheme, text_width
+from sortedrl.report.charts.svg import SHADES, Canvas, Scheme, round_marks, short, text_width
 from sortedrl.report.lanes import Bar, Lanes
 
 Panel = tuple[str, str, Lanes]
@@ -232,7 +231,7 @@ def _draw_legend(
     entries = [("idle", "idle slot")]
     if has_discarded:
         entries.append(("hatched", "discarded later"))
-    entries.append(("update", "update and hand-over" if has_hand_over else "update"))
+    entries.append(("update", "update and weight sync" if has_hand_over else "update"))
     for css, text in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)
         canvas.text(x + 21, y, content=text, css="muted")

@@ -12,10 +12,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from sortedrl.core.logs import LoggedAnswer
+from sortedrl.core.files import LoggedAnswer
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import short
-from sortedrl.report.charts.svg import SERIES
+from sortedrl.report.charts.svg import SERIES, short
 from sortedrl.report.html import (
     characters_each,
     escape,
@@ -25,9 +24,10 @@ from sortedrl.report.html import (
     table,
     unbroken,
 )
-from sortedrl.report.record import HeldOut, Run
-from sortedrl.report.series import (
+from sortedrl.report.record import (
     By,
+    HeldOut,
+    Run,
     SeedGroup,
     chart_figure,
     metric_charts,

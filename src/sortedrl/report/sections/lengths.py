@@ -1,7 +1,7 @@
 """Lengths of answers: what was trained on against what the policy writes.
 
 What the policy writes is not simply the finished answers, because long ones are interrupted more
-often. It is estimated from finished and interrupted answers together (see `simulate.survival`).
+often. It is estimated from finished and interrupted answers together (see `simulate.lengths`).
 In the histograms what was trained on is a filled area, what the policy writes an outline over it,
 so that the two are told apart without colour. All panels share their bins and their scales.
 """
@@ -15,14 +15,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sortedrl.core.events import Finish, Start
-from sortedrl.core.metrics import LengthBias
+from sortedrl.core.meter import LengthBias
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import FOOT, HEADING, WIDTH, Frame, round_steps, round_width, short
-from sortedrl.report.charts.svg import Canvas, series
+from sortedrl.report.charts.svg import (
+    FOOT,
+    HEADING,
+    WIDTH,
+    Canvas,
+    Frame,
+    round_steps,
+    round_width,
+    series_class,
+    short,
+)
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
-from sortedrl.report.record import Run
-from sortedrl.report.series import chart_figure, length_chart, seed_groups
-from sortedrl.simulate.survival import Stretch, Survival, stretches, written_lengths
+from sortedrl.report.record import Run, chart_figure, length_chart, seed_groups
+from sortedrl.simulate.lengths import Stretch, Survival, stretches, written_lengths
 
 _FAIR = 0.03
 """A length bias within this of 1 counts as none."""
@@ -321,7 +329,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
         left = (wide + _ASIDE) * (place % across)
         top = pitch * (place // across) + HEADING
         whole = Frame(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
-        whole.draw_name(canvas, shape.name, note=shape.note, css=series(place))
+        whole.draw_name(canvas, shape.name, note=shape.note, css=series_class(place))
         top += _HEADROOM
         frame = replace(whole, left=left + _LEFT, top=top, floor=top + _TALL, y_end=most)
         heights = round_steps(100 * most, count=3)
@@ -329,7 +337,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
         places = [(bins.x(mark), short(mark)) for mark in bins.marks()]
         label = "tokens, on a logarithmic scale" if bins.is_log else "tokens"
         frame.draw_places(canvas, places, label=label)
-        _draw_shape(canvas, shape, bins=bins, frame=frame, css=series(place))
+        _draw_shape(canvas, shape, bins=bins, frame=frame, css=series_class(place))
     return canvas.inline()
 
 

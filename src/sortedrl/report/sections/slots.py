@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sortedrl.core.events import Harvest, Load, Start, SyncWeights, Update
-from sortedrl.core.metrics import Figures
+from sortedrl.core.meter import Figures
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import (
+from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
     WIDTH,
+    Canvas,
     Frame,
+    each_column,
     neighbours,
     round_steps,
+    series_class,
     short,
+    span_of,
     stride,
 )
-from sortedrl.report.charts.svg import Canvas, series
 from sortedrl.report.charts.timeline import timelines
 from sortedrl.report.html import escape, figure, paragraph, remarks, section
 from sortedrl.report.lanes import Bar
@@ -200,8 +203,9 @@ def bubbles_section(runs: Sequence[Run]) -> str:
     if any(run.metrics.run.bubble >= _HARDLY for run in runs):
         most = max(stride(len(run.metrics.rounds), most=MAX_COLUMNS) for run in runs)
         caption = (
-            f"Bubble by round. Each column is {_each('round', most)}, as wide as the rollout took, "
-            "so the coloured area is idle time. The dotted line is the bubble of the run."
+            f"Bubble by round. Each column is {each_column('a round', most)}, as wide as the "
+            "rollout took, so the coloured area is idle time. The dotted line is the bubble of the "
+            "run."
         )
         rounds = [_strip(run, round_columns(run)) for run in runs]
         picture = strips(
@@ -225,7 +229,7 @@ def round_columns(run: Run) -> list[Step]:
     for first, part in neighbours(run.metrics.rounds, most=MAX_COLUMNS):
         joined = _joined(part)
         end = now + joined.rollout_seconds
-        what = _counted("round", numbers[first], numbers[first + len(part) - 1])
+        what = span_of("round", numbers[first], numbers[first + len(part) - 1])
         columns.append(
             Step(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
         )
@@ -240,7 +244,7 @@ def group_columns(run: Run) -> list[Step]:
     for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
         start, end = groups[first].group, groups[first + len(part) - 1].group
         joined = _joined(part)
-        tooltip = _tooltip(_counted("group", start, end), joined)
+        tooltip = _tooltip(span_of("group", start, end), joined)
         columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip))
     return columns
 
@@ -319,10 +323,6 @@ def _idle_slot_seconds(figures: Figures) -> float:
     return figures.bubble * figures.slots * figures.rollout_seconds
 
 
-def _counted(what: str, first: int, last: int) -> str:
-    return f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}"
-
-
 def _tooltip(what: str, figures: Figures) -> str:
     return (
         f"{what}: bubble {percent(figures.bubble)} of {short(figures.rollout_seconds)} s, "
@@ -346,15 +346,10 @@ def _groups_figure(runs: Sequence[Run]) -> str:
         has_whole_x=True,
     )
     caption = (
-        f"Bubble by group. Each column is {_each('group', most)}, from load to close; overlapping "
-        "groups count the same idle slots more than once."
+        f"Bubble by group. Each column is {each_column('a group', most)}, from load to close; "
+        "overlapping groups count the same idle slots more than once."
     )
     return figure(caption, picture)
-
-
-def _each(what: str, most: int) -> str:
-    """What a column stands for."""
-    return f"a {what}" if most == 1 else f"up to {most:,} {what}s together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +395,7 @@ def strips(
     ]
     marks = [(mark, f"{short(100 * mark)} %") for mark in (0.0, high / 2, high)]
     for place, (row, frame) in enumerate(zip(rows, frames, strict=True)):
-        frame.draw_name(canvas, row.name, note=row.note, css=series(place))
+        frame.draw_name(canvas, row.name, note=row.note, css=series_class(place))
         frame.draw_heights(canvas, marks)
         is_wide = (frame.right - frame.left) / (len(row.steps) or 1) >= _WIDE
         for step in row.steps:
@@ -412,7 +407,7 @@ def strips(
                     frame.floor - tall,
                     width=max(0.0, right - left - _GAP) if is_wide else right - left,
                     height=tall,
-                    css=series(place),
+                    css=series_class(place),
                     title=step.tooltip,
                 )
         if row.steps:

@@ -13,20 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sortedrl.core.events import Update
-from sortedrl.core.metrics import Ledger
+from sortedrl.core.meter import Ledger
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.axes import (
+from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
+    SHADES,
     WIDTH,
+    Canvas,
     Frame,
+    each_column,
     neighbours,
     round_steps,
     round_width,
+    series_class,
     short,
+    span_of,
     stride,
 )
-from sortedrl.report.charts.svg import SHADES, Canvas, series
 from sortedrl.report.html import figure, remarks, section
 from sortedrl.report.record import Run
 
@@ -103,10 +107,10 @@ def _column(updates: Sequence[Update], *, first: int) -> Column:
 
 def _caption(runs: Sequence[Run]) -> str:
     most = max(stride(run.metrics.run.updates, most=MAX_COLUMNS) for run in runs)
-    each = "an update" if most == 1 else f"up to {most:,} updates together"
     return (
-        f"Each column is {each}. An answer counts once, at the staleness of its oldest token: the "
-        "updates between the weights that generated that token and those that trained on it. "
+        f"Each column is {each_column('an update', most)}. An answer counts once, at the "
+        "staleness of its oldest token: the updates between the weights that generated that token "
+        "and those that trained on it. "
         "Dots mark the mean over all tokens of a column."
     )
 
@@ -162,7 +166,7 @@ def heat_maps(maps: Sequence[HeatMap], *, title: str) -> str:
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
         frame = Frame(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
-        frame.draw_name(canvas, run.name, note=run.note, css=series(run.place))
+        frame.draw_name(canvas, run.name, note=run.note, css=series_class(run.place))
         _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
     places = [mark for mark in round_steps(updates, count=8) if mark == int(mark) and mark >= 1]
@@ -211,9 +215,7 @@ def _draw_column(
     whole = sum(column.answers)
     if not whole:
         return
-    when = f"update {column.first:,}"
-    if column.first < column.last:
-        when = f"updates {column.first:,} to {column.last:,}"
+    when = span_of("update", column.first, column.last)
     is_wide = right - left >= _WIDE
     for row in range(run.num_rows):
         count = sum(column.answers[row * run.depth : (row + 1) * run.depth])
@@ -292,7 +294,7 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str) -> str:
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
         frame = Frame(left=8, right=WIDTH - 8, top=top, floor=top + height)
-        frame.draw_name(canvas, name, note=_law(ledger), css=series(place))
+        frame.draw_name(canvas, name, note=_law(ledger), css=series_class(place))
         _draw_flow(canvas, ledger, top=top, scale=scale)
         top += height + _BETWEEN
     return canvas.inline()

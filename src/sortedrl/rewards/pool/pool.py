@@ -14,10 +14,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.errors import RewardError
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.process import Loading, Supervisor
@@ -144,12 +143,7 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def scored(self, call: Call, score: Score, *, seconds: float) -> None:

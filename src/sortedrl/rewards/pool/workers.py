@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from sortedrl.config.train import RewardSettings
+from sortedrl.config.data import RewardSettings
 from sortedrl.rewards.functions import CallStyle
 from sortedrl.rewards.pool.process import (
     LOAD_SECONDS,
@@ -98,20 +98,12 @@ class WorkerStats:
 class WorkerGroup:
     """Workers, and the calls that wait for them."""
 
-    def __init__(
-        self,
-        loading: Loading,
-        settings: RewardSettings,
-        delivery: Delivery,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, loading: Loading, settings: RewardSettings, delivery: Delivery) -> None:
         """A group without workers yet."""
         self.stats = WorkerStats()
         self._loading = loading
         self._settings = settings
         self._delivery = delivery
-        self._clock = clock
         self._calls: dict[int, Call] = {}
         self._waiting: deque[Call] = deque()
         self._alone: deque[Call] = deque()
@@ -172,7 +164,7 @@ class WorkerGroup:
         # a replacement gets the number of the worker it replaces
         missing = set(range(self._settings.num_workers)) - {w.number for w in self._workers}
         for number in sorted(missing):
-            self._workers.append(RewardWorker.start(setup, number=number, now=self._clock()))
+            self._workers.append(RewardWorker.start(setup, number=number, now=time.monotonic()))
             self.stats.started += 1
 
     def _hand_out(self) -> None:
@@ -214,7 +206,7 @@ class WorkerGroup:
         return any(self._calls[ticket].is_alone for ticket in worker.under_way)
 
     def _send(self, worker: RewardWorker, calls: Sequence[Call]) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if not worker.under_way:
             worker.began = now
         self._num_works += 1
@@ -286,7 +278,7 @@ class WorkerGroup:
 
     def _fail(self, call: Call, failure: Failure, detail: str) -> None:
         del self._calls[call.ticket]
-        self._delivery.failed(call, failure, seconds=self._clock() - call.began, detail=detail)
+        self._delivery.failed(call, failure, seconds=time.monotonic() - call.began, detail=detail)
 
     def _too_long(self) -> str:
         return f"it took more than {self._settings.time_limit_seconds:g} seconds"
@@ -319,7 +311,7 @@ class WorkerGroup:
         return [call for call in calls if not call.is_cancelled]
 
     def _enforce_limits(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         for worker in list(self._workers):
             if worker.style is None:
                 if now - worker.began > LOAD_SECONDS:
@@ -382,7 +374,7 @@ class WorkerGroup:
         return self._settings.time_limit_seconds + grace
 
     def _seconds_to_limit(self) -> float | None:
-        now = self._clock()
+        now = time.monotonic()
         moments = []
         for worker in self._workers:
             if worker.style is None:

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from sortedrl.config.checks import require
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized

@@ -25,9 +25,9 @@ from sortedrl.core.events import (
     SyncWeights,
     Update,
 )
-from sortedrl.core.logs import Value
-from sortedrl.core.metrics import Figures
-from sortedrl.report.charts.axes import neighbours
+from sortedrl.core.files import Value
+from sortedrl.core.meter import Figures
+from sortedrl.report.charts.svg import neighbours
 from sortedrl.report.lanes import SlotQueue
 from sortedrl.types import Key
 
@@ -70,7 +70,7 @@ class Snapshot:
     activity: str = ""
     """What the run is doing, as text."""
     done: float = 0.0
-    """The share of the run that is behind."""
+    """The share of the run that is done."""
     seconds: float = 0.0
     schedule: str = ""
     updates: int = 0

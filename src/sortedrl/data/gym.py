@@ -100,7 +100,7 @@ def _child_entries(settings: GymSettings) -> list[dict[str, Any]]:
     return [_unpacked_entry(entry) for entry in result["entries"]]
 
 
-_CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.tasks.gym import be_child; be_child()"
+_CHILD = "import sys; sys.path[:] = {path!r}; from sortedrl.data.gym import be_child; be_child()"
 
 
 def be_child() -> None:

@@ -24,16 +24,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sortedrl.config.checks import is_utf8, require
+from sortedrl.config.data import DataSettings
 from sortedrl.config.spec import parsed, settings_from
-from sortedrl.config.train import DataSettings
+from sortedrl.data.gym import GymSettings, gym_rows
+from sortedrl.data.knights_puzzle import Split, canonical_key, parse_puzzle
+from sortedrl.data.knights_rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows
+from sortedrl.data.maths import MATHS_SETS, MathsSettings, maths_rows
 from sortedrl.data.rows import SUFFIXES, Row, read_hub, read_records, rows_of, with_system
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.rewards.functions import OBJECT, RewardSource
-from sortedrl.tasks.gym import GymSettings, gym_rows
-from sortedrl.tasks.knights.generator import MAX_PEOPLE
-from sortedrl.tasks.knights.puzzle import Split, canonical_key, parse_puzzle
-from sortedrl.tasks.knights.rows import KnightsSettings, knights_rows, published_rows
-from sortedrl.tasks.maths import MATHS_SETS, MathsSettings, maths_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""The page of runs in progress: their files followed, the page rebuilt and served locally."""

@@ -1,1 +1,0 @@
-"""What a model is trained and evaluated on: rows, and the reward that belongs to them."""

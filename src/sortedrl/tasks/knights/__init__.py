@@ -1,1 +1,0 @@
-"""Knights and Knaves: puzzles, their solutions, and the words for them."""
