@@ -124,9 +124,11 @@ def test_a_callback_ends_the_run_and_resume_goes_on():
 
 def test_evaluation_of_a_run_on_held_out_rows():
     held_out = [{"prompt": f"tell {number}", "answer": number} for number in range(4)]
-    run = train(eval_rows=held_out)
+    run = train(reward=lambda prompt, response: 0.25, eval_rows=held_out)
     scores = [row for row in run.metrics if "evaluation/score" in row]
     assert len(scores) == 2
+    (mean,) = [value for key, value in scores[-1].items() if "evaluation/reward/" in key]
+    assert (mean, scores[-1]["evaluation/score"]) == (0.25, 0.0)
     found = sortedrl.evaluate(run, held_out, lambda prompt, response: 1.0, samples=2, max_tokens=8)
     assert (found.score, len(found.answers)) == (1.0, 8)
     assert found.interval[1] == 1.0

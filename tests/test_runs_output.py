@@ -45,9 +45,10 @@ def test_a_short_line_says_when_the_run_will_be_over():
 
 
 def test_an_evaluation_has_a_line_for_each_task_and_keeps_the_score_of_a_long_name():
-    text = evaluation_line(7, {"sums": 0.5, "puzzles:" + 99 * "x": 0.25})
+    puzzles = "puzzles:" + 99 * "x"
+    text = evaluation_line(7, {"sums": 0.5, puzzles: 0.25}, {puzzles: -1.5})
     assert text.splitlines()[0] == "after update 7: 50.0 %  sums"
-    assert text.splitlines()[1].startswith("after update 7: 25.0 %  puzzles:xxx")
+    assert text.splitlines()[1].startswith("after update 7: 25.0 %, reward -1.500  puzzles:xxx")
     assert all(len(line) <= 80 for line in text.splitlines())
 
 

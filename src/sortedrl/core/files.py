@@ -351,6 +351,7 @@ METRIC_KEYS: Mapping[str, Mapping[str, str]] = {
     "Evaluation": {
         "evaluation/score": "share of right answers, mean over the held-out tasks",
         "evaluation/TASK": "share of right answers of one task",
+        "evaluation/reward/TASK": "mean reward of one task, if rewards are not 1 and 0",
         "evaluation/length": "tokens per held-out answer",
         "evaluation/turns": "turns of the policy per held-out conversation",
         "evaluation/outside_seconds": "seconds that one waited for its environment",

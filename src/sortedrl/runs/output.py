@@ -76,12 +76,14 @@ def _endings(done: float, seconds: float) -> list[str]:
     return [f"{100 * done:3.0f} %, {left}", left, f"{100 * done:3.0f} %"]
 
 
-def evaluation_line(update: int, scores: Mapping[str, float]) -> str:
+def evaluation_line(update: int, scores: Mapping[str, float], rewards: Mapping[str, float]) -> str:
     """What an evaluation found: a line for each task; long names are cut."""
-    lines = (f"after update {update}: {percent(score)}  {task}" for task, score in scores.items())
-    return "\n".join(
-        line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 3]}..." for line in lines
-    )
+    lines = []
+    for task, score in scores.items():
+        reward = f", reward {rewards[task]:.3f}" if task in rewards else ""
+        line = f"after update {update}: {percent(score)}{reward}  {task}"
+        lines.append(line if len(line) <= _COLUMNS else f"{line[: _COLUMNS - 3]}...")
+    return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
@@ -123,6 +125,10 @@ def rows(ending: Ending) -> list[tuple[str, str]]:
             before = ending.first_scores.by_task.get(task)
             began = "" if before is None else f"{percent(before)} -> "
             table.append((f"accuracy, {task}", began + percent(score)))
+        for task, reward in ending.last_scores.rewards_by_task.items():
+            before = ending.first_scores.rewards_by_task.get(task)
+            began = "" if before is None else f"{before:.3f} -> "
+            table.append((f"reward, {task}", f"{began}{reward:.3f}"))
     return table
 
 

@@ -293,7 +293,7 @@ class TrainingRun:
         self.logs.metrics({"update": counters.updates, **scores.row()})
         self.view.updated(scores.row())
         self.logs.trackers.log(scores.row(), step=counters.updates)
-        self.view.tell(evaluation_line(counters.updates, scores.by_task))
+        self.view.tell(evaluation_line(counters.updates, scores.by_task, scores.rewards_by_task))
         self.on_row({"update": counters.updates, **scores.row()})
         is_best = counters.best_score is None or scores.mean > counters.best_score
         counters.best_score = scores.mean if is_best else counters.best_score
@@ -396,6 +396,8 @@ class Scores:
     by_task: dict[str, float]
     """The share of right answers."""
     mean_length: float
+    rewards_by_task: dict[str, float] = field(default_factory=dict)
+    """The mean reward, for every task that has other rewards than 1 for right and 0 for wrong."""
     mean_turns: float | None = None
     """Turns of the policy in a conversation; `None` where there are none."""
     mean_outside_seconds: float | None = None
@@ -413,6 +415,7 @@ class Scores:
             **{f"evaluation/{task}": score for task, score in self.by_task.items()},
             "evaluation/score": self.mean,
             "evaluation/length": self.mean_length,
+            **{f"evaluation/reward/{task}": mean for task, mean in self.rewards_by_task.items()},
             **{f"evaluation/{name}": value for name, value in talk.items() if value is not None},
         }
 
@@ -456,6 +459,7 @@ class Evaluator:
             environments=self._environments,
         )
         right: dict[str, list[bool]] = defaultdict(list)
+        rewards: dict[str, list[float]] = defaultdict(list)
         tokens = 0
         parts: dict[str, float] = defaultdict(float)
         for answer in runner.run():
@@ -464,14 +468,18 @@ class Evaluator:
                 advance(f"evaluating: {done.written} of {done.total} answers")
                 continue
             right[answer.task].append(answer.is_correct)
+            if answer.reward is not None:
+                rewards[answer.task].append(answer.reward)
             tokens += answer.num_tokens
             for name, value in answer.parts.items():
                 parts[name] += value
         total = sum(len(answers) for answers in right.values())
+        telling = (task for task in sorted(rewards) if rewards[task] != right[task])
         is_talk = self._environments is not None
         return Scores(
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,
+            rewards_by_task={task: sum(rewards[task]) / len(rewards[task]) for task in telling},
             mean_turns=parts[TURNS] / total if is_talk else None,
             mean_outside_seconds=parts[OUTSIDE_SECONDS] / total if is_talk else None,
         )
