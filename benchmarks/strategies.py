@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_peers.models import SHAPES, load, token_bytes
+from sortedrl.config.parsing import options_from
 from sortedrl.config.schedule import Schedule
-from sortedrl.config.spec import options_from
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.clock import WallClock
 from sortedrl.core.controller import Controller

@@ -23,7 +23,7 @@ from experiments.settings import assigned, merged
 from experiments.tables import TABLES
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name
 from sortedrl.report.terminal import tell
 from sortedrl.runs.folder import commit

@@ -19,7 +19,7 @@ from experiments.learning import Arm
 from experiments.pieces import ROOT, Piece, Setup
 from experiments.record import Record, Results
 from experiments.settings import merged
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 from sortedrl.core.files import Value, read_metrics
 from sortedrl.errors import DataError
 from sortedrl.report.record import number

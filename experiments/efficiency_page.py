@@ -9,7 +9,7 @@ from experiments.efficiency import schedule_of
 from experiments.markdown import caption, percent, table
 from experiments.pieces import ROOT
 from experiments.record import Record
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 
 _HEAD = (
     "schedule",

@@ -28,7 +28,7 @@ from experiments.curves import run_numbers
 from experiments.pieces import ROOT, Piece, Setup
 from experiments.questions import QuestionSettings, question_rows
 from experiments.settings import merged
-from sortedrl.config.toml import settings_over
+from sortedrl.config.parsing import settings_over
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.core.files import read_metrics, write_whole
 from sortedrl.errors import DataError

@@ -17,7 +17,7 @@ from experiments.learning_rows import (
 from experiments.markdown import caption
 from experiments.pieces import ROOT
 from experiments.record import Record
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 
 _SAMPLES, _SECONDS, _LENGTH, _ENTROPY = "score-samples", "score-seconds", "length", "entropy"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.pieces import ROOT, Piece, Setup
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.report.terminal import tell
 from sortedrl.runs.plan.dry_run import Expected, planned_run

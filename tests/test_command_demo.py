@@ -8,7 +8,7 @@ import pytest
 
 from sortedrl.cli import demo as command
 from sortedrl.cli import main
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 from sortedrl.core.events import Update, read_events
 from sortedrl.core.files import read_metrics
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from run_worlds import Nursery, later_wins, run_words, said, weights, write_world
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import SupervisedSettings
 from sortedrl.core.files import read_metrics
 from sortedrl.models.loading import load_tokenizer

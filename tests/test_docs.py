@@ -13,7 +13,7 @@ from experiments.page import page as results_page
 from experiments.record import Results
 from experiments.summary import summary
 from forked import run_command, run_program
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

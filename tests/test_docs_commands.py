@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from sortedrl.cli import COMMANDS, train
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.sizes import with_siblings
-from sortedrl.config.toml import read_toml, settings_over
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.errors import SortedRLError
 from sortedrl.simulate.settings import Simulation

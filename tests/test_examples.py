@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from forked import run_script
 from native_worlds import tiny_model
 from sortedrl.cli import main
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.core.files import read_metrics
 

@@ -17,9 +17,8 @@ import pytest
 from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.data import EvaluationSettings
+from sortedrl.config.parsing import options_from, settings_over, toml_text
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.spec import options_from
-from sortedrl.config.toml import settings_over, toml_text
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.simulate.settings import Simulation, simulation_from

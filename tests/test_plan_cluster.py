@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from run_worlds import run_words, said
 from sortedrl.config.algorithm import Algorithm
 from sortedrl.config.cluster import Cluster
+from sortedrl.config.parsing import settings_over
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.toml import settings_over
 from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import KNOWN_SHAPES

@@ -7,9 +7,9 @@ import pytest
 
 from sortedrl.cli import arguments
 from sortedrl.cli.train import _given
-from sortedrl.config import toml
+from sortedrl.config import parsing
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.toml import RENAMED_KEYS, settings_over
+from sortedrl.config.parsing import RENAMED_KEYS, settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError, DataError
 
@@ -18,7 +18,7 @@ RENAMED = {"cluster.old_workers": "cluster.rollout_workers", "places": "[cluster
 
 @pytest.fixture
 def _renamed(monkeypatch):
-    monkeypatch.setattr(toml, "RENAMED_KEYS", RENAMED)
+    monkeypatch.setattr(parsing, "RENAMED_KEYS", RENAMED)
     monkeypatch.setattr(arguments, "RENAMED_KEYS", RENAMED)
 
 

@@ -229,7 +229,7 @@ def events_of(simulation: Simulation) -> list[Event]:
 
 
 def small(schedule: Schedule) -> Simulation:
-    """The paper's costs, with interrupts and hand-overs that take time, on few prompts."""
+    """The paper's costs, with interrupts and weight syncs that take time, on few prompts."""
     paper = PRESETS["paper"]()
     return replace(
         paper, groups=3, schedule=schedule, engine=replace(paper.engine, slots=12, max_tokens=600)
@@ -301,7 +301,7 @@ def test_bars_of_an_answer_hold_exactly_what_was_trained_on(log, run):
     assert left == Counter(trained)
 
 
-def test_a_bar_has_the_version_of_the_last_hand_over_before_it(log, run):
+def test_a_bar_has_the_version_of_the_last_weight_sync_before_it(log, run):
     version, versions = 0, {}
     for event in log:
         if isinstance(event, SyncWeights):

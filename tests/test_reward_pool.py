@@ -167,7 +167,7 @@ def test_a_raising_function_stops_the_run_with_its_own_traceback(tmp_path):
         assert "raised for answer 0 to prompt 1" in message
         assert "KeyError: 'my mistake'" in message
         assert "reward_functions.py" in message
-        assert "worker.py" not in message
+        assert "workers.py" not in message
         with pytest.raises(RewardError, match="my mistake"):
             pool.submit(Prompt(id=9), "ok")
     saved = json.loads((tmp_path / "reward-error.json").read_text())

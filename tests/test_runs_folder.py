@@ -8,8 +8,8 @@ import pytest
 from sortedrl.config.algorithm import Algorithm, Optimisation
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.data import PeriodicEvaluation, RewardSettings
+from sortedrl.config.parsing import read_toml, settings_over, settings_to_toml
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import Lora, PassSettings, Rollout, Saving, Tracking, TrainSettings
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import RunFolder, as_saved, refuse_other_settings

@@ -8,8 +8,8 @@ import pytest
 
 from sortedrl.cluster.placement import blueprint
 from sortedrl.config.cluster import Cluster
+from sortedrl.config.parsing import settings_over
 from sortedrl.config.sizes import with_siblings
-from sortedrl.config.toml import settings_over
 from sortedrl.config.train import TrainSettings
 from sortedrl.runs.start import smoke_run
 

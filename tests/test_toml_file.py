@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.config.toml import read_toml, settings_over, settings_to_toml, toml_text
+from sortedrl.config.parsing import read_toml, settings_over, settings_to_toml, toml_text
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import DataError
 

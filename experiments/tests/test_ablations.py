@@ -14,7 +14,7 @@ from experiments.ablations import Run, fitted, learning_setup, pieces, runs, sim
 from experiments.learning import Arm, train_settings, warm_settings
 from experiments.pieces import ROOT, Deadline, Setup, run_in_turn
 from experiments.record import Record, Results
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 from sortedrl.errors import DataError
 from sortedrl.simulate.compare import simulate
 

@@ -13,8 +13,8 @@ from experiments.efficiency import pieces as efficiency_pieces
 from experiments.pieces import Deadline, Piece, Setup, run_at_once, run_in_turn
 from experiments.record import Results
 from experiments.settings import assigned, merged
+from sortedrl.config.parsing import read_toml
 from sortedrl.config.schedule import Schedule
-from sortedrl.config.toml import read_toml
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.runs.folder import commit
 

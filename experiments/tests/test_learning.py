@@ -40,7 +40,7 @@ from experiments.learning_rows import (
 )
 from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
-from sortedrl.config.toml import read_toml, toml_text
+from sortedrl.config.parsing import read_toml, toml_text
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.types import Prompt
 

@@ -12,9 +12,8 @@ from experiments import paper
 from experiments.pieces import Setup
 from experiments.record import Results
 from run_worlds import said
+from sortedrl.config.parsing import parsed, read_toml
 from sortedrl.config.schedule import EngineSettings
-from sortedrl.config.spec import parsed
-from sortedrl.config.toml import read_toml
 from sortedrl.data.catalogue import TASKS
 from sortedrl.models.shape import KNOWN_SHAPES, shape_of_config
 

@@ -23,8 +23,8 @@ from experiments.peer_trl import Watch, arguments, save_weights
 from experiments.pieces import ROOT, Setup
 from experiments.record import Record, Results
 from sortedrl.config.data import PeriodicEvaluation, RewardSettings
+from sortedrl.config.parsing import read_toml
 from sortedrl.config.schedule import EngineSettings
-from sortedrl.config.toml import read_toml
 from sortedrl.core.files import read_metrics
 from sortedrl.data.stream import PromptStream, tokenized
 from sortedrl.errors import ConfigError

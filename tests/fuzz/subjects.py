@@ -10,7 +10,7 @@ from typing import get_type_hints
 from sortedrl.cli import COMMANDS, main
 from sortedrl.cli.arguments import parse
 from sortedrl.config.data import DataSettings
-from sortedrl.config.toml import read_toml, settings_over, settings_to_toml
+from sortedrl.config.parsing import read_toml, settings_over, settings_to_toml
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.data.catalogue import open_task, reward_from
 from sortedrl.data.gym import GymSettings, gym_rows_here

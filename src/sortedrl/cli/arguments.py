@@ -37,8 +37,7 @@ from typing import (
 import tyro
 
 from sortedrl.config.checks import check_text, check_values
-from sortedrl.config.sizes import Chosen, names_in, with_siblings
-from sortedrl.config.toml import (
+from sortedrl.config.parsing import (
     NO_VALUE,
     RENAMED_KEYS,
     TYPE_NAMES,
@@ -47,6 +46,7 @@ from sortedrl.config.toml import (
     refuse_renamed,
     replaced,
 )
+from sortedrl.config.sizes import Chosen, names_in, with_siblings
 from sortedrl.errors import ConfigError, unknown_name
 from sortedrl.simulate.settings import PRESETS, Simulation, simulation_from
 

@@ -14,7 +14,7 @@ import tyro
 from sortedrl.cli.arguments import parse, source_and_flags
 from sortedrl.config.checks import require
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.errors import DataError
 from sortedrl.report.terminal import tell
 

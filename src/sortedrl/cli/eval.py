@@ -24,7 +24,7 @@ from sortedrl.config.data import (
     EvaluationSettings,
     RewardSettings,
 )
-from sortedrl.config.spec import options_from
+from sortedrl.config.parsing import options_from
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.catalogue import Task, reward_from
 from sortedrl.environments.builtin import environment_source

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from sortedrl.cli.arguments import parse, source_and_flags
-from sortedrl.config.toml import read_toml, settings_over
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.train import SupervisedSettings
 from sortedrl.errors import ConfigError
 from sortedrl.runs.output import duration

@@ -18,8 +18,8 @@ from sortedrl.cli.arguments import (
     source_and_flags,
 )
 from sortedrl.config.checks import require
+from sortedrl.config.parsing import read_toml, settings_over, under_new_keys
 from sortedrl.config.sizes import Chosen, names_in, size_line, sized, with_siblings
-from sortedrl.config.toml import read_toml, settings_over, under_new_keys
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError

@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from sortedrl.config.checks import is_utf8, require
 from sortedrl.config.data import DataSettings
-from sortedrl.config.spec import parsed, settings_from
+from sortedrl.config.parsing import parsed, settings_from
 from sortedrl.data.gym import GymSettings, gym_rows
 from sortedrl.data.knights_puzzle import Split, canonical_key, parse_puzzle
 from sortedrl.data.knights_rows import MAX_PEOPLE, KnightsSettings, knights_rows, published_rows

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sortedrl.config.checks import require
-from sortedrl.config.spec import options_from
+from sortedrl.config.parsing import options_from
 from sortedrl.core.randomness import mix
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, SortedRLError, unknown_name

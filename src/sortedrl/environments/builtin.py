@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sortedrl.config.data import EnvironmentSettings
-from sortedrl.config.spec import options_from
+from sortedrl.config.parsing import options_from
 from sortedrl.data.knights_puzzle import Assignment, parse_puzzle, solutions
 from sortedrl.data.knights_wording import PEOPLE, compact_answer
 from sortedrl.environments.adapters import prompt_messages

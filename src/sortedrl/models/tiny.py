@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import require
-from sortedrl.config.spec import parsed, settings_of
+from sortedrl.config.parsing import parsed, settings_of
 from sortedrl.rewards.tags import TAGS
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from sortedrl.errors import ConfigError
 from sortedrl.types import Key
 
 Item = TypeVar("Item")
-BandKind = Literal["rollout", "update", "hand_over"]
+BandKind = Literal["rollout", "update", "weight_sync"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +249,7 @@ class _Tracer:
 
     def _wait(self, event: Event) -> None:
         """Until now the engine stood still for what has happened."""
-        kind: BandKind = "hand_over" if isinstance(event, SyncWeights) else "update"
+        kind: BandKind = "weight_sync" if isinstance(event, SyncWeights) else "update"
         seconds = 0.0
         if isinstance(event, Update | SyncWeights):
             seconds = event.took_seconds
@@ -325,7 +325,7 @@ class _Tracer:
 
 
 _MARGIN = 9
-_BANDS = {"update": "|", "hand_over": ":", "rollout": "."}
+_BANDS = {"update": "|", "weight_sync": ":", "rollout": "."}
 
 MAX_PROMPTS = 26
 """Prompts are named by letters."""
@@ -384,7 +384,7 @@ def _legend(run: Lanes) -> str:
     if any(bar.discarded for bar in run.bars):
         entries.append("a: one discarded later")
     entries += [".: idle slot", "|: update"]
-    if any(band.kind == "hand_over" for band in run.bands):
+    if any(band.kind == "weight_sync" for band in run.bands):
         entries.append(":: weight sync")
     return "   ".join(entries)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, TypeVar
 
+from sortedrl.config.parsing import toml_value
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.toml import toml_value
 from sortedrl.core.events import Landed
 from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.advice.diagnosis import Advice, Diagnosis, diagnose

@@ -21,7 +21,7 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sortedrl.config.toml import read_toml
+from sortedrl.config.parsing import read_toml
 from sortedrl.core.events import Begin, End, Event, Score, Update, read_events
 from sortedrl.core.files import LoggedAnswer, Value, read_answers, read_metrics
 from sortedrl.core.meter import Metrics, measure

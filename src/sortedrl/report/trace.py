@@ -48,7 +48,7 @@ PROCESSES = ("rounds", "groups", "trainer", "rewards", "slots")
 _FIRST_THREAD = 101
 """Threads are numbered on from here, so that none has the number of a process."""
 
-SpanKind = Literal["rounds", "groups", "updates", "hand_overs", "waits", "rewards", "slots"]
+SpanKind = Literal["rounds", "groups", "updates", "weight_syncs", "waits", "rewards", "slots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ class _Spans:
         yield ("rounds", "rollout"), self._found["rounds"]
         yield ("groups", "group"), self._found["groups"]
         yield ("trainer", "updates"), self._found["updates"]
-        yield ("trainer", "weight sync"), self._found["hand_overs"]
+        yield ("trainer", "weight sync"), self._found["weight_syncs"]
         if self._found["waits"]:
             yield ("rewards", "waiting"), self._found["waits"]
         for number in sorted(self._workers):
@@ -326,7 +326,7 @@ class _Spans:
             name = f"weight sync of version {event.version}"
             args = {"version": event.version, "round": event.round}
             start = event.seconds - event.took_seconds
-            self._add("hand_overs", name, start=start, end=event.seconds, args=args)
+            self._add("weight_syncs", name, start=start, end=event.seconds, args=args)
         elif isinstance(event, Score):
             self._score(event)
         elif isinstance(event, Update):

@@ -26,8 +26,8 @@ from sortedrl.config.data import (
     EvaluationSettings,
     RewardSettings,
 )
+from sortedrl.config.parsing import read_toml, settings_over, settings_with
 from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
-from sortedrl.config.toml import read_toml, settings_over, settings_with
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.files import Value, read_metrics
 from sortedrl.data.catalogue import reward_from

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from sortedrl.config.parsing import options_from
 from sortedrl.config.schedule import EngineSettings
-from sortedrl.config.spec import options_from
 from sortedrl.config.train import Rollout, TrainSettings
 from sortedrl.data.stream import Tokenizer
 from sortedrl.engines.generation import RolloutEngine

@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any
 
 from sortedrl import __version__
-from sortedrl.config.toml import under_new_keys
+from sortedrl.config.parsing import under_new_keys
 from sortedrl.core.files import write_whole
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 

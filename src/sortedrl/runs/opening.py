@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sortedrl.config.data import EvaluationSettings
-from sortedrl.config.toml import settings_to_toml
+from sortedrl.config.parsing import settings_to_toml
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
 from sortedrl.core.files import AnswerFile, MetricsFile, Value, read_metrics

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from sortedrl.config.toml import settings_to_toml
+from sortedrl.config.parsing import settings_to_toml
 from sortedrl.config.train import SupervisedSettings
 from sortedrl.core.files import MetricsFile
 from sortedrl.data.catalogue import Task

@@ -19,8 +19,8 @@ from sortedrl.config.data import (
     EvaluationSettings,
     PeriodicEvaluation,
 )
+from sortedrl.config.parsing import options_from, parsed
 from sortedrl.config.sizes import cpu_limit, threads_for
-from sortedrl.config.spec import options_from, parsed
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.catalogue import Task, open_task, reward_from, shared_rows
 from sortedrl.data.knights_puzzle import Split

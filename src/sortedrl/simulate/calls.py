@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_args
 
+from sortedrl.config.parsing import settings_with
 from sortedrl.config.schedule import ModeName, StrategyName
-from sortedrl.config.toml import settings_with
 from sortedrl.simulate.compare import SimulationResult, best_of, results_of, row
 from sortedrl.simulate.compare import simulate as run_simulation
 from sortedrl.simulate.settings import Simulation, simulation_from

@@ -21,8 +21,8 @@ from sortedrl.config.checks import (
     require,
     within,
 )
+from sortedrl.config.parsing import changed_values, read_toml, settings_over, toml_text
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.toml import changed_values, read_toml, settings_over, toml_text
 from sortedrl.core.randomness import normal, uniform
 from sortedrl.errors import ConfigError, DataError, unknown_name
 from sortedrl.simulate.conversations import ConversationSettings

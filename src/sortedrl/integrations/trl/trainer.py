@@ -39,8 +39,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from sortedrl.config.checks import require
+from sortedrl.config.parsing import toml_text
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.toml import toml_text
 from sortedrl.core.clock import WallClock
 from sortedrl.core.files import write_whole
 from sortedrl.core.randomness import mix

@@ -174,7 +174,7 @@ def diagnose(
         is_group_known=schedule is not None or shows_group(known.strategy),
         truncated_share=observed.num_truncated / max(1, observed.num_finished),
         update_seconds=spent.updates / run.updates,
-        update_share=(spent.updates + spent.hand_overs) / seconds if seconds else 0.0,
+        update_share=(spent.updates + spent.weight_syncs) / seconds if seconds else 0.0,
         saving_share=spent.saving / run.seconds if run.seconds else 0.0,
         sample_size=mean_sample_size(rows),
         is_mismatch_measured=simulated_run.is_mismatch_measured,

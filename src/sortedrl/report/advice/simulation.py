@@ -235,7 +235,7 @@ class SecondsSpent:
     rewards: float
     """Waiting for the rewards of an update."""
     updates: float
-    hand_overs: float
+    weight_syncs: float
     saving: float
     """Checkpoints and logs: what follows an update before anything else begins."""
     rest: float
@@ -243,7 +243,7 @@ class SecondsSpent:
 
 def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
     """Where the time of a run went; `run` has its totals."""
-    waiting = updating = handing_over = saving = 0.0
+    waiting = updating = syncing = saving = 0.0
     before: Event | None = None
     for event in events:
         took = 0.0
@@ -252,19 +252,19 @@ def seconds_spent(events: Iterable[Event], run: Figures) -> SecondsSpent:
         elif isinstance(event, SyncWeights | Update):
             took = event.took_seconds
         waiting += took if isinstance(event, Score) else 0.0
-        handing_over += took if isinstance(event, SyncWeights) else 0.0
+        syncing += took if isinstance(event, SyncWeights) else 0.0
         updating += took if isinstance(event, Update | Landed) else 0.0
         if isinstance(before, Update | Landed) and not isinstance(event, Resume):
             saving += max(0.0, event.seconds - took - before.seconds)
         before = event
     # Updates are timed with the wait for their rewards.
     updating = max(0.0, updating - waiting)
-    known = run.rollout_seconds + waiting + updating + handing_over + saving
+    known = run.rollout_seconds + waiting + updating + syncing + saving
     return SecondsSpent(
         rollouts=run.rollout_seconds,
         rewards=waiting,
         updates=updating,
-        hand_overs=handing_over,
+        weight_syncs=syncing,
         saving=saving,
         rest=max(0.0, run.seconds - known),
     )

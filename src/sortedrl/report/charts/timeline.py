@@ -107,7 +107,9 @@ def timelines(
         top - _GAP + 54,
         scale=scale,
         has_discarded=any(bar.discarded for bar in bars),
-        has_hand_over=any(band.kind == "hand_over" for *_, lanes in panels for band in lanes.bands),
+        has_weight_sync=any(
+            band.kind == "weight_sync" for *_, lanes in panels for band in lanes.bands
+        ),
     )
     return canvas.inline() if scheme is None else canvas.svg(scheme=scheme)
 
@@ -131,7 +133,7 @@ def _draw_panel(
     for band in lanes.bands:
         if band.kind != "rollout":
             x, width = _span(lanes, band.start, band.end, scale=scale)
-            seconds = f"{band.kind.replace('_', '-')}, {short(band.end - band.start)} s"
+            seconds = f"{band.kind.replace('_', ' ')}, {short(band.end - band.start)} s"
             canvas.rect(x, top, width=width, height=height, css="update", title=seconds)
     _draw_end(canvas, lanes, middle=middle, scale=scale)
 
@@ -216,7 +218,7 @@ def _draw_axis(canvas: Canvas, y: float, *, scale: _Scale) -> None:
 
 
 def _draw_legend(
-    canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_hand_over: bool
+    canvas: Canvas, y: float, *, scale: _Scale, has_discarded: bool, has_weight_sync: bool
 ) -> None:
     x = float(_LEFT)
     text = f"generating an answer of {scale.shortest:,}"
@@ -231,7 +233,7 @@ def _draw_legend(
     entries = [("idle", "idle slot")]
     if has_discarded:
         entries.append(("hatched", "discarded later"))
-    entries.append(("update", "update and weight sync" if has_hand_over else "update"))
+    entries.append(("update", "update and weight sync" if has_weight_sync else "update"))
     for css, text in entries:
         canvas.rect(x, y - 9, width=15, height=10, css=css)
         canvas.text(x + 21, y, content=text, css="muted")

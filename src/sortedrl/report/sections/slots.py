@@ -35,7 +35,7 @@ from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run
 from sortedrl.types import Key
 
-BANDS = ("rollout", "update", "hand_over")
+BANDS = ("rollout", "update", "weight_sync")
 """The kinds of bands, in the order of their numbers in the columns."""
 FALLBACK_BARS = 1000
 """Bars up to which a reader without scripts gets a picture; of more, it would weigh too much."""

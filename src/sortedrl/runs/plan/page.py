@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 
+from sortedrl.config.parsing import replaced, toml_value
 from sortedrl.config.schedule import Schedule
-from sortedrl.config.toml import replaced, toml_value
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape
