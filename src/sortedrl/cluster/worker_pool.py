@@ -326,8 +326,8 @@ class WorkerPool:
 def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
     """What a worker says once it has its engine, however long that takes while it makes progress.
 
-    Raises `GetTimeoutError` if it has hardly used the CPU for `quiet_seconds`: on a busy machine,
-    loading a model takes many times as long as on an idle one.
+    Raises `GetTimeoutError` if it and its children have hardly used the CPU for `quiet_seconds`: on
+    a busy machine, loading a model takes many times as long as on an idle one.
     """
     until, used = monotonic() + quiet_seconds, 0.0
     while True:
