@@ -307,6 +307,7 @@ class WorkerPool:
         except RayTaskError as error:
             raise EngineError(
                 f"rollout worker {starting.number} could not create its engine: {error.cause}"
+                f"{self._see(starting.number)}"
             ) from error
         except RayError as error:
             raise EngineError(
@@ -321,6 +322,12 @@ class WorkerPool:
             timeout_seconds=self._cluster.worker_timeout_seconds,
             logs=self._logs,
         )
+
+    def _see(self, number: int) -> str:
+        """Where more is said of a worker; vLLM and SGLang name the cause in their log only."""
+        if self._logs is None:
+            return ""
+        return f"; its log is {_name(number)}.log in {self._logs.folder}"
 
 
 def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
