@@ -1,5 +1,6 @@
 """What runs inside the workers of the cluster tests; they import this module themselves."""
 
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -75,9 +76,20 @@ class BreakingFactory:
         return engine
 
 
+_WORK = """
+import sys, time
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    time.sleep(0.08)
+    worked = time.process_time() + 0.02
+    while time.process_time() < worked:
+        pass
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFactory:
-    """A simulated engine that takes its time to be made, at work or asleep.
+    """A simulated engine that takes its time to be made, at work in a child process or asleep.
 
     A fifth of a CPU is work enough, and leaves the rest to other tests.
     """
@@ -86,12 +98,8 @@ class SlowFactory:
     is_busy: bool
 
     def engine(self):
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            time.sleep(0.08)
-            worked = time.process_time() + 0.02
-            while self.is_busy and time.process_time() < worked:
-                pass
+        command = [sys.executable, "-c", _WORK] if self.is_busy else ["sleep"]
+        subprocess.run([*command, str(self.seconds)], check=True)
         return SimulatedFactory(slots=4, max_tokens=60).engine()
 
 

@@ -12,7 +12,7 @@ from sortedrl.cli import engines, main
 from sortedrl.engines import installed
 from sortedrl.engines import installed as versions
 from sortedrl.engines.installed import Device
-from sortedrl.engines.self_test.launcher import Verdict
+from sortedrl.engines.self_test import Verdict
 
 PASSED = Verdict(
     reason=None, seconds=31.4, slots=4, largest_gap=7.6e-6, tokens_per_second=1234.5, name="mine"

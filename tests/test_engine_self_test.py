@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sortedrl.engines.sampling import Sampling
-from sortedrl.engines.self_test.launcher import (
+from sortedrl.engines.self_test import (
     STAGE,
     Verdict,
     from_line,
@@ -20,15 +20,15 @@ from sortedrl.engines.self_test.launcher import (
     to_line,
     watched,
 )
-from sortedrl.engines.self_test.scenario import (
+from sortedrl.engines.self_test.__main__ import (
     MAX_TOKENS,
     NonConforming,
     check,
     check_as_it_is,
     made_pair,
+    start_engine,
     write_model,
 )
-from sortedrl.engines.self_test.tiny_engines import start_engine
 from sortedrl.engines.servers import served_vocabulary
 from sortedrl.errors import EngineError
 from sortedrl.types import Segment, Weights

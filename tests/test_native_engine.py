@@ -60,7 +60,7 @@ from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.engines.native.noise import gumbel, row_keys, stream
+from sortedrl.engines.native.sampler import gumbel, row_keys, stream
 from sortedrl.errors import ConfigError, EngineError, ModelError, RequestError
 from sortedrl.types import Prompt, Step, Weights
 from worlds import CountingScorer, schedules

@@ -14,7 +14,7 @@ pytest.importorskip("triton.language")
 
 from interpreted import HAS_CUDA  # noqa: E402
 from sortedrl.engines.native import attention_kernels as kernels  # noqa: E402
-from sortedrl.engines.native import noise  # noqa: E402
+from sortedrl.engines.native import sampler  # noqa: E402
 from sortedrl.engines.native.sampler import SamplerInputs, TokenFilters, floors  # noqa: E402
 from sortedrl.engines.native.sampler_kernels import filter_floors, sample  # noqa: E402
 
@@ -293,9 +293,9 @@ def _choices(logits_QV, **changes):
 
 def _perturbed(logits_QV, inputs):
     tokens_V = torch.arange(logits_QV.shape[1], device=DEVICE)
-    keys_Q = noise.row_keys(inputs["streams_Q"], inputs["positions_Q"])
+    keys_Q = sampler.row_keys(inputs["streams_Q"], inputs["positions_Q"])
     scaled_QV = logits_QV.float() * inputs["inverse_temperatures_Q"][:, None]
-    return scaled_QV + noise.gumbel(keys_Q, tokens_V)
+    return scaled_QV + sampler.gumbel(keys_Q, tokens_V)
 
 
 def _logits(num_rows, vocabulary, dtype=torch.float32):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from native_worlds import chi_square_p
 from sortedrl.core.randomness import mix
-from sortedrl.engines.native.noise import exponential, gumbel, random_bits, row_keys, stream
+from sortedrl.engines.native.sampler import exponential, gumbel, random_bits, row_keys, stream
 
 MANY = 1 << 17
 NEVER = 1e-4

@@ -19,13 +19,14 @@ from transformers import (
 
 from native_worlds import chi_square_p, fresh, plain_logits, roll_out, shared_model
 from sortedrl.engines.native import NativeEngine, Sampling
-from sortedrl.engines.native.noise import random_bits, row_keys
 from sortedrl.engines.native.sampler import (
     SamplerInputs,
     TokenFilters,
     _floors_few,
     choose,
     floors,
+    random_bits,
+    row_keys,
 )
 from sortedrl.errors import ConfigError
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sortedrl.config.cluster import Cluster
+from sortedrl.config.environment import EnvironmentSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import PassSettings, Rollout, TrainSettings
 from sortedrl.errors import ConfigError, EngineError
@@ -180,3 +181,32 @@ def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, s
     assert build_engine.engine_cache_bytes(world) <= max(
         other, plan.memory.demand.least_cache_bytes
     )
+
+
+@pytest.mark.parametrize("block_tokens", [None, 16, 128])
+def test_the_cache_of_an_outside_engine_holds_a_conversation_with_all_its_replies(block_tokens):
+    from sortedrl.runs import build_engine
+    from sortedrl.runs.plan.dry_run import run_memory
+
+    model = "meta-llama/Llama-3.1-8B"
+    whole = TrainSettings(
+        model=model,
+        rollout=Rollout(engine="vllm"),
+        environment=EnvironmentSettings(name="calculator"),
+        schedule=Schedule(mode="partial"),
+        engine=EngineSettings(slots=1, max_tokens=64),
+    )
+    settings = build_engine.GenerationSettings.of(whole)
+    world = build_engine.RolloutWorld(
+        plan=run_memory(whole, KNOWN_SHAPES[model], is_gpu=False, prompt_tokens=256),
+        device=torch.device("cpu"),
+        model=None,
+        stop_tokens=(),
+        tokenizer=None,
+        prompts=(),
+        version=0,
+    )
+    room = build_engine.outside_cache_bytes(settings, world, block_tokens=block_tokens)
+    block = block_tokens or 32
+    blocks = room // (block * world.demand.cache_token_bytes)
+    assert (blocks - 1) * block >= world.context(settings) == 256 + 64 + 16 * 512

@@ -16,8 +16,8 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.loop import Loop
 from sortedrl.core.meter import measure
 from sortedrl.core.recorder import Journal
-from sortedrl.engines.pool.engine_pool import Router
-from sortedrl.engines.pool.replica import Assignment
+from sortedrl.engines.pool import Router
+from sortedrl.engines.replica import Assignment
 from sortedrl.errors import ConfigError
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings, ticks

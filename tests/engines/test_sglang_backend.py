@@ -22,10 +22,10 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.servers import Server
 from sortedrl.engines.sglang.sglang_process import SglangProcess
 from sortedrl.engines.sglang.sglang_server import SglangServer
 from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
-from sortedrl.engines.streaming.http_client import Server
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights
 

@@ -18,8 +18,8 @@ import torch
 
 from native_worlds import tiny_model
 from sortedrl.engines.sampling import Sampling
+from sortedrl.engines.servers import Server
 from sortedrl.engines.streaming.backend import EventLoop, GenerationRequest, ServerRequirements
-from sortedrl.engines.streaming.http_client import Server
 from sortedrl.engines.streaming.weight_files import weight_buckets
 from sortedrl.engines.vllm import vllm_process
 from sortedrl.engines.vllm.vllm_process import VllmProcess

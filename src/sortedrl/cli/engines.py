@@ -14,7 +14,7 @@ from rich.table import Table
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.engines.installed import KINDS, Device, Installation, Kind, devices, installation
-from sortedrl.engines.self_test.launcher import Verdict, self_test, server_self_test
+from sortedrl.engines.self_test import Verdict, self_test, server_self_test
 from sortedrl.report.terminal import tell, thousands
 
 HELP = """List the rollout engines and run a self-test of each, in about a minute.

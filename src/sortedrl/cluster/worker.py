@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from time import monotonic, perf_counter, process_time
+from time import monotonic, perf_counter
 from typing import Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
@@ -82,6 +82,17 @@ def kill_children(process: int) -> None:
         kill_children(child)
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+
+
+def cpu_seconds_of(process: int) -> float:
+    """Seconds of CPU of a process and of all below it: vLLM and SGLang load models in children."""
+    own = 0.0
+    # It may be gone by now.
+    with suppress(OSError):
+        after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # User and system time, its own and that of the children that it has waited for.
+        own = sum(map(int, after_name[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(cpu_seconds_of, _children(process)))
 
 
 def _children(process: int) -> list[int]:
@@ -311,8 +322,8 @@ class RolloutWorker:
         )
 
     def cpu_seconds(self) -> float:
-        """Seconds of CPU that the process has used, to see whether it makes progress."""
-        return process_time()
+        """Seconds of CPU that the worker has used, to see whether it makes progress."""
+        return cpu_seconds_of(os.getpid())
 
     def abandon(self) -> None:
         """Kill the processes of the engine, if it has some; the worker itself is killed next."""

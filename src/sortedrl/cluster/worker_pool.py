@@ -307,6 +307,7 @@ class WorkerPool:
         except RayTaskError as error:
             raise EngineError(
                 f"rollout worker {starting.number} could not create its engine: {error.cause}"
+                f"{self._see(starting.number)}"
             ) from error
         except RayError as error:
             raise EngineError(
@@ -322,12 +323,18 @@ class WorkerPool:
             logs=self._logs,
         )
 
+    def _see(self, number: int) -> str:
+        """Where more is said of a worker; vLLM and SGLang name the cause in their log only."""
+        if self._logs is None:
+            return ""
+        return f"; its log is {_name(number)}.log in {self._logs.folder}"
+
 
 def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
     """What a worker says once it has its engine, however long that takes while it makes progress.
 
-    Raises `GetTimeoutError` if it has hardly used the CPU for `quiet_seconds`: on a busy machine,
-    loading a model takes many times as long as on an idle one.
+    Raises `GetTimeoutError` if it and its children have hardly used the CPU for `quiet_seconds`: on
+    a busy machine, loading a model takes many times as long as on an idle one.
     """
     until, used = monotonic() + quiet_seconds, 0.0
     while True:

@@ -28,7 +28,7 @@ from sortedrl.engines.streaming.weight_files import WeightFolder, refuse_other_m
 from sortedrl.errors import EngineError
 from sortedrl.models.loading import load_model
 from sortedrl.models.tiny import is_tiny
-from sortedrl.runs.plan.cards import Demand
+from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand
 from sortedrl.runs.plan.dry_run import machine_bytes
 from sortedrl.runs.plan.memory import MemoryPlan
 from sortedrl.training.trainer import export_model
@@ -226,7 +226,11 @@ async def _process(settings: GenerationSettings, world: RolloutWorld, model: str
     """VLLM or SGLang in a process beside the trainer."""
     options = options_from(settings.rollout.options)
     demand = world.demand
-    cache_bytes = engine_cache_bytes(world)
+    if settings.rollout.engine == "vllm" and world.device.type == "cpu":
+        # Its own blocks of 128 tokens would not fit as often as the plan counts, and a shorter
+        # prompt would never be found in its prefix cache.
+        options = {"block_size": BLOCK_TOKENS} | options
+    cache_bytes = outside_cache_bytes(settings, world, block_tokens=options.get("block_size"))
     dtype, shards = demand.precision, demand.cluster.tensor_parallel
     if settings.rollout.engine == "vllm":
         from sortedrl.engines.vllm.vllm_process import VllmProcess
@@ -309,6 +313,19 @@ def engine_cache_bytes(world: RolloutWorld) -> int:
     fits = plan.cache_bytes(total) // plan.demand.engines_per_device
     least = plan.demand.least_cache_bytes // plan.demand.engines_per_device
     return max(least, min(fits, free - plan.demand.engine_bytes))
+
+
+def outside_cache_bytes(
+    settings: GenerationSettings, world: RolloutWorld, *, block_tokens: object = None
+) -> int:
+    """The cache of a vLLM or SGLang engine: that of the plan, and room for one conversation.
+
+    The plan does not know how long replies are, and both refuse what does not fit at its longest.
+    vLLM keeps one block for itself.
+    """
+    block = block_tokens if isinstance(block_tokens, int) else BLOCK_TOKENS
+    least = (-(-world.context(settings) // block) + 1) * block
+    return max(engine_cache_bytes(world), least * world.demand.cache_token_bytes)
 
 
 def _native_cache_bytes(settings: GenerationSettings, world: RolloutWorld) -> int | None:

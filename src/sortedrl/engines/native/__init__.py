@@ -9,7 +9,7 @@ cpu_runner         rows -> tokens, on the CPU
 cuda_runner        rows -> tokens, on a GPU
 matmul             matrix products with the same bits in any batch
 attention_kernels  Triton: write keys and values, attend to them
-sampler, noise     logits and keyed noise -> tokens
+sampler            logits and keyed noise -> tokens
 sampler_kernels    Triton: the same in one pass over the logits
 slot_state         per-slot state on the GPU
 """

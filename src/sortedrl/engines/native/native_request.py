@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 from sortedrl.engines.native.kv_cache import EMPTY_PREFIX, PrefixId
-from sortedrl.engines.native.noise import stream
+from sortedrl.engines.native.sampler import stream
 from sortedrl.engines.sampling import Sampling, joined
 from sortedrl.types import FinishReason, Segment, Trajectory
 

@@ -1,6 +1,6 @@
 """Triton kernels of the sampler: one pass over the logits, generating the noise on the fly.
 
-`sample` computes what `sampler.choose` and `noise` do: the same bits, and the same token up to the
+`sample` computes what `sampler.choose` does: the same bits, and the same token up to the
 rounding of two logarithms. `filter_floors` computes what `sampler.floors` does, without a sort: it
 bisects the logits of a row, and adds probabilities as integers, so that no order of summation and
 no other row can touch the result.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sortedrl.engines.native import noise
+from sortedrl.engines.native import sampler
 from sortedrl.engines.native.sampler import (
     MASS_UNITS,
     SamplerInputs,
@@ -31,13 +31,13 @@ _FILTERED_CHUNK_TOKENS = 8192
 
 _kernel: Callable[[Callable[..., Any]], Any] = triton.jit
 
-_GOLDEN_64 = tl.constexpr(noise.GOLDEN_64)
-_FIRST_64, _SECOND_64 = map(tl.constexpr, noise.ROUND_64)
-_GOLDEN_32 = tl.constexpr(noise.GOLDEN_32)
-_FIRST_32, _SECOND_32 = map(tl.constexpr, noise.ROUND_32)
-_MASK_31 = tl.constexpr(noise.MASK_31)
-_LARGEST = tl.constexpr(noise.LARGEST)
-_SERIES_BELOW = tl.constexpr(noise.SERIES_BELOW)
+_GOLDEN_64 = tl.constexpr(sampler.GOLDEN_64)
+_FIRST_64, _SECOND_64 = map(tl.constexpr, sampler.ROUND_64)
+_GOLDEN_32 = tl.constexpr(sampler.GOLDEN_32)
+_FIRST_32, _SECOND_32 = map(tl.constexpr, sampler.ROUND_32)
+_MASK_31 = tl.constexpr(sampler.MASK_31)
+_LARGEST = tl.constexpr(sampler.LARGEST)
+_SERIES_BELOW = tl.constexpr(sampler.SERIES_BELOW)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _MASS_UNITS = tl.constexpr(MASS_UNITS)
 _LOWEST_KEY = tl.constexpr(-(2**31))

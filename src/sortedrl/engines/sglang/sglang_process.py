@@ -3,18 +3,30 @@
     request -> SGLang's manager (our event loop) -> scheduler and model (child processes) -> tokens
 
 A child that dies ends every stream with `EngineLost`, and nothing else.
+
+SGLang assumes that it owns its process: it sets signal handlers, the start method of
+multiprocessing, the loggers and the event loop policy, and when one of its child processes fails it
+kills its parent and all children of it. Here the parent is a training run with other children. So
+what SGLang changes is restored, and the signal with which it kills its parent only prints a
+traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedrl.engines.installed import SGLANG
-from sortedrl.engines.sglang import containment
 from sortedrl.engines.sglang.sglang_request import (
     HIGH_FIRST,
     SglangStream,
@@ -36,6 +48,8 @@ _DRAIN_SECONDS = 0.1
 _FLUSH_TRIES = 100
 _FLUSH_PAUSE_SECONDS = 0.1
 _BUCKET_BYTES = 1 << 30
+_STANDARD_ERROR = 2
+_KILL_SECONDS = 30.0
 _ON_A_CPU: Mapping[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -69,7 +83,7 @@ class SglangProcess:
         self._aborted: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
-        self._processes = containment.processes_of(engine)
+        self._processes = _processes_of(engine)
         for process in self._processes:
             ending = f"its process {process.pid} ended, see its log above"
             self._loop.add_reader(process.sentinel, self._lose, ending)
@@ -135,12 +149,12 @@ class SglangProcess:
             usual |= _ON_A_CPU
             usual["max_total_tokens"] = slots * server_context(context)
             settings["SGLANG_USE_CPU_ENGINE"] = "1"
-        with containment.restored_globals(settings):
+        with _restored_globals(settings):
             from sglang.srt.server_args import ServerArgs
 
             SGLANG.check_options(options, known=ServerArgs.__struct_fields__, fixed=ours)
             try:
-                engine = containment.start(usual | dict(options) | ours)
+                engine = _started(usual | dict(options) | ours)
             except (RuntimeError, ValueError, TypeError, OSError, AssertionError) as error:
                 raise EngineError(
                     f"SGLang {version} did not start with {model}: {error}; see its log above"
@@ -254,7 +268,7 @@ class SglangProcess:
         from sglang.srt.managers.load_snapshot import shm_path_for
 
         self._lose("it was closed")
-        containment.kill(self._processes)
+        _kill(self._processes)
         # Read what is in flight, or the socket warns that messages are lost.
         await asyncio.wait([self._reader], timeout=_DRAIN_SECONDS)
         self._reader.cancel()
@@ -273,7 +287,7 @@ class SglangProcess:
         ):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(shm_path_for(ports.instance_id)).unlink(missing_ok=True)
-        containment.restore_sigquit()
+        _restore_sigquit()
 
     async def _load_bucket(self, bucket: Mapping[str, Tensor], *, version: int) -> None:
         """Bring a bucket to all shards, each of which takes its own part of every tensor."""
@@ -330,3 +344,78 @@ class SglangProcess:
     def _refuse_if_lost(self) -> None:
         if self._end.done():
             raise EngineLost(f"{self.name} is gone: {self._end.result()}")
+
+
+def _started(arguments: Mapping[str, object]) -> Engine:
+    """Start an engine of SGLang; its processes die with the calling thread."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Contained(Engine):  # type: ignore[misc]
+        """Does not kill the other children of this process at exit."""
+
+        def shutdown(self) -> None:
+            """Nothing: see `SglangProcess.close`."""
+
+    _ignore_sigquit()
+    before = {process.pid for process in multiprocessing.active_children()}
+    try:
+        engine = Contained(**arguments)
+    except BaseException:
+        _kill(
+            [process for process in multiprocessing.active_children() if process.pid not in before]
+        )
+        _restore_sigquit()
+        raise
+    # It would kill this process when a child dies.
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    return engine
+
+
+def _processes_of(engine: Engine) -> list[BaseProcess]:
+    """The child processes of an engine."""
+    ids = set(engine.get_all_child_pids())
+    return [process for process in multiprocessing.active_children() if process.pid in ids]
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    """Kill these processes, and wait for them."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(_KILL_SECONDS)
+
+
+def _ignore_sigquit() -> None:
+    """Survive SIGQUIT, which a failing child of SGLang sends to its parent.
+
+    Signal handlers can only be set in the main thread, which this need not be; but faulthandler can
+    be registered anywhere, and replaces the default action.
+    """
+    faulthandler.register(signal.SIGQUIT, file=_STANDARD_ERROR, all_threads=False)
+
+
+def _restore_sigquit() -> None:
+    """Restore the default action of SIGQUIT."""
+    faulthandler.unregister(signal.SIGQUIT)
+
+
+@contextmanager
+def _restored_globals(settings: Mapping[str, str]) -> Iterator[None]:
+    """Restore what SGLang changes inside the block; `settings` are environment variables for it."""
+    environment = dict(os.environ)
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    policy = asyncio.get_event_loop_policy()
+    root = logging.getLogger()
+    # Removed first: SGLang would close them.
+    handlers, root.handlers, level = root.handlers, [], root.level
+    os.environ.update(settings)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.handlers, root.level = handlers, level
+        asyncio.set_event_loop_policy(policy)
+        multiprocessing.set_start_method(start_method, force=True)
+        os.environ.clear()
+        os.environ.update(environment)

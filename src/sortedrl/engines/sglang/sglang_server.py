@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import SGLANG
+from sortedrl.engines.servers import Refused, Server
 from sortedrl.engines.sglang.sglang_request import (
     HIGH_FIRST,
     LOW_FIRST,
@@ -32,7 +33,6 @@ from sortedrl.engines.streaming.backend import (
     GenerationRequest,
     ServerRequirements,
 )
-from sortedrl.engines.streaming.http_client import Refused, Server
 from sortedrl.engines.streaming.weight_files import WeightFolder
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Weights

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.engines.installed import VLLM
+from sortedrl.engines.servers import Refused, Server
 from sortedrl.engines.streaming.backend import (
     BackendLimits,
     Delta,
     GenerationRequest,
     ServerRequirements,
 )
-from sortedrl.engines.streaming.http_client import Refused, Server
 from sortedrl.engines.streaming.weight_files import WeightFolder
 from sortedrl.engines.vllm.worker_extension import RECEIVER
 from sortedrl.errors import EngineError, EngineLost

@@ -23,7 +23,7 @@ from typing import Self
 
 from sortedrl.config.checks import require
 from sortedrl.engines.generation import RolloutEngine
-from sortedrl.engines.pool.replica import (
+from sortedrl.engines.replica import (
     Assignment,
     Close,
     Closed,
