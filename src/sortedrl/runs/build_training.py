@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.sft import SupervisedSettings
@@ -83,48 +82,32 @@ class ModelSettings:
         )
 
 
-def trained_model(
-    settings: ModelSettings,
-    *,
-    source: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
-) -> PreTrainedModel:
-    """The model that is trained, with new adapters if it has any.
+def trained_model(settings: ModelSettings, *, source: str | Path | None = None) -> PreTrainedModel:
+    """The model that is trained, with new adapters if it has any; `source` may be another one."""
+    return prepared_for_training(_loaded(settings, source or settings.model), settings)
 
-    It is that of the settings, unless another source, precision or device is given.
-    """
-    model = load_model(
-        source or settings.model,
-        dtype=dtype or PRECISIONS[settings.precision],
-        device=device or settings.device,
-    )
+
+def first_model(settings: ModelSettings) -> PreTrainedModel:
+    """The model that the run began with, once more."""
+    return _loaded(settings, settings.model)
+
+
+def prepared_for_training(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    """The model with new adapters and checkpointed layers, as far as the settings ask for them."""
     if settings.lora.rank is not None:
         add_adapters(model, settings.lora, seed=settings.seed)
+    return prepared_critic(model, settings)
+
+
+def prepared_critic(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    """The model that the critic begins with; it is trained like the policy, without adapters."""
     if settings.gradient_checkpointing:
         _checkpoint_layers(model)
     return model
 
 
-def first_model(
-    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
-) -> PreTrainedModel:
-    """The model that the run began with, once more."""
-    return load_model(
-        settings.model,
-        dtype=dtype or PRECISIONS[settings.precision],
-        device=device or settings.device,
-    )
-
-
-def critic_model(
-    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
-) -> PreTrainedModel:
-    """The model that the critic begins with; it is trained like the policy."""
-    model = first_model(settings, dtype=dtype, device=device)
-    if settings.gradient_checkpointing:
-        _checkpoint_layers(model)
-    return model
+def _loaded(settings: ModelSettings, source: str | Path) -> PreTrainedModel:
+    return load_model(source, dtype=PRECISIONS[settings.precision], device=settings.device)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
@@ -343,7 +326,7 @@ def _trainer(
     has_adapters = settings.lora.rank is not None
     source = None if saved is None or has_adapters or is_spread else saved.folder / "model"
     model = trained_model(ModelSettings.of(settings), source=source)
-    if saved is not None and has_adapters:
+    if saved is not None and has_adapters and not is_spread:
         load_adapters(model, saved.folder)
     is_shared = cluster is None and not settings.rollout.is_outside
     policy = _policy_trainer(settings, model, num_rows=num_rows, is_shared=is_shared)
@@ -373,7 +356,8 @@ def _policy_trainer(
         reference = CopiedReference(first, temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
-        values = Critic(critic_model(ModelSettings.of(settings)))
+        copied = ModelSettings.of(settings)
+        values = Critic(prepared_critic(first_model(copied), copied))
         critic = CriticTrainer(
             values,
             Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=steps),
