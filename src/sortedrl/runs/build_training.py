@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 from sortedrl.config.sft import SupervisedSettings
@@ -27,14 +28,16 @@ from sortedrl.engines.generation import RolloutEngine
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import load_model, stop_tokens
-from sortedrl.models.shape import shape_of_config
+from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
 from sortedrl.runs.build_engine import (
     PRECISIONS,
     GenerationSettings,
     RolloutWorld,
+    device_memory,
     rollout_engine,
 )
+from sortedrl.runs.plan.advice import refuse_too_big
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
@@ -181,6 +184,7 @@ def training_parts(
     prompts = _prompts(settings, rows, saved)
     longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
     tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
+    _refuse_long_answers(settings, prompt_tokens=longest)
     # What fails below must leave no process and no memory behind.
     with ExitStack() as opened:
         trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
@@ -227,6 +231,27 @@ def training_parts(
         )
         opened.pop_all()
     return parts
+
+
+def _refuse_long_answers(settings: TrainSettings, *, prompt_tokens: int) -> None:
+    """Refuse answers longer than a pass where a pass that holds one of them does not fit.
+
+    The GPUs of a cluster are taken to be like that of this process, and unknown if it has none.
+    """
+    if prompt_tokens + settings.engine.max_tokens <= settings.passes.micro_batch_tokens:
+        return
+    cluster, device = settings.cluster, torch.device(settings.device or "cuda")
+    is_gpu = cluster.gpus_per_worker > 0 if cluster.is_used else device.type == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        if cluster.is_used:
+            return
+        is_gpu = False
+    plan = run_memory(
+        settings, shape_of(settings.model), is_gpu=is_gpu, prompt_tokens=prompt_tokens
+    )
+    total, _ = device_memory(device if is_gpu else torch.device("cpu"))
+    if plan.demand.sequence_tokens > settings.passes.micro_batch_tokens:
+        refuse_too_big(plan, total, settings=settings)
 
 
 def _joined(
