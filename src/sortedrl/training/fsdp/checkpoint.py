@@ -64,7 +64,8 @@ from sortedrl.training.trainer import PolicyTrainer
 
 _FOLDER = "shards"
 _OLD_INDEX = "shards.json"
-_FILE_BYTES = 1 << 30
+# The writer makes two copies of what a file has.
+_FILE_BYTES = 128 << 20
 _USE_ANOTHER = "use another checkpoint"
 
 
