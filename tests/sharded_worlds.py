@@ -8,22 +8,26 @@ import math
 import multiprocessing
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from native_worlds import tiny_model
 from sortedrl.config.train import TrainSettings
-from sortedrl.errors import CheckpointError, TrainingError
+from sortedrl.errors import CheckpointError, ModelError, TrainingError
+from sortedrl.models.loading import load_model, model_without_weights
 from sortedrl.training.fsdp.checkpoint import (
+    export_whole,
     read_full,
     read_sharded,
     write_full,
     write_sharded,
 )
-from sortedrl.training.fsdp.model import rows_of
+from sortedrl.training.fsdp.model import engine_tensors, rows_of
 from sortedrl.training.fsdp.ranks import open_ranks
 from sortedrl.training.fsdp.trainer import sharded_trainer
+from sortedrl.training.lora import add_adapters
 from sortedrl.types import TrainBatch
 from training_worlds import trainer_of, written
 
@@ -92,10 +96,21 @@ class Case:
     architecture: str = "llama"
     dtype: torch.dtype = torch.float32
     is_checkpointed: bool = False
+    source: str | Path | None = None
+    """Where ranks read their part of the models; by default each of them makes them whole."""
+
+    @property
+    def has_adapters(self):
+        return self.settings.lora.rank is not None
 
     def model(self):
         """The model that every process begins with."""
-        model = tiny_model(self.architecture, std=0.3).to(self.dtype)
+        return self.prepared(tiny_model(self.architecture, std=0.3).to(self.dtype))
+
+    def prepared(self, model):
+        """With adapters or checkpointed layers."""
+        if self.has_adapters:
+            add_adapters(model, self.settings.lora, seed=0)
         if self.is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
@@ -109,13 +124,22 @@ class Case:
     def sharded(self, ranks):
         """The trainer of a rank."""
         algorithm = self.settings.algorithm
+
+        def empty():
+            return model_without_weights(self.source, dtype=self.dtype)
+
+        def other():
+            return tiny_model(std=0.3) if self.source is None else empty()
+
         return sharded_trainer(
-            self.model(),
+            self.model() if self.source is None else self.prepared(empty()),
             ranks,
             settings=self.settings.update,
             temperature=self.settings.rollout.temperature,
-            first=tiny_model(std=0.3) if algorithm.kl_coef > 0 else None,
-            critic=tiny_model(std=0.3) if algorithm.has_critic else None,
+            first=other() if algorithm.kl_coef > 0 and not self.has_adapters else None,
+            critic=other() if algorithm.has_critic else None,
+            source=self.source,
+            first_source=self.source,
         )
 
     def alone(self):
@@ -149,7 +173,8 @@ def outcome(trainer):
 def outcome_alone(trainer, model):
     """Of the trainer of one process."""
     values = {} if trainer.critic is None else trainer.critic.critic.tensors()
-    return Outcome(dict(model.state_dict()), values, trainer.version, dict(trainer.last))
+    weights = {name: tensor.detach() for name, tensor in engine_tensors(model).items()}
+    return Outcome(weights, values, trainer.version, dict(trainer.last))
 
 
 def updated(ranks, case, updates=2):
@@ -245,7 +270,7 @@ def saved(ranks, case, folder, kind):
 def resumed(ranks, case, folder, kind, counters):
     """Go on from a checkpoint after one update, and make another."""
     trainer = case.sharded(ranks)
-    if kind == "full":
+    if kind == "full" and not case.has_adapters:
         # As a run does it: the model is loaded first, and then spread.
         model = case.model()
         loaded = type(model).from_pretrained(folder / "model", dtype=case.dtype)
@@ -254,6 +279,36 @@ def resumed(ranks, case, folder, kind, counters):
     read(trainer, folder, counters=counters)
     trainer.update(case.batch(1))
     return outcome(trainer)
+
+
+def exported(ranks, case, folder, file_bytes):
+    """Write the model after an update, in files of so many bytes."""
+    trainer = case.sharded(ranks)
+    trainer.update(case.batch(0))
+    export_whole(trainer, folder, tokenizer=Silent(), file_bytes=file_bytes)
+
+
+def unreadable(ranks, case, source):
+    """What each rank says of a model that cannot be read."""
+    try:
+        replace(case, source=source).sharded(ranks)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def read(ranks, case, source):
+    """What ranks make of a batch that read their part of the models, and that load all of it."""
+    loaded = load_model(source, dtype=case.dtype, device="cpu")
+    found = []
+    for trainer in (
+        replace(case, source=source).sharded(ranks),
+        replace_model(case, case.prepared(loaded)).sharded(ranks),
+    ):
+        begun = outcome(trainer)
+        trainer.update(case.batch(0))
+        found += [begun, outcome(trainer)]
+    return found
 
 
 def replace_model(case, model):

@@ -13,11 +13,12 @@ from sortedrl.cluster.remote_trainer import RemoteTrainer
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import Saving, TrainSettings
+from sortedrl.config.train import Lora, Saving, TrainSettings
 from sortedrl.core.events import read_events
 from sortedrl.core.files import read_metrics
 from sortedrl.core.meter import measure
 from sortedrl.runs.start import train
+from sortedrl.training.lora import plain_tensors, trained_parameters
 from sortedrl.training.trainer import PolicyTrainer
 
 pytestmark = [
@@ -46,6 +47,9 @@ ALONE = TrainSettings(
     optimiser=Optimisation(learning_rate=1e-2, epsilon=1e-3),
     saving=Saving(every=2, answers=0),
 )
+
+
+ADAPTED = replace(ALONE, lora=Lora(rank=4))
 
 
 @pytest.fixture
@@ -79,9 +83,11 @@ def largest_gap(left, right) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batches, tmp_path):
+def test_ranks_with_adapters_make_the_updates_that_one_process_makes_of_the_same_answers(
+    batches, tmp_path
+):
     out = tmp_path / "cluster"
-    ending = train(replace(ALONE, out=out, cluster=replace(TWO_AND_TWO, rollout_workers=1)))
+    ending = train(replace(ADAPTED, out=out, cluster=replace(TWO_AND_TWO, rollout_workers=1)))
     given = list(batches)
     assert len(trained(given)) == 48
     assert ending.updates == len(given) >= 4
@@ -89,11 +95,24 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
     # One process is given these answers, and nothing else of that run.
     from sortedrl.runs.build_training import _trainer
 
-    alone = _trainer(ALONE, num_rows=48, saved=None, cluster=None)
+    alone = _trainer(ADAPTED, num_rows=48, saved=None, cluster=None)
+    began = {name: tensor.detach().clone() for name, tensor in plain_tensors(alone.model).items()}
+    num_compared = 0
     for batch in given:
+        # The worker wrote with the adapters of the version that it names.
+        present = [
+            t for t in batch.trajectories if {s.version for s in t.segments} == {batch.version}
+        ]
+        for answer, logprobs in zip(
+            present, alone.logprobs(present) if present else (), strict=True
+        ):
+            assert logprobs == pytest.approx(
+                [p for s in answer.segments for p in s.logprobs], abs=1e-3
+            )
+            num_compared += batch.version > 0
         alone.update(batch)
-    began = _trainer(ALONE, num_rows=48, saved=None, cluster=None).model.state_dict()
-    found = alone.model.state_dict()
+    assert num_compared
+    found = {name: tensor.detach() for name, tensor in plain_tensors(alone.model).items()}
     here = {name: found[name] for name in weights(out)}
     assert largest_gap(weights(out), here) <= 1e-5
     assert largest_gap(weights(out), {name: began[name] for name in here}) > 1e-3
@@ -103,7 +122,8 @@ def test_ranks_make_the_updates_that_one_process_makes_of_the_same_answers(batch
     assert metrics.run.ledger.decoded == metrics.run.ledger.trained
     last = list(read_metrics(out / "metrics.jsonl"))[-1]
     assert last["hand_over/workers"] == 1
-    assert last["hand_over/bytes"] >= sum(tensor.nbytes for tensor in here.values())
+    adapters = trained_parameters(alone.model).values()
+    assert last["hand_over/bytes"] == sum(tensor.nbytes for tensor in adapters), "and nothing else"
     logs = sorted(path.name for path in (out / "logs").glob("*.log"))
     assert logs == ["rank-0.log", "rank-1.log", "rollout-0.log"]
 

@@ -18,11 +18,13 @@ from sortedrl.config.train import TrainSettings
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import Shape, shape_of, shape_of_config
+from sortedrl.runs import build_training
 from sortedrl.runs.plan.cards import CARDS, card_named
-from sortedrl.runs.plan.dry_run import card_of
+from sortedrl.runs.plan.dry_run import Expected, card_of, planned_run
 from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
 from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
+from sortedrl.runs.start import train
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.conversations import ConversationSettings
 from sortedrl.simulate.costs import CostSettings
@@ -332,6 +334,35 @@ def test_a_model_too_big_is_refused_with_what_would_fit():
     assert "gradient_checkpointing = true and" in str(caught.value)
     assert "a model of about 1." in str(caught.value)
     refuse_too_big(plan, 4000 * GIB)
+
+
+LONG = TrainSettings(
+    model="tiny:context=65536",
+    task="knights_knaves:people=3,count=8,style=compact",
+    device="cpu",
+    engine=EngineSettings(slots=2, max_tokens=60_000),
+)
+
+
+def test_answers_longer_than_a_pass_that_does_not_fit_are_refused_before_a_model_is_loaded(
+    monkeypatch, tmp_path
+):
+    said_once = r"a pass holds the 60,\d+ tokens of the longest prompt and answer.*what would fit: "
+    plan = planned_run(
+        LONG,
+        [],
+        card_name="cpu",
+        expected=Expected(rows=8, prompt_tokens=18, memory_gib=2),
+        tell=lambda words: None,
+    )
+    with pytest.raises(ConfigError, match=said_once) as planned_error:
+        refuse_too_big(plan.memory, plan.device_bytes, settings=LONG)
+    monkeypatch.setattr(build_training, "device_memory", lambda device: (2 * GIB, 2 * GIB))
+    monkeypatch.setattr(build_training, "trained_model", None)
+    with pytest.raises(ConfigError, match=said_once) as error:
+        train(replace(LONG, out=tmp_path / "run"))
+    assert "passes.gradient_checkpointing = true" in str(error.value)
+    assert str(error.value).partition("what")[2] == str(planned_error.value).partition("what")[2]
 
 
 def test_one_change_is_enough_where_one_is():

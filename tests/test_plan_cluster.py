@@ -13,7 +13,7 @@ from sortedrl.config.algorithm import Algorithm
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.parsing import settings_over
 from sortedrl.config.schedule import EngineSettings, Schedule
-from sortedrl.config.train import Rollout, TrainSettings
+from sortedrl.config.train import Lora, Rollout, TrainSettings
 from sortedrl.errors import ConfigError
 from sortedrl.models.shape import KNOWN_SHAPES
 from sortedrl.runs.plan.cards import CARDS, Demand, card_named
@@ -101,6 +101,24 @@ def test_twice_the_devices_never_hold_more_each(demand, cluster):
             assert getattr(many.parts, field.name) <= getattr(few.parts, field.name), field.name
     assert many.total <= few.total
     assert many.least <= few.least
+
+
+def test_ranks_share_the_frozen_weights_and_the_state_of_adapters():
+    demand = replace(
+        MATHS, has_critic=False, optimiser_state="fp32", gradients="fp32", lora_rank=16
+    )
+    parts = planned(demand).parts
+    adapters = demand.adapter_parameters
+    assert parts.weights == -(-(2 * QWEN.parameters + 4 * adapters) // 8)
+    assert (parts.moments, parts.gradients) == (adapters, -(-4 * adapters // 8))
+    card, two = card_named("h100"), {"number_bytes": 2, "cluster": demand.cluster}
+    gathering = card.pass_seconds(QWEN, trained=0, **two)
+    assert gathering < card.pass_seconds(QWEN, trained=adapters, **two)
+    assert card.pass_seconds(QWEN, trained=adapters, **two) < card.pass_seconds(QWEN, **two)
+    settings = TrainSettings(
+        cluster=Cluster(rollout_workers=2, trainer_ranks=2), lora=Lora(rank=16)
+    )
+    assert settings.lora.rank == 16, "ranks are not refused adapters"
 
 
 @given(DEMANDS, COLOCATED | SEPARATED)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sortedrl.config.cluster import Cluster
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import PassSettings, Rollout, TrainSettings
 from sortedrl.errors import ConfigError, EngineError

@@ -14,12 +14,14 @@ from native_worlds import tiny_model
 from sharded_worlds import Case, Pair, outcome, outcome_alone, updated_alone
 from sortedrl.config.algorithm import Algorithm, Correction, Optimisation
 from sortedrl.config.schedule import Schedule
+from sortedrl.config.train import Lora
 from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.batch import Answers, TokenSequence, micro_batches
 from sortedrl.training.checkpoint import save, verify
 from sortedrl.training.fsdp.checkpoint import Shards, is_sharded, read_joined
 from sortedrl.training.fsdp.model import rows_of
 from sortedrl.training.fsdp.ranks import balanced, open_ranks
+from sortedrl.training.lora import load_adapters, merged_tensors
 from sortedrl.types import Prompt, Segment, Trajectory
 from training_worlds import train_settings
 
@@ -113,6 +115,7 @@ def case(
     epochs=1,
     correction=None,
     state="fp32",
+    lora=None,
     **changes,
 ):
     """A case whose passes are short, so that every rank makes several.
@@ -121,6 +124,8 @@ def case(
     gradient's sign, and turns rounding errors of gradients near 0 into whole steps.
     """
     special = {} if correction is None else {"correction": correction}
+    if lora is not None:
+        special["lora"] = lora
     settings = train_settings(
         algorithm=Algorithm(name=name, **changes.pop("algorithm", {})),
         optimiser=Optimisation(
@@ -166,6 +171,10 @@ CASES = {
     "tied_embeddings": case(architecture="qwen3"),
     "sliding_windows": case(architecture="gemma3"),
     "checkpointed_layers": case(is_checkpointed=True),
+    "adapters": case("grpo", lora=Lora(rank=4), algorithm={"kl_coef": 0.1}),
+    "adapters_with_rows_for_one_rank": case(
+        lora=Lora(rank=1), algorithm={"kl_coef": 0.05, "kl_place": "reward"}, is_checkpointed=True
+    ),
 }
 
 
@@ -173,7 +182,7 @@ CASES = {
 def test_two_ranks_make_the_updates_that_one_process_makes(pair, name):
     expected = updated_alone(CASES[name])
     begun = CASES[name].model().state_dict()
-    moved = max(float((expected.weights[n] - begun[n]).abs().max()) for n in begun)
+    moved = max(float((t - begun[n]).abs().max()) for n, t in expected.weights.items())
     for found in pair.do(sharded_worlds.updated, CASES[name]):
         assert_same(found, expected)
     assert moved > 1e-3
@@ -301,11 +310,76 @@ KINDS = ("full", "sharded")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_go_on_from_their_checkpoint_as_if_nothing_had_happened(pair, tmp_path, kind):
-    what = case("ppo")
+@pytest.mark.parametrize("lora", [None, Lora(rank=3)])
+def test_ranks_go_on_from_their_checkpoint_as_if_nothing_had_happened(pair, tmp_path, kind, lora):
+    what = case("ppo", lora=lora)
     counters, expected = saved(pair, tmp_path / "one", kind, what)
     for found in pair.do(sharded_worlds.resumed, what, tmp_path / "one", kind, counters):
         assert_same(found, expected, atol=0)
+
+
+SOURCES = {
+    "llama": case("ppo", algorithm={"kl_coef": 0.1}),
+    "qwen3": case(architecture="qwen3", dtype=torch.bfloat16),
+    "gemma3": case(architecture="gemma3"),
+    "adapters": case(lora=Lora(rank=3), algorithm={"kl_coef": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_ranks_that_read_their_rows_train_what_they_would_have_loaded(pair, tmp_path, name):
+    what = SOURCES[name]
+    model = tiny_model(what.architecture, std=0.3).to(what.dtype)
+    model.save_pretrained(tmp_path / "one", max_shard_size="50KB")
+    for begun, updated, *expected in pair.do(sharded_worlds.read, what, tmp_path / "one"):
+        assert_same(begun, expected[0], atol=0)
+        assert_same(updated, expected[1], atol=0)
+
+
+def test_what_no_safetensors_file_has_is_broadcast_by_the_first_rank(pair):
+    spec = "tiny:hidden=32,layers=2,heads=2,seed=3"
+    for begun, updated, *expected in pair.do(sharded_worlds.read, case(), spec):
+        assert_same(begun, expected[0], atol=0)
+        assert_same(updated, expected[1], atol=0)
+
+
+def test_a_model_that_one_rank_cannot_read_is_refused_by_all(pair, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "one")
+    file = tmp_path / "one" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for said in pair.do(sharded_worlds.unreadable, case(), tmp_path / "one"):
+        assert "cannot load" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_ranks_are_resumed_and_exported_by_one_process(pair, tmp_path, kind):
+    what = case("grpo", lora=Lora(rank=3), algorithm={"kl_coef": 0.1})
+    folder = tmp_path / "one"
+    counters, expected = saved(pair, folder, kind, what)
+    trainer, model = what.alone()
+    if kind == "full":
+        load_adapters(model, folder)
+        trainer.load(folder, counters)
+        merged = type(model).from_pretrained(folder / "model").state_dict()
+        for name, tensor in merged_tensors(model).items():
+            assert merged[name].equal(tensor), name
+    else:
+        read_joined(trainer, folder, counters=counters)
+        assert Shards(folder).shapes("adapters").keys() == expected.weights.keys()
+    trainer.update(what.batch(1))
+    assert_same(outcome_alone(trainer, model), expected)
+
+
+def test_a_model_is_written_in_files_of_limited_size(pair, tmp_path):
+    what = case(architecture="qwen3")
+    pair.do(sharded_worlds.exported, what, tmp_path, 50_000)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    trainer, model = what.alone()
+    trainer.update(what.batch(0))
+    for name, tensor in type(model).from_pretrained(tmp_path).state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], atol=1e-5, rtol=0)
 
 
 def test_one_process_reads_a_full_checkpoint_of_ranks(pair, tmp_path):

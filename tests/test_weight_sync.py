@@ -280,14 +280,14 @@ def test_what_breaks_off_in_the_middle_is_a_transport_that_failed():
 
 def test_a_file_holds_the_tensors_to_the_bit_and_nothing_else_is_left(tmp_path):
     tensors = all_kinds()
-    write_weights(tensors, tmp_path / "w.safetensors")
+    write_weights(tensors.items(), tmp_path / "w.safetensors", like=tensors)
     assert digest(read_weights(tmp_path / "w.safetensors")) == {**digest(tensors)}
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 def test_a_file_that_cannot_be_written_or_read_is_a_transport_that_failed(tmp_path):
     with pytest.raises(TransportFailed, match="could not be written"):
-        write_weights(all_kinds(), tmp_path / "nowhere" / "w.safetensors")
+        write_weights([], tmp_path / "nowhere" / "w.safetensors", like={})
     (tmp_path / "half").write_bytes(b"12")
     for name in ("half", "none"):
         with pytest.raises(TransportFailed, match=f"{name} could not be read"):

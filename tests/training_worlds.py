@@ -18,7 +18,7 @@ from sortedrl.core.recorder import Journal
 from sortedrl.data.stream import PromptStream, TokenizedRow
 from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import CopiedReference, PackedModel
+from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import Prompt, Segment, Trajectory
@@ -106,7 +106,9 @@ def trainer_of(model, settings, optimiser=None):
     """The trainer as a run has it."""
     policy = PackedModel(model, temperature=settings.rollout.temperature)
     reference = critic = None
-    if settings.algorithm.kl_coef > 0:
+    if settings.algorithm.kl_coef > 0 and settings.lora.rank is not None:
+        reference = AdapterReference(policy)
+    elif settings.algorithm.kl_coef > 0:
         reference = CopiedReference(tiny_model(std=0.3), temperature=policy.temperature)
     if settings.algorithm.has_critic:
         values = Critic(tiny_model(std=0.3))

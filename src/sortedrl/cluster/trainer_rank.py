@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,11 +26,7 @@ from sortedrl.cluster.weight_transport import (
 )
 from sortedrl.cluster.worker import LogFolder, WorkerLog, show_gpus
 from sortedrl.config.cluster import CheckpointKind
-from sortedrl.training.fsdp.checkpoint import (
-    refuse_broken_model,
-    write_full,
-    write_sharded,
-)
+from sortedrl.training.fsdp.checkpoint import export_whole, write_full, write_sharded
 from sortedrl.training.fsdp.ranks import Ranks, open_ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
 from sortedrl.types import TrainBatch, Trajectory
@@ -146,11 +143,7 @@ class TrainerRank:
 
     def export(self, folder: Path, *, tokenizer: Any) -> None:  # noqa: ANN401
         """Write the trained model; the first rank does."""
-        refuse_broken_model(self._trainer)
-        weights = self._trainer.weights()
-        if self._trainer.ranks.is_first:
-            self._trainer.model.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+        export_whole(self._trainer, folder, tokenizer=tokenizer)
 
     def sees(self, logs: LogFolder) -> bool:
         """Whether this machine sees the folder of the run."""
@@ -176,9 +169,12 @@ class TrainerRank:
 
     def write(self, path: Path) -> None:
         """Write the weights into a file; the first rank does."""
-        weights = self._trainer.weights()
-        if self._trainer.ranks.is_first:
-            write_weights(weights, path)
+        parts = self._parts(BROADCAST_BYTES)
+        try:
+            if self._trainer.ranks.is_first:
+                write_weights(chain.from_iterable(parts), path, like=self._trainer.tensors())
+        finally:
+            deque(parts, maxlen=0)
 
     def close(self) -> str | None:
         """Gives the text of a log that the controller cannot see."""

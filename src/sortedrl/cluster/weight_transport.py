@@ -96,8 +96,8 @@ class LocalSource:
         """Write them as one safetensors file."""
         from sortedrl.cluster.broadcast import as_tensor
 
-        named = _tensors(weights).items()
-        write_weights({name: as_tensor(name, given) for name, given in named}, path)
+        named = {name: as_tensor(name, given) for name, given in _tensors(weights).items()}
+        write_weights(named.items(), path, like=named)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -135,19 +135,24 @@ def put_objects(parts: Iterable[Sequence[tuple[str, Tensor]]]) -> list[ObjectRef
         deque(coming, maxlen=0)
 
 
-def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+def write_weights(
+    tensors: Iterable[tuple[str, Tensor]], path: Path, *, like: Mapping[str, Tensor]
+) -> None:
     """One safetensors file, written beside its place and renamed; tied tensors are written twice.
 
-    Raises `TransportFailed` if it cannot be written.
+    One tensor at a time is in memory; `like` has their dtypes and shapes. Raises `TransportFailed`
+    if it cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from sortedrl.training.checkpoint import TensorFile
 
     partial = path.with_name(f"{path.name}.partial")
     try:
-        save_file(_apart(tensors), partial)
+        file = TensorFile(partial, like)
+        for name, tensor in tensors:
+            file.add(name, tensor)
+        file.close()
         partial.replace(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise TransportFailed(f"{path} could not be written: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -167,18 +172,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def first_line(error: BaseException) -> str:
     """What an exception says, without what follows it."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, with no memory in common: the file format has no word for that."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        held = tensor.detach().cpu().contiguous()
-        place = held.untyped_storage().data_ptr()
-        apart[name] = held.clone() if place in seen else held
-        seen.add(place)
-    return apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

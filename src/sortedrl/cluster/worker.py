@@ -20,14 +20,14 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sortedrl.cluster.weight_sync import WeightLoad
 from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
@@ -35,6 +35,12 @@ from sortedrl.engines.generation import RolloutEngine, Scoring, Sleeping, TokenS
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
 from sortedrl.types import Step, Trajectory, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Merge = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+"""Makes the weights of an engine, by name, of adapters."""
 
 _Result = TypeVar("_Result")
 
@@ -307,9 +313,10 @@ class RolloutWorker:
         self._poll_seconds = poll_seconds
         self._receiver = WeightReceiver()
 
-    def open(self, factory: EngineFactory) -> WorkerInfo:
-        """Make the engine."""
+    def open(self, factory: EngineFactory, merge: Merge | None = None) -> WorkerInfo:
+        """Make the engine; where adapters are received, `merge` makes its weights of them."""
         engine = factory.engine()
+        self._merge = merge
         self._driver = EngineDriver(engine)
         return WorkerInfo(
             engine=engine.name,
@@ -365,7 +372,10 @@ class RolloutWorker:
         start = perf_counter()
         received = None if delivery is None else self._receiver.receive(delivery)
         engine = self._driver.engine
-        self._driver.call(lambda: engine.load_weights(Weights(version, received)))
+        tensors: Mapping[str, Tensor] | None = received
+        if received is not None and self._merge is not None:
+            tensors = self._merge(dict(received.items()))
+        self._driver.call(lambda: engine.load_weights(Weights(version, tensors)))
         seconds = perf_counter() - start
         fetched = 0.0 if received is None else received.seconds
         return WeightLoad(

@@ -23,7 +23,7 @@ from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, j
 from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, end_worker
 from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
 from sortedrl.cluster.weight_transport import WeightSource
-from sortedrl.cluster.worker import EngineFactory, LogFolder, RolloutWorker, WorkerInfo
+from sortedrl.cluster.worker import EngineFactory, LogFolder, Merge, RolloutWorker, WorkerInfo
 from sortedrl.config.cluster import Cluster
 from sortedrl.engines.generation import TokenScores
 from sortedrl.engines.pool import EnginePool
@@ -80,6 +80,7 @@ class WorkerPool:
         weight_sync_folder: Path | None = None,
         spare: int = 0,
         gpus_of_bundle: Mapping[int, Sequence[str]] | None = None,
+        merge: Merge | None = None,
     ) -> None:
         """Start the workers in their bundles, and wait until each has its engine.
 
@@ -87,10 +88,12 @@ class WorkerPool:
 
         New weights come from `source`; engines without weights have none. Weights on disk go to
         `weight_sync_folder`, which all machines must see; without one, disk is not used. `report`
-        gets each weight sync. `spare` is that of the pool.
+        gets each weight sync. `spare` is that of the pool. Where the source sends adapters, each
+        worker has `merge` make whole weights of them.
         """
         self._cluster = cluster
         self._factory = factory
+        self._merge = merge
         self._tell = tell
         self._logs = None if log_folder is None else LogFolder.opened(log_folder)
         self._weight_sync = WeightSync(
@@ -292,7 +295,8 @@ class WorkerPool:
                 logs=self._logs,
             )
         )
-        return _Starting(number=number, actor=actor, info=actor.open.remote(self._factory))
+        info = actor.open.remote(self._factory, self._merge)
+        return _Starting(number=number, actor=actor, info=info)
 
     def _visible_gpus(self, claim: Claim) -> Sequence[str] | None:
         """The GPUs that a worker is shown; `None` for those that Ray gives it."""

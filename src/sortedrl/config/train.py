@@ -355,11 +355,6 @@ class TrainSettings:
             "none to place; leave cluster.rollout_workers out",
         )
         require(
-            self.lora.rank is None or cluster.trainer_ranks == 0,
-            f"lora.rank needs the trainer in one process, got cluster.trainer_ranks "
-            f"{cluster.trainer_ranks}; set it to 0, or train without adapters",
-        )
-        require(
             cluster.tensor_parallel == 1 or self.rollout.engine in ("vllm", "sglang"),
             f"cluster.tensor_parallel {cluster.tensor_parallel} needs rollout.engine 'vllm' or "
             f"'sglang', got {self.rollout.engine!r}; set tensor_parallel to 1",

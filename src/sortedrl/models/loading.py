@@ -2,12 +2,16 @@
 
 Nothing here pads, and a tokenizer needs neither a pad token nor a chat template. transformers shows
 no progress bars meanwhile: a run has its own.
+
+A process that keeps only a part of a model takes `model_without_weights`, and reads the rows it
+needs from `stored_weights`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,10 @@ from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokeni
 
 try:
     import torch
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.nn.modules.module import register_module_parameter_registration_hook
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -28,6 +33,8 @@ try:
         GenerationConfig,
         PreTrainedModel,
     )
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
     from transformers.utils.logging import (
         disable_progress_bar,
         enable_progress_bar,
@@ -189,6 +196,151 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             f"cannot load {name} as a causal language model: {first_line(error)}"
         ) from error
     return model
+
+
+def model_without_weights(name: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """What `load_model` gives on the CPU, but with weights that take no memory (meta device)."""
+    with _weights_on_meta():
+        model = _in_memory(name, dtype) if is_tiny(str(name)) else _as_configured(name, dtype)
+    made: PreTrainedModel = model.eval()
+    return made
+
+
+def _as_configured(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    folder, gguf = folder_and_gguf(name)
+    _refuse_without_gguf(gguf)
+    try:
+        with without_bars():
+            config = (
+                AutoConfig.from_pretrained(folder)
+                if gguf is None
+                else AutoConfig.from_pretrained(folder, gguf_file=gguf)
+            )
+            _refuse_quantized(name, config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ModelError:
+        raise
+    except Exception as error:  # damaged files make libraries raise of every kind
+        raise ModelError(
+            f"cannot load {name} as a causal language model: {first_line(error)}"
+        ) from error
+    # A model without such a file has what its config says.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+@contextmanager
+def _weights_on_meta() -> Iterator[None]:
+    """Modules that are made inside have weights without memory; their buffers have values."""
+
+    def without_memory(_: nn.Module, __: str, weight: nn.Parameter) -> nn.Parameter | None:
+        if weight.is_meta:
+            return None
+        return nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)
+
+    # Its type says that a hook gives nothing, but what it gives is registered.
+    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The weights of a model by name, read from its safetensors files when they are asked for."""
+
+    def __init__(self, files: Mapping[str, Path], *, dtype: torch.dtype) -> None:
+        """The file of each weight, and the precision to give them in."""
+        self._files = files
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole weight."""
+        return self.rows(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """The number of weights."""
+        return len(self._files)
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a weight, in memory of their own; nothing else is read."""
+        path = self._files[name]
+        try:
+            # Opened each time: what a file has shown of itself stays in memory while it is open.
+            with safe_open(path, framework="pt") as file:
+                part: Tensor = file.get_slice(name)[start:stop]
+                return part.to(self._dtype, copy=True)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: {name} cannot be read: {first_line(error)}") from error
+
+
+def stored_weights(
+    name: str | Path, tensors: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> StoredWeights | None:
+    """The weights of a model, where its safetensors files have them by these names and shapes.
+
+    `None` where transformers must load the model to know them: `tiny`, GGUF and other formats, and
+    files with names, shapes or ties of their own.
+    """
+    if is_tiny(str(name)) or folder_and_gguf(name)[1] is not None:
+        return None
+    together = names_by_tensor(tensors)
+    wanted = {names[0]: [*tensors[names[0]].shape] for names in together}
+    tied = {other for names in together for other in names[1:]}
+    found: dict[str, Path] = {}
+    try:
+        for path in _safetensors_files(str(name)):
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (a file is no mapping)
+                    if key in tied:
+                        return None
+                    if key in wanted and file.get_slice(key).get_shape() == wanted[key]:
+                        found[key] = path
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot load {name}: {first_line(error)}") from error
+    return StoredWeights(found, dtype=dtype) if found.keys() == wanted.keys() else None
+
+
+def weights_of(name: str | Path, *, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    """The weights of a model by name: read when they are asked for, or else all in main memory."""
+    tensors = model_without_weights(name, dtype=dtype).state_dict(keep_vars=True)
+    stored = stored_weights(name, tensors, dtype=dtype)
+    return load_model(name, dtype=dtype, device="cpu").state_dict() if stored is None else stored
+
+
+def names_by_tensor(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of the same tensor together, in the order in which tensors are first named."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def _safetensors_files(name: str) -> list[Path]:
+    """The safetensors files of a model; none if it has other files."""
+    with suppress(OSError):
+        return [Path(_file(name, SAFE_WEIGHTS_NAME))]
+    try:
+        index = Path(_file(name, SAFE_WEIGHTS_INDEX_NAME))
+    except OSError:
+        return []
+    try:
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: is not the index of a model: {first_line(error)}") from error
+    return [Path(_file(name, file)) for file in files]
+
+
+def _file(name: str, file: str) -> str:
+    found: str | None = cached_file(name, file)
+    if found is None:
+        raise FileNotFoundError(f"{name} has no {file}")
+    return found
 
 
 def _unpacking() -> object:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from sortedrl.cluster.connection import connected
 from sortedrl.cluster.placement import (
@@ -29,7 +31,12 @@ from sortedrl.config.cluster import Cluster
 from sortedrl.config.train import TrainSettings, UpdateSettings
 from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.streaming.weight_files import refuse_other_scores, trial_row
-from sortedrl.models.loading import load_tokenizer, stop_tokens_of
+from sortedrl.models.loading import (
+    load_tokenizer,
+    model_without_weights,
+    stop_tokens_of,
+    weights_of,
+)
 from sortedrl.models.shape import shape_of
 from sortedrl.runs.build_engine import (
     PRECISIONS,
@@ -39,16 +46,17 @@ from sortedrl.runs.build_engine import (
 )
 from sortedrl.runs.build_training import (
     ModelSettings,
-    critic_model,
     first_model,
+    prepared_critic,
+    prepared_for_training,
     total_steps,
-    trained_model,
 )
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.runs.plan.memory import MemoryPlan
 from sortedrl.training.fsdp.checkpoint import is_sharded, read_full, read_sharded
 from sortedrl.training.fsdp.ranks import Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer, sharded_trainer
+from sortedrl.training.lora import MergedWeights
 from sortedrl.training.trainer import RunTrainer
 
 Tell = Callable[[str], None]
@@ -100,23 +108,28 @@ class ShardedTrainerFactory:
         """A new trainer, as the run begins it or as its checkpoint has it."""
         folder, counters = self.saved or (None, {})
         _set_threads(self.model.threads)
-        # Whole models are read into main memory; a GPU only ever has its part.
-        on_gpu = ranks.device.type == "cuda"
-        dtype = PRECISIONS[self.model.precision] or (torch.bfloat16 if on_gpu else torch.float32)
+        dtype = _dtype(self.model, is_gpu=ranks.device.type == "cuda")
         is_spread = folder is not None and is_sharded(folder)
-        source = None if folder is None or is_spread else folder / "model"
+        has_adapters = self.model.lora.rank is not None
+        is_own = folder is None or is_spread or has_adapters
         algorithm = self.update.algorithm
+
+        def empty(source: str | Path) -> PreTrainedModel:
+            return model_without_weights(source, dtype=dtype)
+
+        # Only a part of each model is ever in the memory of a rank.
+        source = self.model.model if is_own or folder is None else folder / "model"
         trainer = sharded_trainer(
-            trained_model(self.model, source=source, dtype=dtype, device="cpu"),
+            prepared_for_training(empty(source), self.model),
             ranks,
             settings=self.update,
             temperature=self.temperature,
-            first=first_model(self.model, dtype=dtype, device="cpu")
-            if algorithm.kl_coef > 0
-            else None,
-            critic=critic_model(self.model, dtype=dtype, device="cpu")
+            first=empty(self.model.model) if algorithm.kl_coef > 0 and not has_adapters else None,
+            critic=prepared_critic(empty(self.model.model), self.model)
             if algorithm.has_critic
             else None,
+            source=source,
+            first_source=self.model.model,
             total_steps=self.total_steps,
             is_compiled=self.is_compiled,
         )
@@ -124,6 +137,23 @@ class ShardedTrainerFactory:
             read = read_sharded if is_spread else read_full
             read(trainer, folder, counters=counters)
         return trainer
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterMerge:
+    """Merges the adapters that ranks send into the weights that a worker began with."""
+
+    model: ModelSettings
+    is_gpu: bool
+    _base: Mapping[str, Tensor] | None = None
+
+    def __call__(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights of the engine by name, each merged when it is asked for."""
+        if self._base is None:
+            self._base = weights_of(self.model.model, dtype=_dtype(self.model, is_gpu=self.is_gpu))
+        lora = self.model.lora
+        assert lora.rank is not None, "adapters have a rank"
+        return MergedWeights(self._base, adapters, scale=lora.alpha / lora.rank)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,6 +263,10 @@ class RunningCluster:
             weight_sync_folder=settings.out / _WEIGHT_SYNC,
             spare=settings.rollout.queue,
             gpus_of_bundle={} if self._trainer is None else self._trainer.gpus_of_bundle,
+            # A trainer in this process has merged them already.
+            merge=None
+            if self._trainer is None or settings.lora.rank is None
+            else AdapterMerge(model=ModelSettings.of(settings), is_gpu=cluster.gpus_per_worker > 0),
         )
         if cluster.kind == "colocated" and self._trainer is not None:
             self._trainer.share_memory_with(engine.sleep)
@@ -250,6 +284,11 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
         stack.callback(placement.remove)
         gpu = stack.enter_context(reserved_gpu(placement))
         yield RunningCluster(settings, placement, gpu=gpu, tell=tell)
+
+
+def _dtype(model: ModelSettings, *, is_gpu: bool) -> torch.dtype:
+    """The precision of the weights of a run."""
+    return PRECISIONS[model.precision] or (torch.bfloat16 if is_gpu else torch.float32)
 
 
 def _set_threads(threads: int | None) -> None:

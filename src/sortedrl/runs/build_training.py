@@ -26,15 +26,17 @@ from sortedrl.engines.generation import RolloutEngine
 from sortedrl.environments.pool import EnvironmentPool, EnvironmentScorer
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import load_model, stop_tokens
-from sortedrl.models.shape import shape_of_config
+from sortedrl.models.shape import shape_of, shape_of_config
 from sortedrl.rewards.pool.pool import PoolScorer, RewardPool
 from sortedrl.runs.build_engine import (
     PRECISIONS,
     GenerationSettings,
     RolloutWorld,
+    device_memory,
     rollout_engine,
 )
 from sortedrl.runs.plan.dry_run import run_memory
+from sortedrl.runs.plan.page import refuse_too_big
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
@@ -81,48 +83,32 @@ class ModelSettings:
         )
 
 
-def trained_model(
-    settings: ModelSettings,
-    *,
-    source: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
-) -> PreTrainedModel:
-    """The model that is trained, with new adapters if it has any.
+def trained_model(settings: ModelSettings, *, source: str | Path | None = None) -> PreTrainedModel:
+    """The model that is trained, with new adapters if it has any; `source` may be another one."""
+    return prepared_for_training(_loaded(settings, source or settings.model), settings)
 
-    It is that of the settings, unless another source, precision or device is given.
-    """
-    model = load_model(
-        source or settings.model,
-        dtype=dtype or PRECISIONS[settings.precision],
-        device=device or settings.device,
-    )
+
+def first_model(settings: ModelSettings) -> PreTrainedModel:
+    """The model that the run began with, once more."""
+    return _loaded(settings, settings.model)
+
+
+def prepared_for_training(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    """The model with new adapters and checkpointed layers, as far as the settings ask for them."""
     if settings.lora.rank is not None:
         add_adapters(model, settings.lora, seed=settings.seed)
+    return prepared_critic(model, settings)
+
+
+def prepared_critic(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    """The model that the critic begins with; it is trained like the policy, without adapters."""
     if settings.gradient_checkpointing:
         _checkpoint_layers(model)
     return model
 
 
-def first_model(
-    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
-) -> PreTrainedModel:
-    """The model that the run began with, once more."""
-    return load_model(
-        settings.model,
-        dtype=dtype or PRECISIONS[settings.precision],
-        device=device or settings.device,
-    )
-
-
-def critic_model(
-    settings: ModelSettings, *, dtype: torch.dtype | None = None, device: str | None = None
-) -> PreTrainedModel:
-    """The model that the critic begins with; it is trained like the policy."""
-    model = first_model(settings, dtype=dtype, device=device)
-    if settings.gradient_checkpointing:
-        _checkpoint_layers(model)
-    return model
+def _loaded(settings: ModelSettings, source: str | Path) -> PreTrainedModel:
+    return load_model(source, dtype=PRECISIONS[settings.precision], device=settings.device)
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
@@ -196,6 +182,7 @@ def training_parts(
     prompts = _prompts(settings, rows, saved)
     longest = max(held_out_tokens, *(len(row.tokens) for row in rows))
     tried = [row.tokens for row in rows[:_TRIED_PROMPTS]]
+    _refuse_long_answers(settings, prompt_tokens=longest)
     # What fails below must leave no process and no memory behind.
     with ExitStack() as opened:
         trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
@@ -242,6 +229,27 @@ def training_parts(
         )
         opened.pop_all()
     return parts
+
+
+def _refuse_long_answers(settings: TrainSettings, *, prompt_tokens: int) -> None:
+    """Refuse answers longer than a pass where a pass that holds one of them does not fit.
+
+    The GPUs of a cluster are taken to be like that of this process, and unknown if it has none.
+    """
+    if prompt_tokens + settings.engine.max_tokens <= settings.passes.micro_batch_tokens:
+        return
+    cluster, device = settings.cluster, torch.device(settings.device or "cuda")
+    is_gpu = cluster.gpus_per_worker > 0 if cluster.is_used else device.type == "cuda"
+    if is_gpu and not torch.cuda.is_available():
+        if cluster.is_used:
+            return
+        is_gpu = False
+    plan = run_memory(
+        settings, shape_of(settings.model), is_gpu=is_gpu, prompt_tokens=prompt_tokens
+    )
+    total, _ = device_memory(device if is_gpu else torch.device("cpu"))
+    if plan.demand.sequence_tokens > settings.passes.micro_batch_tokens:
+        refuse_too_big(plan, total, settings=settings)
 
 
 def _joined(
@@ -341,7 +349,7 @@ def _trainer(
     has_adapters = settings.lora.rank is not None
     source = None if saved is None or has_adapters or is_spread else saved.folder / "model"
     model = trained_model(ModelSettings.of(settings), source=source)
-    if saved is not None and has_adapters:
+    if saved is not None and has_adapters and not is_spread:
         load_adapters(model, saved.folder)
     is_shared = cluster is None and not settings.rollout.is_outside
     policy = _policy_trainer(settings, model, num_rows=num_rows, is_shared=is_shared)
@@ -371,7 +379,8 @@ def _policy_trainer(
         reference = CopiedReference(first, temperature=policy.temperature)
     critic = None
     if algorithm.has_critic:
-        values = Critic(critic_model(ModelSettings.of(settings)))
+        copied = ModelSettings.of(settings)
+        values = Critic(prepared_critic(first_model(copied), copied))
         critic = CriticTrainer(
             values,
             Optimiser(values.learned(), settings.update.critic_optimiser, total_steps=steps),

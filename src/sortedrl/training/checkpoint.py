@@ -210,6 +210,67 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: cannot be read ({error}); {_USE_ANOTHER}") from error
 
 
+_HEADER_ALIGNMENT = 8
+_STORED_AS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class TensorFile:
+    """A safetensors file that is written tensor by tensor, so that one at a time is in memory.
+
+        bytes of the header | header: dtype, shape and place by name | tensors
+
+    Their dtypes and shapes are known before; they may come in any order.
+    """
+
+    def __init__(self, path: Path, like: Mapping[str, Tensor]) -> None:
+        """Open a file for tensors of these dtypes and shapes."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # The largest numbers first, so that each begins at a multiple of its size.
+        for name in sorted(like, key=lambda name: (-like[name].dtype.itemsize, name)):
+            start, end = end, end + like[name].dtype.itemsize * like[name].shape.numel()
+            header[name] = {
+                "dtype": _STORED_AS[like[name].dtype],
+                "shape": [*like[name].shape],
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        self._path = path
+        self._header = header
+        self._first = 8 + len(text)
+        self._missing = {*like}
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor."""
+        kind = self._header[name]
+        assert (_STORED_AS[tensor.dtype], [*tensor.shape]) == (kind["dtype"], kind["shape"])
+        self._file.seek(self._first + kind["data_offsets"][0])
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
+        self._missing.remove(name)
+
+    def close(self) -> None:
+        """The file is complete."""
+        self._file.close()
+        assert not self._missing, f"{self._path.name} must have all of its tensors"
+
+
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write `state.json`, for use inside `save`."""
     (folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")

@@ -31,10 +31,11 @@ class Critic(nn.Module):
     """Values of the states before each answer token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Use the model as the trunk; its output layer is not used."""
+        """Use the model as the trunk; its output layer is not used. It may have no weights yet."""
         super().__init__()
         self.trunk = model
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        device = "cpu" if model.device.type == "meta" else model.device
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self._packed = PackedModel(model)

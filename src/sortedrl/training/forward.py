@@ -52,13 +52,15 @@ class PackedModel:
     ) -> None:
         """Refuse a model whose log-probabilities would be wrong.
 
-        Compiled layers need less time and memory on a GPU, and half a minute before the first pass.
+        One without weights is not computed with: call `check` when it has them. Compiled layers
+        need less time and memory on a GPU, and half a minute before the first pass.
         """
         self.model = model
         self.temperature = temperature
         self._compiled = compiled_layers(model) if is_compiled else {}
         refuse_foreign_attention(model, instead=INSTEAD)
-        _probe(self)
+        if model.device.type != "meta":
+            self.check()
 
     @property
     def output_layer(self) -> nn.Linear:
@@ -71,6 +73,10 @@ class PackedModel:
                 "adapter on its output layer"
             )
         return layer
+
+    def check(self) -> None:
+        """Compare with the model's own forward pass; raises `ModelError` if they differ."""
+        _probe(self)
 
     def logprobs(
         self, sequences: Sequence[TokenSequence], *, with_entropy: bool = False
@@ -182,7 +188,11 @@ class AdapterReference:
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
+        adapters = [p for p in self._policy.model.parameters() if p.requires_grad]
         self._policy.model.disable_adapters()
+        # peft freezes them too, and a sharded weight stays what it was in its first pass.
+        for parameter in adapters:
+            parameter.requires_grad_(True)
         try:
             yield
         finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,11 +15,15 @@ from sortedrl.errors import CheckpointError, ConfigError
 from sortedrl.training.checkpoint import read_tensors, write_tensors
 
 _NAME = "default"
+_PART = ".lora_"
 ADAPTER_FILE = "adapters"
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
-    """Add adapters initialised to no change; only they are trained from now on."""
+    """Add adapters initialised to no change; only they are trained from now on.
+
+    They have values even where the model has no weights yet.
+    """
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -28,13 +33,38 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> None:
     assert lora.rank is not None, "without a rank there are no adapters"
     targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _as_with_weights(model):
         torch.random.manual_seed(seed)
         try:
             model.add_adapter(config, _NAME)
         except ValueError as error:
             raise ConfigError(f"lora.targets {list(lora.targets)}: {error}") from error
     _refuse_other_layers(model)
+
+
+@contextmanager
+def _as_with_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Weights without memory look like those of the CPU: peft puts adapters where they are."""
+    without = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.is_meta
+    ]
+    for module, name, weight in without:
+        shown = torch.empty(1, dtype=weight.dtype).expand(weight.shape)
+        module.register_parameter(name, nn.Parameter(shown))
+    try:
+        yield
+    finally:
+        for module, name, weight in without:
+            weight.requires_grad_(module.get_parameter(name).requires_grad)
+            module.register_parameter(name, weight)
+
+
+def plain_name(name: str) -> str:
+    """What the plain model calls a weight that has adapters beside it."""
+    return name.replace(".base_layer.", ".")
 
 
 def _refuse_other_layers(model: PreTrainedModel) -> None:
@@ -62,12 +92,84 @@ def merged_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(module, Linear)
     }
     return {
-        name.replace(".base_layer.", "."): (tensor + deltas[name].to(tensor.dtype))
-        if name in deltas
-        else tensor
+        plain_name(name): (tensor + deltas[name].to(tensor.dtype)) if name in deltas else tensor
         for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
+        if _PART not in name
     }
+
+
+def refuse_turned_layers(model: PreTrainedModel) -> None:
+    """Refuse adapters of layers that keep their weights turned: they are merged by name only."""
+    from peft.tuners.lora import Linear
+
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.fan_in_fan_out:
+            raise ConfigError(
+                f"lora.rank over trainer ranks needs plain linear layers, got {name} of "
+                f"{type(model).__name__}; set cluster.trainer_ranks to 0"
+            )
+
+
+def adapter_scale(model: PreTrainedModel) -> float:
+    """What the product of an adapter's two parts is multiplied by."""
+    from peft.tuners.lora import Linear
+
+    scales = (module.scaling[_NAME] for module in model.modules() if isinstance(module, Linear))
+    return float(next(scales))
+
+
+def adapters_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of these tensors that are of adapters."""
+    return {name: tensor for name, tensor in tensors.items() if _PART in name}
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """What the two parts of the adapter of a weight are called, if it has one."""
+    layer = name.removesuffix(".weight")
+    return f"{layer}{_PART}A.{_NAME}.weight", f"{layer}{_PART}B.{_NAME}.weight"
+
+
+def merged_weight(
+    name: str, weight: Tensor, adapters: Mapping[str, Tensor], *, scale: float
+) -> Tensor:
+    """A weight of the plain model, by its name, with its adapter merged if it has one.
+
+    What `merged_tensors` gives, where base and adapters come from different places.
+    """
+    if not all(part in adapters for part in adapter_names(name)):
+        return weight
+    down, up = (adapters[part] for part in adapter_names(name))
+    delta = (up @ down) * scale
+    return weight + delta.to(weight.dtype)
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of the plain model: those that a run began with, with adapters merged.
+
+    One weight at a time is in memory, where the weights of the beginning are read when asked for.
+    """
+
+    def __init__(
+        self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], *, scale: float
+    ) -> None:
+        """Nothing is merged yet."""
+        self._base = base
+        self._adapters = adapters
+        self._scale = scale
+        self._device = next(iter(adapters.values())).device
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The merged weight, on the device of the adapters."""
+        weight = self._base[name].to(self._device)
+        return merged_weight(name, weight, self._adapters, scale=self._scale)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        """The number of weights."""
+        return len(self._base)
 
 
 def plain_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

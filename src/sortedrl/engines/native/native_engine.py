@@ -242,11 +242,12 @@ class NativeEngine:
         they were submitted.
         """
         self._require_open()
+        fitting = None
         if weights.tensors is not None:
-            checked_weights(self._hf_model.model, weights.tensors)
+            fitting = checked_weights(self._hf_model.model, weights.tensors)
         stopped = [(request, request.result(self.version)) for request in self._stop()]
-        if weights.tensors is not None:
-            copy_weights(self._hf_model.model, weights.tensors)
+        if fitting is not None:
+            copy_weights(self._hf_model.model, fitting)
         self.version = weights.version
         self._planner.pool.reset_prefix_cache()
         self._runner.weights_changed()

@@ -98,11 +98,17 @@ class Card:
             update_token_seconds=update.update_token_seconds,
         )
 
-    def pass_seconds(self, shape: Shape, *, number_bytes: int, cluster: Cluster) -> float:
-        """Of one pass of an update: gathering weights and scattering gradients."""
+    def pass_seconds(
+        self, shape: Shape, *, number_bytes: int, cluster: Cluster, trained: int | None = None
+    ) -> float:
+        """Of one pass of an update: gathering weights and scattering gradients.
+
+        `trained` is how many numbers have a gradient, by default all.
+        """
         if cluster.num_ranks == 1:
             return 0.0
-        moved = (2 * number_bytes + _GRADIENT_BYTES) * shape.parameters
+        with_gradient = shape.parameters if trained is None else trained
+        moved = 2 * number_bytes * shape.parameters + _GRADIENT_BYTES * with_gradient
         return moved / self.link
 
 

@@ -64,9 +64,16 @@ def refuse_too_big(
     if plan.can_run(device_bytes):
         return
     ways = "; or ".join(change.text for change in advice(plan, device_bytes, settings=settings))
+    demand = plan.demand
+    why = (
+        f" (a pass holds the {demand.sequence_tokens:,} tokens of the longest prompt and answer, "
+        f"which is never cut, whatever passes.micro_batch_tokens {demand.pass_tokens:,} says)"
+        if demand.sequence_tokens > demand.pass_tokens
+        else ""
+    )
     raise ConfigError(
         f"the run must fit into the {size(plan.usable(device_bytes))} that a run can use of the "
-        f"device's {size(device_bytes)}, and needs at least {size(plan.least)}; "
+        f"device's {size(device_bytes)}, and needs at least {size(plan.least)}{why}; "
         f"what would fit: {ways or 'no smaller run of this kind; take a larger device'}"
     )
 

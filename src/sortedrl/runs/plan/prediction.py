@@ -260,7 +260,11 @@ def _costs(demand: Demand, *, card: Card, work: int, longer: float) -> Costs:
     if cluster.num_ranks == 1:
         return replace(costs, update_token_seconds=computing)
     models = 2 if demand.has_critic else 1
-    passes = models * card.pass_seconds(shape, number_bytes=size, cluster=cluster)
+    passes = card.pass_seconds(
+        shape, number_bytes=size, cluster=cluster, trained=demand.trained_parameters
+    )
+    if demand.has_critic:
+        passes += card.pass_seconds(shape, number_bytes=size, cluster=cluster)
     moving = passes * longer / (cluster.trainer_devices * demand.pass_tokens)
     return replace(
         costs,

@@ -6,11 +6,15 @@
       critic...safetensors
       held.bin                     held.bin
 
-A full one is what the trainer of one process writes and reads; the first rank gathers one file
-after the other in its main memory. A sharded one is written by all ranks at once into a folder
-that all of them see, and read by any number of ranks, or by one process (`read_joined`). It is a
-`torch.distributed.checkpoint` in safetensors: a tensor is called `group/name`, and the header of
-each file says which rows it has, so there is no index, and no pickle.
+A full one is what the trainer of one process writes and reads; the ranks gather one tensor after
+the other, and the first writes it at its place in the file. A sharded one is written by all ranks
+at once into a folder that all of them see, and read by any number of ranks, or by one process
+(`read_joined`). It is a `torch.distributed.checkpoint` in safetensors: a tensor is called
+`group/name`, and the header of each file says which rows it has, so there is no index, and no
+pickle.
+
+Where adapters are trained, the `model/` of a full one is the merged model, and the adapters are a
+file of their own; a sharded one has the adapters alone.
 
 The functions are called by all ranks together, and written inside `save` of `training.checkpoint`,
 which makes the folder and seals it. A rank that cannot write says so only after it has done its
@@ -19,15 +23,15 @@ part of the collective operations; then all of them raise.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -37,18 +41,31 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sortedrl.errors import CheckpointError
-from sortedrl.models.loading import without_bars
-from sortedrl.training.checkpoint import refuse_not_finite, write_tensors
-from sortedrl.training.fsdp.model import on_first, part_of, rows_of
-from sortedrl.training.fsdp.ranks import Ranks
+from sortedrl.models.loading import names_by_tensor, without_bars
+from sortedrl.training.checkpoint import TensorFile, refuse_not_finite
+from sortedrl.training.fsdp.model import part_of, rows_of, whole
+from sortedrl.training.fsdp.ranks import Failure, Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
+from sortedrl.training.lora import (
+    ADAPTER_FILE,
+    adapter_names,
+    adapter_scale,
+    adapters_among,
+    merged_weight,
+    plain_name,
+    plain_skeleton,
+)
 from sortedrl.training.trainer import PolicyTrainer
 
 _FOLDER = "shards"
 _OLD_INDEX = "shards.json"
-_FILE_BYTES = 1 << 30
+# The writer makes two copies of what a file has.
+_FILE_BYTES = 128 << 20
 _USE_ANOTHER = "use another checkpoint"
 
 
@@ -142,32 +159,151 @@ class Shards:
 
 
 _MODEL = "model"
+# As large as the files of most models on the hub.
+_MODEL_FILE_BYTES = 5 << 30
 
 
 def write_full(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401
     """Write model and trainer as one process does; gives the counters."""
     model, ranks = trainer.model, trainer.ranks
     _refuse_not_finite(trainer)
-    failure = _Failure()
-    weights = on_first(model.state_dict(keep_vars=True), ranks)
-    with failure, without_bars():
+    failure = Failure()
+    _write_model(model, folder / _MODEL, ranks, tokenizer=tokenizer, failure=failure)
+    with failure:
         if ranks.is_first:
-            model.save_pretrained(folder / _MODEL, state_dict=weights)
-            tokenizer.save_pretrained(folder / _MODEL)
             trainer.trainer.write_held(folder)
-    del weights
-    for name, tensors in trainer.trainer.tensors().items():
-        whole = on_first(tensors, ranks)
-        with failure:
-            if ranks.is_first:
-                write_tensors(folder, name, tensors=whole)
-        del whole
-    failure.tell(ranks, folder)
+    files = trainer.trainer.tensors()
+    if model._hf_peft_config_loaded:
+        files[ADAPTER_FILE] = adapters_among(model.state_dict(keep_vars=True))
+    for name, tensors in files.items():
+        _write_file(folder / f"{name}.safetensors", tensors, ranks, failure=failure)
+    _tell(failure, ranks, folder)
     return trainer.trainer.counters()
 
 
+def export_whole(
+    trainer: ShardedTrainer,
+    folder: Path,
+    *,
+    tokenizer: Any,  # noqa: ANN401
+    file_bytes: int = _MODEL_FILE_BYTES,
+) -> None:
+    """Write the trained model as one process does, adapters merged, in files of that size."""
+    model, ranks = trainer.model, trainer.ranks
+    _refuse_parts(dict(model.named_parameters()), ranks)
+    failure = Failure()
+    _write_model(model, folder, ranks, tokenizer=tokenizer, failure=failure, file_bytes=file_bytes)
+    _tell(failure, ranks, folder)
+
+
+def _write_model(
+    model: PreTrainedModel,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    tokenizer: Any,  # noqa: ANN401
+    failure: Failure,
+    file_bytes: int = _MODEL_FILE_BYTES,
+) -> None:
+    """Write a Hugging Face folder, one weight at a time in memory."""
+    tensors = model.state_dict(keep_vars=True)
+    adapters = adapters_among(tensors)
+    own = {plain_name(n): t for n, t in _first_names(tensors).items() if n not in adapters}
+    scale = adapter_scale(model) if adapters else 1.0
+
+    def merged(name: str) -> Tensor:
+        parts = {part: whole(adapters[part]) for part in adapter_names(name) if part in adapters}
+        return merged_weight(name, whole(own[name]), parts, scale=scale)
+
+    plain = plain_skeleton(model)
+    if get_model_conversion_mapping(plain, add_legacy=False):
+        # Its files have other tensors, made of several weights: transformers must see all of them.
+        gathered, files = _on_first(own, ranks, whole_of=merged), {}
+    else:
+        gathered, files = {}, _files_of(own, file_bytes)
+    with failure, without_bars():
+        if ranks.is_first:
+            plain.save_pretrained(folder, state_dict=gathered)
+            tokenizer.save_pretrained(folder)
+            if len(files) > 1:
+                _write_index(folder, own, files)
+    for file, names in files.items():
+        tensors = {name: own[name] for name in names}
+        _write_file(folder / file, tensors, ranks, whole_of=merged, failure=failure)
+
+
+def _on_first(
+    names: Iterable[str], ranks: Ranks, *, whole_of: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Whole tensors in the main memory of the first rank; nothing on the others."""
+    found = {}
+    for name in names:
+        tensor = whole_of(name)
+        if ranks.is_first:
+            found[name] = tensor.cpu()
+    return found
+
+
+def _files_of(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, list[str]]:
+    """The names in each file of a model, as the hub calls the files."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if groups[-1] and size + num_bytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    if len(groups) == 1:
+        return {SAFE_WEIGHTS_NAME: groups[0]}
+    stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
+    return {
+        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def _write_index(
+    folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, list[str]]
+) -> None:
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    *,
+    failure: Failure,
+    whole_of: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write one file: all ranks gather one tensor after the other, the first writes it.
+
+    `whole_of` gives the whole tensor of a name, where it is not the gathered one.
+    """
+    file = None
+    with failure:
+        if ranks.is_first:
+            file = TensorFile(path, tensors)
+    for name, part in tensors.items():
+        tensor = whole(part) if whole_of is None else whole_of(name)
+        with failure:
+            if file is not None:
+                file.add(name, tensor)
+        del tensor
+    with failure:
+        if file is not None:
+            file.close()
+
+
 def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
-    """Continue from a full checkpoint, whose model is loaded already."""
+    """Continue from a full checkpoint, whose model is loaded already; adapters are read."""
     ranks = trainer.ranks
 
     def read(folder: Path, name: str) -> dict[str, Tensor]:
@@ -186,6 +322,8 @@ def read_full(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, A
             ) from error
         return found
 
+    if trainer.model._hf_peft_config_loaded:
+        _load_model(trainer.model, read(folder, ADAPTER_FILE), folder)
     trainer.trainer.load(folder, counters, read=read)
 
 
@@ -193,8 +331,8 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
     """Write what this rank has of model and trainer; gives the counters."""
     model, ranks = trainer.model, trainer.ranks
     _refuse_not_finite(trainer)
-    failure = _Failure()
-    groups = {_MODEL: _model_tensors(model), **trainer.trainer.tensors()}
+    failure = Failure()
+    groups = {_group(model): _saved_tensors(model), **trainer.trainer.tensors()}
     with failure:
         _write_shards(folder, groups, ranks)
     with failure, without_bars():
@@ -202,31 +340,26 @@ def write_sharded(trainer: ShardedTrainer, folder: Path, *, tokenizer: Any) -> d
             model.config.save_pretrained(folder / _MODEL)
             tokenizer.save_pretrained(folder / _MODEL)
             trainer.trainer.write_held(folder)
-    failure.tell(ranks, folder)
+    _tell(failure, ranks, folder)
     return trainer.trainer.counters()
 
 
 def read_sharded(trainer: ShardedTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
     """Continue from a sharded checkpoint of any number of ranks; the model is read too."""
     shards, ranks = Shards(folder), trainer.ranks
-    _load_model(trainer.model, shards.read(_MODEL, ranks), folder)
+    _load_model(trainer.model, shards.read(_group(trainer.model), ranks), folder)
     trainer.trainer.load(folder, counters, read=lambda _, group: shards.read(group, ranks))
 
 
 def read_joined(trainer: PolicyTrainer, folder: Path, *, counters: Mapping[str, Any]) -> None:
     """Continue from a sharded checkpoint in one process; the model is read too."""
     shards = Shards(folder)
-    _load_model(trainer.model, shards.read(_MODEL, None), folder)
+    _load_model(trainer.model, shards.read(_group(trainer.model), None), folder)
     trainer.load(folder, counters, read=lambda _, group: shards.read(group, None))
 
 
-def refuse_broken_model(trainer: ShardedTrainer) -> None:
-    """Raise on all ranks where the weights are not finite."""
-    _refuse_parts(dict(trainer.model.named_parameters()), trainer.ranks)
-
-
 def _refuse_not_finite(trainer: ShardedTrainer) -> None:
-    refuse_broken_model(trainer)
+    _refuse_parts(dict(trainer.model.named_parameters()), trainer.ranks)
     for tensors in trainer.trainer.tensors().values():
         _refuse_parts(tensors, trainer.ranks)
 
@@ -236,57 +369,41 @@ def _refuse_parts(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     refuse_not_finite(own, together=lambda flags: ranks.all_reduce(flags.to(ranks.device)))
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The live tensors of a model, each by the first of its names."""
-    first: dict[int, str] = {}
+def _group(model: PreTrainedModel) -> str:
+    """What a sharded checkpoint calls what it has of a model."""
+    return ADAPTER_FILE if model._hf_peft_config_loaded else _MODEL
+
+
+def _saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The live tensors that a checkpoint has of a model: its adapters, or else all of them."""
     tensors = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        first.setdefault(id(tensor), name)
-    return {name: tensors[name] for name in first.values()}
+    return adapters_among(tensors) or _first_names(tensors)
+
+
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor by the first of its names."""
+    return {names[0]: tensors[names[0]] for names in names_by_tensor(tensors)}
 
 
 @torch.no_grad()
-def _load_model(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    own = _model_tensors(model)
+def _load_model(model: PreTrainedModel, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    own = _saved_tensors(model)
+    what = "adapters" if model._hf_peft_config_loaded else "model"
     for name in sorted(own.keys() | tensors.keys()):
         if name not in own or name not in tensors or own[name].shape != tensors[name].shape:
             raise CheckpointError(
-                f"{folder}: its model must be that of the run, but they differ in {name!r}; "
+                f"{folder}: its {what} must be that of the run, but they differ in {name!r}; "
                 "resume with the settings of its run"
             )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
 
 
-class _Failure:
-    """The first error of this rank, kept until all ranks have made their collective calls."""
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        """Nothing to do."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        """Keep an error; an interrupt is raised at once."""
-        if not isinstance(error, Exception):
-            return False
-        self._error = self._error or error
-        return True
-
-    def tell(self, ranks: Ranks, folder: Path) -> None:
-        """Raise on all ranks if one of them failed."""
-        failed = torch.tensor(float(self._error is not None), device=ranks.device)
-        num_failed = int(ranks.all_reduce(failed))
-        if self._error is not None:
-            raise self._error
-        if num_failed:
-            raise CheckpointError(
-                f"{folder}: {num_failed} of {ranks.world} ranks could not write their part; see "
-                "their errors, then resume"
-            )
+def _tell(failure: Failure, ranks: Ranks, folder: Path) -> None:
+    """Raise on all ranks if one of them failed."""
+    num_failed = failure.count(ranks)
+    if num_failed:
+        raise CheckpointError(
+            f"{folder}: {num_failed} of {ranks.world} ranks could not write their part; see "
+            "their errors, then resume"
+        )

@@ -5,13 +5,15 @@ pass are reduced over the ranks, and each rank keeps those of its shard. So betw
 holds its shard and nothing else. Every weight is split by its first axis. Gradients are summed, not
 averaged: each token has its weight in the loss of the whole step.
 
-Whole tensors are gathered a bucket at a time, so no rank ever holds more than its shard and one
-bucket. All ranks must go through the buckets together, to the end, and each sees all of them.
+A model is sharded before it has weights, and each rank reads its rows of them. Whole tensors are
+gathered a bucket at a time. So no rank ever holds more than its shard and one bucket. All ranks
+must go through the buckets together, to the end, and each sees all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from sortedrl.config.checks import require
-from sortedrl.errors import ConfigError, ModelError
+from sortedrl.errors import ModelError
+from sortedrl.models.loading import load_model, names_by_tensor, stored_weights
 from sortedrl.training.critic import Critic
-from sortedrl.training.fsdp.ranks import Ranks
+from sortedrl.training.fsdp.ranks import Failure, Ranks
+from sortedrl.training.lora import adapters_among, plain_name, refuse_turned_layers
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -30,10 +34,11 @@ _HALF = (torch.float16, torch.bfloat16)
 def shard_model(model: PreTrainedModel, ranks: Ranks) -> None:
     """Shard the model: this rank keeps its part, on its device.
 
-    The model must be whole, the same on all ranks, and not have adapters. Objects that hold the
-    model, such as a `PackedModel`, stay valid; its parameters are new ones.
+    The model must be the same on all ranks: whole, or without weights until `read_weights`. Objects
+    that hold the model, such as a `PackedModel`, stay valid; its parameters are new ones.
     """
-    _refuse_adapters(model)
+    if model._hf_peft_config_loaded:
+        refuse_turned_layers(model)
     for layer in _layers(model):
         _shard(layer, ranks, dtype=model.dtype)
     _shard(model, ranks, dtype=model.dtype)
@@ -78,33 +83,95 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def _refuse_adapters(model: PreTrainedModel) -> None:
-    if model._hf_peft_config_loaded:
-        raise ConfigError(
-            "a model with adapters must be trained in one process, got several ranks; train "
-            "without lora.rank, or with one rank"
+@torch.no_grad()
+def read_weights(model: PreTrainedModel, ranks: Ranks, *, name: str | Path) -> None:
+    """Give a sharded model without weights those of this name; adapters keep theirs.
+
+    This rank reads its rows of them. Where no file has them as they are, the first rank loads the
+    model and broadcasts one weight after the other.
+    """
+    own = {plain_name(n): n for n, t in model.state_dict(keep_vars=True).items() if t.is_meta}
+    tensors = {plain: model.get_parameter(n) for plain, n in own.items()}
+    together = names_by_tensor(tensors)
+    failure = Failure()
+    parts: dict[str, Tensor] = {}
+    with failure:
+        stored = stored_weights(name, tensors, dtype=model.dtype)
+        for names in together:
+            if stored is None:
+                break
+            shape = tensors[names[0]].shape
+            start, stop = rows_of(shape[0], rank=ranks.rank, world=ranks.world)
+            parts[names[0]] = part_of(stored.rows(names[0], start, stop), ranks, shape=shape)
+    _tell(failure, ranks, name)
+    is_read = torch.tensor(float(bool(parts)), device=ranks.device)
+    if int(ranks.all_reduce(is_read)) < ranks.world:
+        parts = _from_first(name, tensors, ranks, dtype=model.dtype)
+    given = {}
+    for names in together:
+        weight = nn.Parameter(parts[names[0]], tensors[names[0]].requires_grad)
+        given.update({own[plain]: weight for plain in names})
+    model.load_state_dict(given, strict=False, assign=True)
+    # FSDP takes over what was assigned.
+    nn.Module.to(model, ranks.device)
+
+
+def _from_first(
+    name: str | Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """This rank's rows of a model that only the first rank loads."""
+    failure = Failure()
+    whole: Mapping[str, Tensor] = {}
+    together = names_by_tensor(tensors)
+    with failure:
+        if ranks.is_first:
+            whole = load_model(name, dtype=dtype, device="cpu").state_dict()
+            for tied in together:
+                if any(not whole[other].equal(whole[tied[0]]) for other in tied[1:]):
+                    raise ModelError(
+                        f"{name} must have the same weights in {' and '.join(tied)}, as its config "
+                        "says, but has not; set tie_word_embeddings in its config.json to false"
+                    )
+    _tell(failure, ranks, name)
+    parts: dict[str, Tensor] = {}
+    for names in together:
+        shape = tensors[names[0]].shape
+        weight = torch.empty(shape, dtype=dtype, device=ranks.device)
+        if ranks.is_first:
+            weight.copy_(whole[names[0]])
+        ranks.broadcast(weight)
+        start, stop = rows_of(shape[0], rank=ranks.rank, world=ranks.world)
+        parts[names[0]] = part_of(weight[start:stop].clone(), ranks, shape=shape)
+    return parts
+
+
+def _tell(failure: Failure, ranks: Ranks, name: str | Path) -> None:
+    num_failed = failure.count(ranks)
+    if num_failed:
+        raise ModelError(
+            f"{name}: {num_failed} of {ranks.world} ranks could not read it; see their errors"
         )
 
 
 Bucket = list[tuple[str, Tensor]]
-_BUCKET_BYTES = 256 << 20
 
 
-def buckets(model: nn.Module, *, max_bytes: int) -> Iterator[Bucket]:
-    """The weights by name, in parts of at most `max_bytes`.
-
-    A larger tensor has a bucket of its own. Names of one tensor stand next to each other.
-    """
+def engine_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What engines are given, by name: all weights, or the adapters alone where there are some."""
     # Asking for the state makes every layer let go of what it gathered.
-    yield from gathered(model.state_dict(keep_vars=True), max_bytes=max_bytes)
+    tensors = model.state_dict(keep_vars=True)
+    return adapters_among(tensors) or tensors
 
 
 def gathered(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[Bucket]:
-    """The same of any tensors."""
+    """Whole tensors by name, in parts of at most `max_bytes`.
+
+    A larger tensor has a bucket of its own. Names of one tensor stand next to each other.
+    """
     require(max_bytes >= 1, f"a bucket must have room for at least 1 byte, got {max_bytes}")
     bucket: Bucket = []
     size = 0
-    for names in _by_tensor(tensors.items()):
+    for names in names_by_tensor(tensors):
         part = tensors[names[0]]
         num_bytes = part.numel() * part.element_size()
         if bucket and size + num_bytes > max_bytes:
@@ -115,15 +182,6 @@ def gathered(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[Bucke
         size += num_bytes
     if bucket:
         yield bucket
-
-
-def on_first(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The whole tensors in the main memory of the first rank; nothing on the others."""
-    found: dict[str, Tensor] = {}
-    for bucket in gathered(tensors, max_bytes=_BUCKET_BYTES):
-        if ranks.is_first:
-            found.update((name, tensor.cpu()) for name, tensor in bucket)
-    return found
 
 
 @torch.no_grad()
@@ -153,11 +211,3 @@ def part_of(own: Tensor, ranks: Ranks, *, shape: torch.Size) -> DTensor:
         shape=shape,
         stride=strides,
     )
-
-
-def _by_tensor(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    """Names of the same tensor together, in the order in which tensors are first named."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from heapq import heapify, heapreplace
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,10 @@ class Ranks:
         whole_T[start : start + len(values_T)] = values_T.to(dtype)
         return self.all_reduce(whole_T).to(values_T.dtype)
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give this tensor of all ranks the values that it has on the first."""
+        dist.broadcast(tensor, 0)
+
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of gradients of which every rank has a part."""
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -103,6 +108,37 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+class Failure:
+    """The first error of this rank, kept until all ranks have made their collective calls."""
+
+    def __init__(self) -> None:
+        """There is none yet."""
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Keep an error; an interrupt is raised at once."""
+        if not isinstance(error, Exception):
+            return False
+        self._error = self._error or error
+        return True
+
+    def count(self, ranks: Ranks) -> int:
+        """On how many ranks there was one; raises that of this rank."""
+        failed = torch.tensor(float(self._error is not None), device=ranks.device)
+        num_failed = int(ranks.all_reduce(failed))
+        if self._error is not None:
+            raise self._error
+        return num_failed
 
 
 def open_ranks(

@@ -12,17 +12,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from zlib import crc32
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from sortedrl.config.train import UpdateSettings
 from sortedrl.errors import TrainingError
 from sortedrl.training.critic import Critic, CriticTrainer
-from sortedrl.training.forward import CopiedReference, PackedModel
-from sortedrl.training.fsdp.model import Bucket, buckets, on_first, shard_critic, shard_model
+from sortedrl.training.forward import (
+    AdapterReference,
+    CopiedReference,
+    PackedModel,
+    Reference,
+)
+from sortedrl.training.fsdp.model import (
+    Bucket,
+    engine_tensors,
+    gathered,
+    read_weights,
+    shard_critic,
+    shard_model,
+)
 from sortedrl.training.fsdp.ranks import Ranks
+from sortedrl.training.lora import trained_parameters
 from sortedrl.training.optimiser import Optimiser
 from sortedrl.training.trainer import PolicyTrainer
 from sortedrl.types import TrainBatch, Trajectory
@@ -84,13 +99,13 @@ class ShardedTrainer:
         """The log-probabilities of the tokens of answers at temperature 1; all ranks have them."""
         return self.trainer.logprobs(trajectories)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole weights by name, in the main memory of the first rank."""
-        return on_first(self.model.state_dict(keep_vars=True), self.ranks)
+    def tensors(self) -> dict[str, Tensor]:
+        """What an update changes of the model, by name: all weights, or the adapters alone."""
+        return engine_tensors(self.model)
 
     def buckets(self, *, max_bytes: int) -> Iterator[Bucket]:
-        """The whole weights for the engines, by name, in parts; go through them on every rank."""
-        return buckets(self.model, max_bytes=max_bytes)
+        """The same as whole tensors for the engines, in parts; go through them on every rank."""
+        return gathered(self.tensors(), max_bytes=max_bytes)
 
 
 def sharded_trainer(
@@ -101,25 +116,40 @@ def sharded_trainer(
     temperature: float,
     first: PreTrainedModel | None = None,
     critic: PreTrainedModel | None = None,
+    source: str | Path | None = None,
+    first_source: str | Path | None = None,
     total_steps: int | None = None,
     is_compiled: bool = False,
 ) -> ShardedTrainer:
     """The trainer of this rank; `first` is the reference, where the settings ask for one.
 
-    The models are whole, on the CPU or on the rank's device, and the same on all ranks; each rank
-    is left with its part of them, on its device.
+    The models are the same on all ranks; each rank is left with its part of them, on its device.
+    They are whole, or without weights: then each rank reads its part, the policy's from `source`
+    and those of reference and critic from `first_source`. The reference of adapters is the policy
+    without them.
     """
     policy = PackedModel(model, temperature=temperature, is_compiled=is_compiled)
     shard_model(model, ranks)
-    reference = None
+    if source is not None:
+        read_weights(model, ranks, name=source)
+        policy.check()
+        # FSDP would keep the outermost weights for a backward pass.
+        assert isinstance(model, FSDPModule)
+        model.reshard()
+    reference: Reference | None = None
     if first is not None:
         reference = CopiedReference(first, temperature=temperature)
         shard_model(first, ranks)
+        if first_source is not None:
+            read_weights(first, ranks, name=first_source)
+    elif model._hf_peft_config_loaded and settings.algorithm.kl_coef > 0:
+        reference = AdapterReference(policy)
     optimiser = Optimiser(
-        dict(model.named_parameters()),
+        trained_parameters(model),
         settings.optimiser,
         total_steps=total_steps,
         norm=ranks.norm,
+        computes_in=model.dtype,
     )
     trainer = PolicyTrainer(
         policy,
@@ -128,17 +158,26 @@ def sharded_trainer(
         reference=reference,
         critic=None
         if critic is None
-        else _critic(critic, ranks, settings=settings, total_steps=total_steps),
+        else _critic(
+            critic, ranks, settings=settings, source=first_source, total_steps=total_steps
+        ),
         ranks=ranks,
     )
     return ShardedTrainer(trainer, ranks)
 
 
 def _critic(
-    model: PreTrainedModel, ranks: Ranks, *, settings: UpdateSettings, total_steps: int | None
+    model: PreTrainedModel,
+    ranks: Ranks,
+    *,
+    settings: UpdateSettings,
+    source: str | Path | None,
+    total_steps: int | None,
 ) -> CriticTrainer:
     critic = Critic(model)
     shard_critic(critic, ranks)
+    if source is not None:
+        read_weights(model, ranks, name=source)
     return CriticTrainer(
         critic,
         Optimiser(
