@@ -1,6 +1,6 @@
 """Conversations with a slow tool: TRL's lock-step loop against slots per trajectory and per turn.
 
-    python benchmarks/tool_loop.py                    a tiny model on the CPU, 15 minutes
+    python benchmarks/tool_loop.py                    a tiny model on the CPU, 10 minutes
     python benchmarks/tool_loop.py --repeats 1 --steps 2 --tool-seconds 0.02
 
 All arms share TRL's trainer, model, rows, tool, reward and batch, and generate as many turns at
@@ -19,19 +19,22 @@ so those of two arms are not the same ones; their mean numbers of calls and toke
 
 Every arm trains all rows once, and is timed from its first step to its last one, with what it
 leaves for the end: an arm that trains short conversations first gains nothing by that alone. Before
-it, the same arm has made two steps on other rows in the same process. The arms of a repeat run one
-after the other, and ratios are those of arms of one repeat.
+the first repeat every arm makes a step on other rows. The arms of a repeat run one after the other,
+and ratios are those of arms of one repeat.
+
+Seconds are those of the clock without the time in which the main thread was ready and waited for a
+core (Linux counts it in schedstat), and the tools sleep on the same clock: so other programs on
+the machine delay the benchmark and hardly change it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -44,11 +47,11 @@ from provenance import provenance
 
 Arm = Literal["trl", "lock_step", "sync", "trajectory", "turn"]
 ARMS: tuple[Arm, ...] = ("trl", "lock_step", "sync", "trajectory", "turn")
-PROMPTS, SAMPLES, TOKENS, TURNS = 8, 4, 700, 6
+PROMPTS, SAMPLES, TOKENS, TURNS = 8, 4, 400, 6
 """Prompts of an update, conversations for each, tokens and turns of a conversation."""
 SLOTS = PROMPTS * SAMPLES
 """As many turns as TRL generates at once."""
-_NUM_CALLS, _NUM_STOPS, _WARM_STEPS = 12, 8, 2
+_NUM_CALLS, _NUM_STOPS = 12, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,25 +62,27 @@ class Settings:
     """Which trainers, in turns."""
     repeats: int = 3
     """How often each of them runs."""
-    steps: int = 4
+    steps: int = 2
     """Optimiser steps of a run."""
     tool_seconds: float = 0.2
     """Mean time of a call."""
     tool_sigma: float = 1.2
     """How much it differs: the standard deviation of its logarithm."""
-    seed: int = 0
-    """Seed of the sampling; each repeat has its own."""
     json: Path | None = None
     """Where to write every run."""
-    arm: Arm | None = None
-    """Run this one in this process and print its numbers as JSON; used by the others."""
+
+
+def clock() -> float:
+    """Seconds, without those in which the main thread waited for a core."""
+    waited = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[1]
+    return time.perf_counter() - int(waited) / 1e9
 
 
 class SlowTool:
     """Sleeps as long as the row and the number of the call say."""
 
     is_replayable = True
-    mean_seconds, sigma = 0.2, 1.2
+    mean_seconds, sigma = 0.0, 1.2
     slept: ClassVar[list[float]] = []
 
     def reset(self, row: int, **columns: object) -> None:
@@ -93,8 +98,10 @@ class SlowTool:
         self.calls += 1
         normal = Random(f"{self.row} {self.calls}").gauss(0, self.sigma)
         seconds = self.mean_seconds * math.exp(normal - self.sigma**2 / 2)
-        time.sleep(seconds)
         self.slept.append(seconds)
+        until = clock() + seconds
+        while (left := until - clock()) > 0:
+            time.sleep(left)
         return str(number * self.calls)
 
     def get_reward(self) -> float:
@@ -103,15 +110,20 @@ class SlowTool:
 
 
 def main(settings: Settings) -> None:
-    """Run all arms in turns, or one."""
-    if settings.arm is not None:
-        warnings.simplefilter("ignore")
-        print(json.dumps(measured(settings, settings.arm)))
-        return
+    """Run all arms in turns."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    SlowTool.sigma = settings.tool_sigma
+    for arm in settings.arms:
+        with TemporaryDirectory() as folder:
+            _trainer(arm, folder, steps=1, first_row=1_000_000, seed=0)[0].train()
+    SlowTool.mean_seconds = settings.tool_seconds
     rows: list[dict[str, Any]] = []
     for seed in range(settings.repeats):
         for arm in settings.arms:
-            rows.append(_in_process(replace(settings, seed=seed), arm))
+            rows.append(measured(settings, arm, seed=seed))
             print(_line(rows[-1]), flush=True)
     if settings.json is not None:
         content = {"provenance": provenance("cpu"), "runs": rows}
@@ -119,33 +131,11 @@ def main(settings: Settings) -> None:
     print("\n" + "\n".join(table(rows)))
 
 
-def _in_process(settings: Settings, arm: Arm) -> dict[str, Any]:
-    flags: dict[str, object] = {"steps": settings.steps, "tool-seconds": settings.tool_seconds}
-    flags |= {"tool-sigma": settings.tool_sigma, "arm": arm, "seed": settings.seed}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, __file__, *words], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{arm} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
-
-
-def measured(settings: Settings, arm: Arm) -> dict[str, Any]:
-    """The numbers of one run, after a short one that is not timed."""
-    import torch
-
-    torch.set_num_threads(1)
-    SlowTool.mean_seconds, SlowTool.sigma = settings.tool_seconds / 100, settings.tool_sigma
-    with TemporaryDirectory() as folder:
-        _trainer(arm, folder, steps=_WARM_STEPS, first_row=1_000_000, seed=settings.seed)[0].train()
-    SlowTool.mean_seconds = settings.tool_seconds
+def measured(settings: Settings, arm: Arm, *, seed: int) -> dict[str, Any]:
+    """The numbers of one run."""
     SlowTool.slept.clear()
     with TemporaryDirectory() as folder:
-        trainer, moments = _trainer(
-            arm, folder, steps=settings.steps, first_row=0, seed=settings.seed
-        )
+        trainer, moments = _trainer(arm, folder, steps=settings.steps, first_row=0, seed=seed)
         trainer.train()
         logs = trainer.state.log_history
     seconds, cpu = (end - start for start, end in zip(moments[0], moments[-1], strict=True))
@@ -174,7 +164,7 @@ def _trainer(
 ) -> tuple[Any, list[tuple[float, float]]]:
     """A trainer, and where it notes wall and CPU seconds: at its start, and after each step."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from sortedrl.integrations.trl import SortedGRPOTrainer
@@ -186,11 +176,11 @@ def _trainer(
 
         def on_train_begin(self, *given: object, **more: object) -> None:
             """Called by transformers' trainer."""
-            moments.append((time.perf_counter(), time.process_time()))
+            moments.append((clock(), time.process_time()))
 
         def on_step_end(self, *given: object, **more: object) -> None:
             """Called by transformers' trainer."""
-            moments.append((time.perf_counter(), time.process_time()))
+            moments.append((clock(), time.process_time()))
 
     class LockStep(SortedGRPOTrainer):
         """TRL's loop over whole batches; only the tokens of a turn are our engine's."""
@@ -242,7 +232,9 @@ def _trainer(
         "environment_factory": SlowTool,
     }
     if arm == "trl":
-        return GRPOTrainer(**shared), moments
+        plain = GRPOTrainer(**shared)
+        plain.remove_callback(PrinterCallback)
+        return plain, moments
     is_partial = arm in ("trajectory", "turn")
     trainer = (LockStep if arm == "lock_step" else SortedGRPOTrainer)(
         **shared,
@@ -251,6 +243,7 @@ def _trainer(
         tool_threads=PROMPTS * SAMPLES * steps,
         max_open=SLOTS if arm == "trajectory" else None,
     )
+    trainer.remove_callback(PrinterCallback)
     return trainer, moments
 
 
