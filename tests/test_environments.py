@@ -211,14 +211,45 @@ def test_objects_with_tools_are_environments():
     environment = made(objects.Calculator, {})
     opening = environment.open({"prompt": "Reach 10.", "start": 4})
     assert opening.messages[0]["content"] == "Reach 10. The display shows 4."
-    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "crash"]
+    names = [tool["function"]["name"] for tool in opening.tools]
+    assert names == ["add", "circle", "crash", "show", "unable"]
     call = '<tool_call>\n{"name": "add", "arguments": {"number": 3, "times": 2}}\n</tool_call>'
     reply = environment.reply({"role": "assistant", "content": f"Hm.\n{call}"})
     assert reply.messages[0]["content"] == "The display shows 10."
     assert (reply.messages[0]["role"], reply.is_done, reply.reward) == ("tool", False, 1.0)
     two = environment.reply({"role": "assistant", "content": call + call})
     assert [m["content"] for m in two.messages] == [f"The display shows {n}." for n in (16, 22)]
+    later = environment.reply({"role": "assistant", "content": call.replace("add", "show")})
+    assert "unexpected keyword" in later.messages[0]["content"]
+    call = '<tool_call>{"name": "show"}</tool_call>'
+    assert environment.reply({"content": call}).messages[0]["content"] == "22", "a coroutine"
     assert environment.reply({"role": "assistant", "content": "That is all."}).is_done
+    with pytest.raises(ConfigError, match="no display"):
+        environment.reply({"content": call.replace("show", "unable")})
+
+
+def test_rewards_and_resets_may_be_coroutines():
+    class Later(objects.Calculator):
+        async def reset(self, **row):
+            self.value = 10
+            return " Later."
+
+        async def get_reward(self):
+            return 0.5
+
+    environment = adapted(Later())
+    assert environment.open({"prompt": "Now."}).messages[0]["content"] == "Now. Later."
+    assert environment.reply({"content": "Done."}).reward == 0.5
+
+
+def test_an_environment_that_cannot_be_closed_harms_no_conversation():
+    with pool_of("Stuck", reply_seconds=1.0) as pool:
+        other = answer(pool, write(begun(2), "ab"))
+        done = answer(pool, write(begun(), "done"))
+        assert (done.finish_reason, done.reward) == ("stop", 0)
+        pool.cancel(answer(pool, write(begun(3), "x")))
+        assert text_of(answer(pool, write(other, "c")).given) == "=3;"
+        assert (pool.stats.failures, pool.stats.workers_killed) == ({}, 2)
 
 
 def test_a_reset_gets_the_columns_that_it_names():
@@ -301,6 +332,11 @@ def test_calls_of_both_formats_are_read(text, calls):
         ('<tool_call>{"name": "substract", "arguments": {}}</tool_call>', "unknown tool"),
         ('<tool_call>{"name": "add", "arguments": {"many": 1}}</tool_call>', "add("),
         ('<tool_call>{"name": "crash", "arguments": {}}</tool_call>', "ValueError: out of order"),
+        ('<tool_call>{"name": "circle", "arguments": {}}</tool_call>', "Circular reference"),
+        pytest.param("<tool_call>" + "[" * 100_000, "not valid JSON", id="nested"),
+        pytest.param(
+            '<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}', "object", id="inner"
+        ),
     ],
 )
 def test_a_malformed_call_goes_back_to_the_policy(text, error):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from sortedrl.environments.protocol import Environment, Message, Opening, Reply
-from sortedrl.environments.tool_calls import call_tool, schema_of, tool_calls, tools_of
+from sortedrl.environments.tool_calls import call_tool, finished, schema_of, tool_calls, tools_of
 from sortedrl.errors import ConfigError
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -121,7 +121,7 @@ class ToolEnvironment:
     def open(self, row: Mapping[str, object]) -> Opening:
         """Reset the object with the columns of the row; what it returns ends the last message."""
         messages = [dict(message) for message in prompt_messages(row)]
-        said = self._subject.reset(**_taken(self._subject.reset, row))
+        said = finished(self._subject.reset(**_taken(self._subject.reset, row)))
         if said is not None:
             messages[-1]["content"] += said
         return Opening(messages, [schema_of(tool) for tool in self._tools.values()])
@@ -136,7 +136,9 @@ class ToolEnvironment:
                 {"role": "tool", "name": call.name, "content": result} for call, result in results
             ],
             is_done=not calls,
-            reward=float(subject.get_reward()) if isinstance(subject, _Rewarding) else None,
+            reward=float(finished(subject.get_reward()))
+            if isinstance(subject, _Rewarding)
+            else None,
         )
 
     def close(self) -> None:

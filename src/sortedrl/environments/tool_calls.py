@@ -11,12 +11,14 @@ A message may hold several calls of the first kind. The second kind is a whole m
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from sortedrl.environments.protocol import ToolSchema
@@ -59,7 +61,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 def _parsed(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the tool call is not valid JSON ({error}): {text.strip()[:_SHOWN]}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(error='a tool call must be an object with "name" and "arguments"')
@@ -68,7 +70,7 @@ def _parsed(text: str, key: str) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         return ToolCall(name=call["name"], error='the "arguments" of a tool call must be an object')
@@ -87,10 +89,22 @@ def call_tool(tools: Mapping[str, Callable[..., object]], call: ToolCall) -> str
     except TypeError as error:
         return f"Error: {call.name}{inspect.signature(tool)}: {error}"
     try:
-        result = tool(**arguments)
+        result = finished(tool(**arguments))
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+    except ConfigError:
+        raise  # this machine cannot run the tool at all; no other call would help
     except Exception as error:  # noqa: BLE001  the policy caused it and gets the error as its reply
         return f"Error: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def finished(value: Any) -> Any:  # noqa: ANN401
+    """A value, or what a coroutine gives; all of them run on one loop and may share connections."""
+    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
 
 
 def tools_of(subject: object, *, without: Sequence[str] = ()) -> dict[str, Callable[..., object]]:
@@ -166,7 +180,7 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 def _json_type(hint: Any) -> dict[str, object]:  # noqa: ANN401
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return {"type": "string", "enum": list(inner)}
+        return {"type": _JSON_TYPES.get(type(inner[0]), "string"), "enum": list(inner)}
     if origin in (list, tuple, Sequence) or hint is list:
         return {"type": "array", "items": _json_type(inner[0] if inner else str)}
     if origin in (Union, types.UnionType):
