@@ -380,6 +380,26 @@ def test_a_template_that_rewrites_history_is_refused():
     Renderer(chat_tokenizer(REWRITING), chat="off").check("user")
 
 
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ("{% if false %}{{ m.content }}{% endif %}", "leaves replies of the role tool out"),
+        ("{% if loop.index == 3 %}First: {% endif %}{{ m.content }}", "second reply of the role"),
+        ("{% if loop.index > 3 %}{{ raise_exception('no more') }}{% endif %}{{ m.content }}", "no"),
+    ],
+)
+def test_a_template_that_does_not_show_every_reply_alike_is_refused(reply, error):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}"
+        + reply
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    renderer = Renderer(chat_tokenizer(template), chat="auto")
+    renderer.check("user")
+    with pytest.raises(ConfigError, match=error):
+        renderer.check("tool")
+
+
 def test_without_a_template_a_reply_is_appended_as_it_is():
     renderer = Renderer(tokenizer(), chat="auto")
     given = renderer.reply([{"role": "user", "content": "=4;"}], last_token=None)
