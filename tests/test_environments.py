@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import pytest
 
@@ -354,6 +355,32 @@ def test_schemas_come_from_annotations_and_docstrings():
         "type": "integer",
         "description": "How often.",
     }
+
+
+def test_schemas_are_those_of_transformers():
+    def book(days: list[int], city: str | None, how: Literal["air", "rail"], more: dict[str, int]):
+        """Book a journey.
+
+        Args:
+            days: Which days,
+                counted from now.
+            city: Where to.
+            how: By what.
+            more: What else.
+
+        Returns:
+            A ticket.
+        """
+
+    def wait(minutes: float = 1.0):
+        """Wait.
+
+        Args:
+            minutes: How long.
+        """
+
+    for tool in (book, wait):
+        assert schema_of(tool) == pytest.importorskip("transformers").utils.get_json_schema(tool)
 
 
 def test_a_reply_is_what_the_template_adds_after_the_turn():

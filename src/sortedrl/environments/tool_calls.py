@@ -26,6 +26,8 @@ from sortedrl.errors import ConfigError, unknown_name
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_SECTION = re.compile(r"^([A-Z][a-z]+):\s*$")
+_ARGUMENTS = ("Args", "Arguments", "Parameters")
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 _SHOWN = 200
@@ -155,26 +157,31 @@ def schema_of(tool: Callable[..., object]) -> ToolSchema:
             properties[parameter.name]["description"] = described[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
+    parameters: dict[str, object] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
     return {
         "type": "function",
-        "function": {
-            "name": name,
-            "description": summary,
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        },
+        "function": {"name": name, "description": summary, "parameters": parameters},
     }
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
     """The summary, and the descriptions of the arguments in a section `Args:`."""
-    summary, _, section = text.partition("\nArgs:")
-    described = {}
-    for line in section.splitlines():
-        if line.strip() and not line.startswith(" "):
-            break  # the next section
-        if match := _ARGUMENT.match(line):
-            described[match[1]] = match[2]
-    return " ".join(summary.split()), described
+    summary: list[str] = []
+    described: dict[str, str] = {}
+    section, last = "", ""
+    for line in text.splitlines():
+        if heading := _SECTION.match(line):
+            section = heading[1]
+        elif not section:
+            summary.append(line)
+        elif section in _ARGUMENTS and (match := _ARGUMENT.match(line)):
+            last = match[1]
+            described[last] = match[2]
+        elif section in _ARGUMENTS and last and line.strip():
+            described[last] += f" {line.strip()}"  # a description that goes on
+    return " ".join(" ".join(summary).split()), described
 
 
 def _json_type(hint: Any) -> dict[str, object]:  # noqa: ANN401
@@ -185,5 +192,10 @@ def _json_type(hint: Any) -> dict[str, object]:  # noqa: ANN401
         return {"type": "array", "items": _json_type(inner[0] if inner else str)}
     if origin in (Union, types.UnionType):
         kinds = [_json_type(one) for one in inner if one is not type(None)]
-        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        kind: dict[str, object] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return {**kind, "nullable": True} if len(kinds) < len(inner) else kind
+    if hint is Any:
+        return {}
+    if origin is dict and len(inner) == 2:
+        return {"type": "object", "additionalProperties": _json_type(inner[1])}
     return {"type": _JSON_TYPES.get(origin or hint, "string")}
