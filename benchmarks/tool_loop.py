@@ -1,28 +1,37 @@
 """Conversations with a slow tool: TRL's lock-step loop against slots per trajectory and per turn.
 
-    python benchmarks/tool_loop.py                    a tiny model on the CPU, 20 minutes
-    python benchmarks/tool_loop.py --repeats 1 --steps 3 --tool-seconds 0.02
+    python benchmarks/tool_loop.py                    a tiny model on the CPU, 10 minutes
+    python benchmarks/tool_loop.py --repeats 1 --steps 2 --tool-seconds 0.02
 
-All arms share TRL's trainer, model, rows, reward, environment and batch; only who calls the tools
-and who gets a slot differs:
+All arms share TRL's trainer, model, rows, tool, reward and batch, and generate as many turns at
+once; only who generates, who calls the tools and who gets a slot differs:
 
     trl             GRPOTrainer: a turn for the whole batch, then all tools, one after the other
+    lock_step       the same loop of TRL's, with turns of our engine: what the engine alone changes
     sync            SortedGRPOTrainer, synchronous batches, a slot per turn
     trajectory      SortedGRPOTrainer, partial mode: a conversation keeps its slot while it waits
     turn            SortedGRPOTrainer, partial mode: slots belong to turns
 
-The tool sleeps; its time has a long tail (log-normal) and depends on the row and the turn alone.
+The tool sleeps; its time has a long tail (log-normal) and depends on the row and the call alone.
 The weights are random, so a token is about as likely as any other: some tokens are whole calls,
-some end a turn, and conversations have geometric lengths in every arm. Every arm runs in a process
-of its own, in turns, and is timed from the end of its first step.
+some end a turn, and conversations have geometric lengths in every arm. Conversations are sampled,
+so those of two arms are not the same ones; their mean numbers of calls and tokens are printed.
+
+Every arm trains all rows once, and is timed from its first step to its last one, with what it
+leaves for the end: an arm that trains short conversations first gains nothing by that alone. Before
+the first repeat every arm makes a step on other rows. The arms of a repeat run one after the other,
+and ratios are those of arms of one repeat.
+
+Seconds are those of the clock without the time in which the main thread was ready and waited for a
+core (Linux counts it in schedstat), and the tools sleep on the same clock: so other programs on
+the machine delay the benchmark and hardly change it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 import time
 import warnings
 from dataclasses import dataclass
@@ -30,16 +39,18 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tyro
 
 from provenance import provenance
 
-Arm = Literal["trl", "sync", "trajectory", "turn"]
-ARMS: tuple[Arm, ...] = ("trl", "sync", "trajectory", "turn")
-PROMPTS, SAMPLES, SLOTS, TOKENS, TURNS = 8, 4, 16, 700, 6
-"""Prompts of an update, conversations for each, slots, tokens and turns of a conversation."""
+Arm = Literal["trl", "lock_step", "sync", "trajectory", "turn"]
+ARMS: tuple[Arm, ...] = ("trl", "lock_step", "sync", "trajectory", "turn")
+PROMPTS, SAMPLES, TOKENS, TURNS = 8, 4, 400, 6
+"""Prompts of an update, conversations for each, tokens and turns of a conversation."""
+SLOTS = PROMPTS * SAMPLES
+"""As many turns as TRL generates at once."""
 _NUM_CALLS, _NUM_STOPS = 12, 8
 
 
@@ -51,23 +62,28 @@ class Settings:
     """Which trainers, in turns."""
     repeats: int = 3
     """How often each of them runs."""
-    steps: int = 3
-    """Optimiser steps of a run, the first one untimed."""
-    tool_seconds: float = 0.5
+    steps: int = 2
+    """Optimiser steps of a run."""
+    tool_seconds: float = 0.2
     """Mean time of a call."""
     tool_sigma: float = 1.2
     """How much it differs: the standard deviation of its logarithm."""
     json: Path | None = None
     """Where to write every run."""
-    arm: Arm | None = None
-    """Run this one in this process and print its numbers as JSON; used by the others."""
+
+
+def clock() -> float:
+    """Seconds, without those in which the main thread waited for a core."""
+    waited = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()[1]
+    return time.perf_counter() - int(waited) / 1e9
 
 
 class SlowTool:
     """Sleeps as long as the row and the number of the call say."""
 
     is_replayable = True
-    mean_seconds, sigma = 0.5, 1.2
+    mean_seconds, sigma = 0.0, 1.2
+    slept: ClassVar[list[float]] = []
 
     def reset(self, row: int, **columns: object) -> None:
         """Begin a conversation."""
@@ -81,7 +97,11 @@ class SlowTool:
         """
         self.calls += 1
         normal = Random(f"{self.row} {self.calls}").gauss(0, self.sigma)
-        time.sleep(self.mean_seconds * math.exp(normal - self.sigma**2 / 2))
+        seconds = self.mean_seconds * math.exp(normal - self.sigma**2 / 2)
+        self.slept.append(seconds)
+        until = clock() + seconds
+        while (left := until - clock()) > 0:
+            time.sleep(left)
         return str(number * self.calls)
 
     def get_reward(self) -> float:
@@ -90,15 +110,20 @@ class SlowTool:
 
 
 def main(settings: Settings) -> None:
-    """Run all arms in turns, or one."""
-    if settings.arm is not None:
-        warnings.simplefilter("ignore")
-        print(json.dumps(measured(settings, settings.arm)))
-        return
+    """Run all arms in turns."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    SlowTool.sigma = settings.tool_sigma
+    for arm in settings.arms:
+        with TemporaryDirectory() as folder:
+            _trainer(arm, folder, steps=1, first_row=1_000_000, seed=0)[0].train()
+    SlowTool.mean_seconds = settings.tool_seconds
     rows: list[dict[str, Any]] = []
-    for _ in range(settings.repeats):
+    for seed in range(settings.repeats):
         for arm in settings.arms:
-            rows.append(_in_process(settings, arm))
+            rows.append(measured(settings, arm, seed=seed))
             print(_line(rows[-1]), flush=True)
     if settings.json is not None:
         content = {"provenance": provenance("cpu"), "runs": rows}
@@ -106,31 +131,15 @@ def main(settings: Settings) -> None:
     print("\n" + "\n".join(table(rows)))
 
 
-def _in_process(settings: Settings, arm: Arm) -> dict[str, Any]:
-    flags: dict[str, object] = {"steps": settings.steps, "tool-seconds": settings.tool_seconds}
-    flags |= {"tool-sigma": settings.tool_sigma, "arm": arm}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, __file__, *words], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{arm} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
-
-
-def measured(settings: Settings, arm: Arm) -> dict[str, Any]:
+def measured(settings: Settings, arm: Arm, *, seed: int) -> dict[str, Any]:
     """The numbers of one run."""
-    import torch
-
-    torch.set_num_threads(1)
-    SlowTool.mean_seconds, SlowTool.sigma = settings.tool_seconds, settings.tool_sigma
+    SlowTool.slept.clear()
     with TemporaryDirectory() as folder:
-        trainer, ends = _trainer(settings, arm, folder)
+        trainer, moments = _trainer(arm, folder, steps=settings.steps, first_row=0, seed=seed)
         trainer.train()
         logs = trainer.state.log_history
-    seconds, cpu = (after - before for before, after in zip(ends[0], ends[-1], strict=True))
-    samples = (len(ends) - 1) * PROMPTS * SAMPLES
+    seconds, cpu = (end - start for start, end in zip(moments[0], moments[-1], strict=True))
+    conversations = settings.steps * PROMPTS * SAMPLES
 
     def mean(name: str) -> float | None:
         values = [row[name] for row in logs if name in row]
@@ -138,31 +147,59 @@ def measured(settings: Settings, arm: Arm) -> dict[str, Any]:
 
     return {
         "arm": arm,
-        "per_second": samples / seconds,
-        "per_cpu_second": samples / cpu,
+        "conversations": conversations,
         "seconds": seconds,
+        "cpu_seconds": cpu,
+        "slept_seconds": sum(SlowTool.slept),
+        "calls": len(SlowTool.slept) / conversations,
         "mean_length": mean("completions/mean_length"),
-        "calls": mean("tools/call_frequency"),
+        "per_second": conversations / seconds,
+        "per_cpu_second": conversations / cpu,
         "bubble": mean("sortedrl/bubble"),
-        "conversations": samples,
     }
 
 
-def _trainer(settings: Settings, arm: Arm, folder: str) -> tuple[Any, list[tuple[float, float]]]:
+def _trainer(
+    arm: Arm, folder: str, *, steps: int, first_row: int, seed: int
+) -> tuple[Any, list[tuple[float, float]]]:
+    """A trainer, and where it notes wall and CPU seconds: at its start, and after each step."""
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from sortedrl.integrations.trl import SortedGRPOTrainer
 
-    ends: list[tuple[float, float]] = []
+    moments: list[tuple[float, float]] = []
 
     class Timer(TrainerCallback):
-        """Notes when each step ends."""
+        """Notes when training starts, and when each step ends."""
+
+        def on_train_begin(self, *given: object, **more: object) -> None:
+            """Called by transformers' trainer."""
+            moments.append((clock(), time.process_time()))
 
         def on_step_end(self, *given: object, **more: object) -> None:
             """Called by transformers' trainer."""
-            ends.append((time.perf_counter(), time.process_time()))
+            moments.append((clock(), time.process_time()))
+
+    class LockStep(SortedGRPOTrainer):
+        """TRL's loop over whole batches; only the tokens of a turn are our engine's."""
+
+        def _prepare_inputs(self, generation_batch: Any) -> Any:  # noqa: ANN401
+            return GRPOTrainer._prepare_inputs(self, generation_batch)
+
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+            answers = self._evaluated(prompt_ids)
+            return [t.tokens for t in answers], [t.logprobs for t in answers]
+
+        def _tool_call_loop(self, *given: Any) -> Any:  # noqa: ANN401
+            return GRPOTrainer._tool_call_loop(self, *given)
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:  # noqa: ANN401
+            return GRPOTrainer._generate_and_score_completions(self, inputs)
+
+        def _calculate_rewards(self, *given: Any) -> Any:  # noqa: ANN401
+            return GRPOTrainer._calculate_rewards(self, *given)
 
     tokenizer = _tokenizer()
     args = GRPOConfig(
@@ -171,7 +208,8 @@ def _trainer(settings: Settings, arm: Arm, folder: str) -> tuple[Any, list[tuple
         num_generations=SAMPLES,
         max_completion_length=TOKENS,
         max_tool_calling_iterations=TURNS,
-        max_steps=settings.steps,
+        max_steps=steps,
+        seed=seed,
         learning_rate=1e-6,
         bf16=False,
         use_cpu=True,
@@ -183,7 +221,7 @@ def _trainer(settings: Settings, arm: Arm, folder: str) -> tuple[Any, list[tuple
     )
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}"}], "row": n}
-        for n in range(PROMPTS * settings.steps)
+        for n in range(first_row, first_row + PROMPTS * steps)
     ]
     shared = {
         "model": _model(tokenizer),
@@ -194,16 +232,19 @@ def _trainer(settings: Settings, arm: Arm, folder: str) -> tuple[Any, list[tuple
         "environment_factory": SlowTool,
     }
     if arm == "trl":
-        return GRPOTrainer(**shared), ends
-    schedule = {"strategy": "sync"} if arm == "sync" else {"mode": "partial", "lookahead": 1}
-    trainer = SortedGRPOTrainer(
+        plain = GRPOTrainer(**shared)
+        plain.remove_callback(PrinterCallback)
+        return plain, moments
+    is_partial = arm in ("trajectory", "turn")
+    trainer = (LockStep if arm == "lock_step" else SortedGRPOTrainer)(
         **shared,
-        schedule=schedule,
+        schedule={"mode": "partial", "lookahead": 1} if is_partial else {"strategy": "sync"},
         slots=SLOTS,
-        tool_threads=PROMPTS * SAMPLES,
+        tool_threads=PROMPTS * SAMPLES * steps,
         max_open=SLOTS if arm == "trajectory" else None,
     )
-    return trainer, ends
+    trainer.remove_callback(PrinterCallback)
+    return trainer, moments
 
 
 def _tokenizer() -> Any:  # noqa: ANN401
@@ -249,34 +290,41 @@ def _model(tokenizer: Any) -> Any:  # noqa: ANN401
 def _line(row: dict[str, Any]) -> str:
     bubble = "" if row["bubble"] is None else f", bubble {100 * row['bubble']:.0f} %"
     return (
-        f"{row['arm']:10} {row['per_second']:7.2f} conversations/s, "
-        f"{row['per_cpu_second']:7.2f} per cpu second, {row['calls']:.1f} calls and "
-        f"{row['mean_length']:.0f} written tokens each{bubble}"
+        f"{row['arm']:10} {row['seconds']:6.1f} s ({row['cpu_seconds']:.1f} of CPU), "
+        f"{row['slept_seconds']:.1f} s of tools, {row['calls']:.2f} calls and "
+        f"{row['mean_length']:.0f} tokens per conversation{bubble}"
     )
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The medians, the spread, and the ratio to the first arm, as a Markdown table."""
+    """The medians and the ratios to the first arm of the same repeat, as a Markdown table."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    lines = [
-        "| arm | conversations/s, median (lowest to highest) | times | per cpu second | bubble |",
-        "|---|---|---|---|---|",
-    ]
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
-    base = median(row["per_second"] for row in of[arms[0]])
+    lines = [
+        "| arm | seconds | times as fast as the first | CPU seconds | seconds of tools | calls, "
+        "tokens per conversation | bubble |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for arm in arms:
-        rates = [row["per_second"] for row in of[arm]]
-        cpu = median(row["per_cpu_second"] for row in of[arm])
+        pairs = zip(of[arm], of[arms[0]], strict=True)
         bubbles = [row["bubble"] for row in of[arm] if row["bubble"] is not None]
         cells = [
             arm,
-            f"{median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})",
-            f"{median(rates) / base:.2f}",
-            f"{cpu:.2f}",
+            _spread([row["seconds"] for row in of[arm]], 1),
+            _spread([first["seconds"] / row["seconds"] for row, first in pairs], 2),
+            _spread([row["cpu_seconds"] for row in of[arm]], 1),
+            _spread([row["slept_seconds"] for row in of[arm]], 0),
+            f"{median(row['calls'] for row in of[arm]):.2f}, "
+            f"{median(row['mean_length'] for row in of[arm]):.0f}",
             f"{100 * median(bubbles):.0f} %" if bubbles else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _spread(values: list[float], digits: int) -> str:
+    middle, low, high = (f"{f(values):.{digits}f}" for f in (median, min, max))
+    return f"{middle} ({low} to {high})"
 
 
 if __name__ == "__main__":

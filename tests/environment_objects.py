@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sortedrl.environments.protocol import Opening, Reply
+from sortedrl.errors import ConfigError
 
 
 class Adding:
@@ -49,6 +50,13 @@ class Lying(Adding):
         return Reply(messages=[{"role": "user", "content": f"{os.getpid()} {id(self)};"}])
 
 
+class Stuck(Adding):
+    """Answers, and cannot be closed."""
+
+    def close(self):
+        time.sleep(1000)
+
+
 class Calculator:
     """TRL's form."""
 
@@ -72,6 +80,20 @@ class Calculator:
     def crash(self) -> str:
         """Fail."""
         raise ValueError("out of order")
+
+    async def show(self) -> str:
+        """Show the display, in time."""
+        return str(self.value)
+
+    def circle(self) -> list:
+        """Give what is no JSON."""
+        circle = []
+        circle.append(circle)
+        return circle
+
+    def unable(self):
+        """Be useless on this machine."""
+        raise ConfigError("no display in this machine")
 
     def _hidden(self):
         """Not a tool."""

@@ -238,7 +238,7 @@ def test_the_exit_code_reaches_the_shell():
     assert sortedrl("simulate", "six", "--slots", "0").returncode == 2
 
 
-def test_compare_agents_tells_slots_of_turns_from_lock_step(capsys):
+def test_compare_agents_tells_slots_of_turns_from_lock_step(capsys, tmp_path):
     small = ["--prompts", "64", "--group-prompts", "32", "--update-batch", "16", "--slots", "16"]
     assert main(["compare", "agents", *small, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
@@ -246,8 +246,12 @@ def test_compare_agents_tells_slots_of_turns_from_lock_step(capsys):
     turns = rows["slot per turn, sorted/partial"]
     assert turns["goodput_vs_lock_step"] > 1
     assert turns["outside_bubble"] < rows["slot per trajectory, sorted/partial"]["outside_bubble"]
-    assert main(["compare", "agents", *small]) == 0
+    assert main(["compare", "agents", *small, "--plot", str(tmp_path / "agents.svg")]) == 0
     assert "vs lock step" in capsys.readouterr().out
+    picture = (tmp_path / "agents.svg").read_text()
+    titles = ("lock step", "slot per trajectory, sorted/partial", "slot per turn, sorted/partial")
+    places = [picture.index(f">{title}") for title in titles]
+    assert places == sorted(places)
 
 
 def test_report_trace_and_watch_read_a_log_of_conversations(tmp_path):

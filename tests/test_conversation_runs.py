@@ -45,7 +45,7 @@ class Letters:
 
 
 class Fragile(Letters):
-    """Hangs and dies now and then, always at the same messages."""
+    """Hangs, dies, is late and says too much now and then, always at the same messages."""
 
     def reply(self, message):
         bits = crc32(message["content"].encode()) % 16
@@ -55,6 +55,10 @@ class Fragile(Letters):
             import os
 
             os._exit(1)
+        if bits == 2:
+            time.sleep(1)  # the time limit: whoever comes first
+        if bits == 3:
+            return Reply(messages=[{"role": "user", "content": "x" * 1000}])
         return super().reply(message)
 
 
@@ -133,7 +137,7 @@ def test_a_reward_function_gets_the_whole_conversation(capsys):
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("policy", ["tell", "end", "skip"])
-def test_environments_that_hang_and_die_lose_no_conversation(capsys, policy):
+def test_environments_that_hang_die_and_say_too_much_lose_no_conversation(capsys, policy):
     limits = ("--environment.on-timeout", policy, "--environment.reply-seconds", "1")
     said(capsys, words(f"fragile-{policy}", *limits, name="Fragile"))
     assert_whole(f"fragile-{policy}")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 import pytest
 
@@ -218,14 +219,45 @@ def test_objects_with_tools_are_environments():
     environment = made(objects.Calculator, {})
     opening = environment.open({"prompt": "Reach 10.", "start": 4})
     assert opening.messages[0]["content"] == "Reach 10. The display shows 4."
-    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "crash"]
+    names = [tool["function"]["name"] for tool in opening.tools]
+    assert names == ["add", "circle", "crash", "show", "unable"]
     call = '<tool_call>\n{"name": "add", "arguments": {"number": 3, "times": 2}}\n</tool_call>'
     reply = environment.reply({"role": "assistant", "content": f"Hm.\n{call}"})
     assert reply.messages[0]["content"] == "The display shows 10."
     assert (reply.messages[0]["role"], reply.is_done, reply.reward) == ("tool", False, 1.0)
     two = environment.reply({"role": "assistant", "content": call + call})
     assert [m["content"] for m in two.messages] == [f"The display shows {n}." for n in (16, 22)]
+    later = environment.reply({"role": "assistant", "content": call.replace("add", "show")})
+    assert "unexpected keyword" in later.messages[0]["content"]
+    call = '<tool_call>{"name": "show"}</tool_call>'
+    assert environment.reply({"content": call}).messages[0]["content"] == "22", "a coroutine"
     assert environment.reply({"role": "assistant", "content": "That is all."}).is_done
+    with pytest.raises(ConfigError, match="no display"):
+        environment.reply({"content": call.replace("show", "unable")})
+
+
+def test_rewards_and_resets_may_be_coroutines():
+    class Later(objects.Calculator):
+        async def reset(self, **row):
+            self.value = 10
+            return " Later."
+
+        async def get_reward(self):
+            return 0.5
+
+    environment = adapted(Later())
+    assert environment.open({"prompt": "Now."}).messages[0]["content"] == "Now. Later."
+    assert environment.reply({"content": "Done."}).reward == 0.5
+
+
+def test_an_environment_that_cannot_be_closed_harms_no_conversation():
+    with pool_of("Stuck", reply_seconds=1.0) as pool:
+        other = answer(pool, write(begun(2), "ab"))
+        done = answer(pool, write(begun(), "done"))
+        assert (done.finish_reason, done.reward) == ("stop", 0)
+        pool.cancel(answer(pool, write(begun(3), "x")))
+        assert text_of(answer(pool, write(other, "c")).given) == "=3;"
+        assert (pool.stats.failures, pool.stats.workers_killed) == ({}, 2)
 
 
 def test_a_reset_gets_the_columns_that_it_names():
@@ -308,6 +340,11 @@ def test_calls_of_both_formats_are_read(text, calls):
         ('<tool_call>{"name": "substract", "arguments": {}}</tool_call>', "unknown tool"),
         ('<tool_call>{"name": "add", "arguments": {"many": 1}}</tool_call>', "add("),
         ('<tool_call>{"name": "crash", "arguments": {}}</tool_call>', "ValueError: out of order"),
+        ('<tool_call>{"name": "circle", "arguments": {}}</tool_call>', "Circular reference"),
+        pytest.param("<tool_call>" + "[" * 100_000, "not valid JSON", id="nested"),
+        pytest.param(
+            '<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}', "object", id="inner"
+        ),
     ],
 )
 def test_a_malformed_call_goes_back_to_the_policy(text, error):
@@ -325,6 +362,32 @@ def test_schemas_come_from_annotations_and_docstrings():
         "type": "integer",
         "description": "How often.",
     }
+
+
+def test_schemas_are_those_of_transformers():
+    def book(days: list[int], city: str | None, how: Literal["air", "rail"], more: dict[str, int]):
+        """Book a journey.
+
+        Args:
+            days: Which days,
+                counted from now.
+            city: Where to.
+            how: By what.
+            more: What else.
+
+        Returns:
+            A ticket.
+        """
+
+    def wait(minutes: float = 1.0):
+        """Wait.
+
+        Args:
+            minutes: How long.
+        """
+
+    for tool in (book, wait):
+        assert schema_of(tool) == pytest.importorskip("transformers").utils.get_json_schema(tool)
 
 
 def test_a_reply_is_what_the_template_adds_after_the_turn():
@@ -349,6 +412,26 @@ def test_a_template_that_rewrites_history_is_refused():
     with pytest.raises(ConfigError, match="changes earlier turns"):
         renderer.check("user")
     Renderer(chat_tokenizer(REWRITING), chat="off").check("user")
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ("{% if false %}{{ m.content }}{% endif %}", "leaves replies of the role tool out"),
+        ("{% if loop.index == 3 %}First: {% endif %}{{ m.content }}", "second reply of the role"),
+        ("{% if loop.index > 3 %}{{ raise_exception('no more') }}{% endif %}{{ m.content }}", "no"),
+    ],
+)
+def test_a_template_that_does_not_show_every_reply_alike_is_refused(reply, error):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}"
+        + reply
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    renderer = Renderer(chat_tokenizer(template), chat="auto")
+    renderer.check("user")
+    with pytest.raises(ConfigError, match=error):
+        renderer.check("tool")
 
 
 def test_without_a_template_a_reply_is_appended_as_it_is():

@@ -107,20 +107,24 @@ def test_every_example_says_what_it_needs_how_long_it_takes_and_what_it_gives():
         assert all(word in head for word in ("Needs:", "Takes:", "Gives:")), path.name
 
 
-def test_the_example_of_a_tool_runs_from_its_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["tools", "questions"])
+def test_the_examples_of_conversations_run_from_their_files(name, tmp_path, monkeypatch):
     """Shortened: few steps, so that nothing is learned."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    assert run_script(EXAMPLES / "tools_data.py").returncode == 0
-    warm = settings_in("tools_warm.toml", SupervisedSettings)
-    train = settings_in("tools.toml", TrainSettings)
+    assert run_script(EXAMPLES / f"{name}_data.py").returncode == 0
+    warm = settings_in(f"{name}_warm.toml", SupervisedSettings)
+    train = settings_in(f"{name}.toml", TrainSettings)
     assert train.model == str(warm.out / "model")
-    assert main(["sft", str(EXAMPLES / "tools_warm.toml"), "--max-steps", "2"]) == 0
+    assert main(["sft", str(EXAMPLES / f"{name}_warm.toml"), "--max-steps", "2"]) == 0
     short = ["--max-updates", "2", "--schedule.update-batch", "8", "--schedule.group-prompts", "8"]
-    assert main(["train", str(EXAMPLES / "tools.toml"), *short]) == 0
+    tasks = [word.replace("count=1280", "count=32") for word in ("--task", train.task)]
+    if train.evaluation.tasks:
+        tasks += ["--evaluation.tasks", train.evaluation.tasks[0].replace("count=128", "count=2")]
+    assert main(["train", str(EXAMPLES / f"{name}.toml"), *short, *tasks]) == 0
     torch.set_num_threads(threads)
-    rows = read_metrics(tmp_path / "runs" / "tools" / "train" / "metrics.jsonl")
-    assert [row["update"] for row in rows] == [1, 2]
+    rows = read_metrics(tmp_path / train.out / "metrics.jsonl")
+    assert [row["update"] for row in rows if "reward/mean" in row] == [1, 2]
 
 
 def test_a_scheduler_in_a_loop_of_ones_own_learns():

@@ -422,6 +422,7 @@ def test_what_cannot_work_is_refused(tmp_path):
 
 def test_an_evaluation_holds_conversations(tmp_path):
     trainer, answers = made(tmp_path, {"mode": "partial"})
+    trainer.args.per_device_eval_batch_size = 2 * ROWS  # more than are probed for their length
     metrics = trainer.evaluate(trainer.train_dataset)
     assert metrics["eval_tools/call_frequency"] > 0
     assert max(turns_of(answers)) >= 1

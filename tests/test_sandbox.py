@@ -1,5 +1,9 @@
 """The sandbox: what code may do, what it may not, and the rewards and tools that use it."""
 
+import time
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from sortedrl.environments.adapters import made
@@ -31,15 +35,23 @@ def test_code_may_compute_and_use_its_folder(code, output):
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("import os; os.listdir('/home')", "PermissionError"),
-        ("open('/etc/passwd').read()", "PermissionError"),
-        ("import os; os.listdir('/proc')", "PermissionError"),
-        ("open('/tmp/left_behind', 'w')", "PermissionError"),
+        ("import os; os.listdir('/home')", "Error: [Errno "),
+        ("open('/etc/passwd').read()", "Error: [Errno "),
+        ("import os; os.listdir('/proc')", "Error: [Errno "),
+        ("open('/tmp/left_behind', 'w')", "Error: [Errno "),
         ("open(__import__('sys').executable, 'ab')", "Error"),
-        ("import socket; socket.create_connection(('127.0.0.1', 22), 1)", "Error"),
+        ("import socket as n; n.socket()", "Operation not permitted"),
+        ("import socket as n; n.socket(n.AF_UNIX)", "Operation not permitted"),
+        ("import socket as n; n.socket(n.AF_VSOCK)", "Operation not permitted"),
+        ("import os; os.memfd_create('beside the limit')", "Operation not permitted"),
+        ("import os; os.chroot('.')", "Operation not permitted"),
         (
-            "import socket as n; n.socket(type=n.SOCK_DGRAM).sendto(b'', ('1.1.1.1', 53))",
-            "Network is unreachable",
+            "import ctypes; assert ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) >= 0",
+            "AssertionError",
+        ),
+        (
+            "for n in range(100): open(str(n), 'wb').write(bytes(1 << 20))",
+            "No space left on device",
         ),
         ("import os; os.fork()", "Operation not permitted"),
         ("import subprocess; subprocess.run(['true'])", "Operation not permitted"),
@@ -53,9 +65,53 @@ def test_code_reaches_nothing_else(code, error):
     assert error in result.errors
 
 
+def test_code_changes_neither_modes_nor_times_of_files_outside(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("precious")
+    before = file.stat()
+    for call in ("chmod(FILE, 0o777)", "utime(FILE, (1, 1))", "chown(FILE, -1, -1)", "stat(FILE)"):
+        result = run_python(f"FILE = {str(file)!r}\nimport os\nos.{call}")
+        assert "FileNotFoundError" in result.errors
+    assert file.stat() == before
+    result = run_python("import os, sys; os.utime(sys.prefix)")
+    assert "Read-only file system" in result.errors
+
+
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(1000)"])
 def test_code_ends_at_the_time_limit(code):
     assert run_python(code, LIMITS).ending == "timeout"
+
+
+def test_code_that_leaves_its_process_group_ends_at_the_time_limit_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = run_python(
+        "import ctypes, os, time; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)); os.setsid()\n"
+        "print('here', flush=True); time.sleep(60)",
+        LIMITS,
+    )
+    assert (result.output, result.ending) == ("-1\nhere\n", "timeout")
+    deadline = time.monotonic() + 30
+    while any(str(tmp_path) in line for line in command_lines()):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+def command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            yield path.read_text(errors="replace")
+
+
+def test_code_that_exits_as_it_likes_is_no_fault_of_the_machine():
+    assert run_python("import sys; sys.exit(97)").ending == "failed"
+
+
+def test_what_code_leaves_in_its_folder_is_gone_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nprint('deep')"
+    assert run_python(code, SandboxLimits(seconds=20)).output == "deep\n"
+    run_python("import os; os.mkdir('locked'); os.chmod('locked', 0); os.chmod('.', 0)")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_output_is_limited():

@@ -46,6 +46,8 @@ HELP = """Compare strategies and modes on the same prompts and the same seed.
   sortedrl compare agents                             conversations: who gets a slot while tools run
   sortedrl compare picture --plot timelines.svg       sync above, the best below; and a bar
                                                       chart beside it, timelines-bars.svg
+  sortedrl compare agents --groups 1 --plot agents.svg
+                                                      lock step, a slot per trajectory, per turn
 
 The first word is a preset (sortedrl presets), a TOML file, or a log of answers (what
 sortedrl.measure writes, verl's rollout dumps, TRL's completions, verifiers' results); flags change
@@ -66,6 +68,11 @@ _HEADINGS = (
 )
 _AGENT_HEADINGS = ("conversations", "bubble", "outside", "goodput", "vs lock step", "stale")
 _LOCK_STEP = "lock step"
+_DRAWN_AGENTS = (
+    _LOCK_STEP,
+    "slot per trajectory, sorted/partial",
+    "slot per turn, sorted/partial",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,8 @@ class Arguments:
     json: bool = False
     """Print one JSON object with `rows` instead of a table."""
     plot: Path | None = None
-    """Write slot timelines to this SVG file, and a bar chart beside it."""
+    """Write slot timelines to this SVG file, and a bar chart beside it; of conversations the
+    timelines alone: lock step, a slot per trajectory, a slot per turn."""
     simulation: Simulation = field(default_factory=Simulation)
 
 
@@ -151,8 +159,7 @@ def _compare_agents(given: Arguments) -> None:
         for name, result in results
     ]
     if given.plot is not None:
-        best = max(results, key=lambda entry: entry[1].metrics.run.goodput)
-        write_text(given.plot, _panels([(_LOCK_STEP, dict(results)[_LOCK_STEP]), best]))
+        write_text(given.plot, _panels([(name, dict(results)[name]) for name in _DRAWN_AGENTS]))
     if given.json:
         print(json.dumps({"rows": rows}, indent=2))
         return
@@ -186,7 +193,10 @@ def _panels(results: Sequence[tuple[str, SimulationResult]]) -> str:
         events: list[Event] = []
         simulate(result.simulation, record=events.append)
         figures = result.metrics.run
-        subtitle = f"bubble {percent(figures.bubble)}, {figures.seconds:,.0f} s"
+        outside = ""
+        if result.simulation.conversations.is_used:
+            outside = f", {percent(figures.outside_bubble)} while only tools worked"
+        subtitle = f"bubble {percent(figures.bubble)}{outside}, {figures.seconds:,.0f} s"
         panels.append((name, subtitle, lanes(events)))
     return timelines(panels)
 

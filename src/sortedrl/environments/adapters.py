@@ -20,12 +20,14 @@ A message may hold several calls of the first kind. The second kind is a whole m
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import (
     Any,
     Literal,
@@ -42,6 +44,8 @@ from sortedrl.errors import ConfigError, unknown_name
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_SECTION = re.compile(r"^([A-Z][a-z]+):\s*$")
+_ARGUMENTS = ("Args", "Arguments", "Parameters")
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
 _SHOWN = 200
@@ -77,7 +81,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 def _parsed(text: str, key: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ToolCall(error=f"the tool call is not valid JSON ({error}): {text.strip()[:_SHOWN]}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(error='a tool call must be an object with "name" and "arguments"')
@@ -86,7 +90,7 @@ def _parsed(text: str, key: str) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         return ToolCall(name=call["name"], error='the "arguments" of a tool call must be an object')
@@ -105,10 +109,22 @@ def call_tool(tools: Mapping[str, Callable[..., object]], call: ToolCall) -> str
     except TypeError as error:
         return f"Error: {call.name}{inspect.signature(tool)}: {error}"
     try:
-        result = tool(**arguments)
+        result = finished(tool(**arguments))
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+    except ConfigError:
+        raise  # this machine cannot run the tool at all; no other call would help
     except Exception as error:  # noqa: BLE001  the policy caused it and gets the error as its reply
         return f"Error: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def finished(value: Any) -> Any:  # noqa: ANN401
+    """A value, or what a coroutine gives; all of them run on one loop and may share connections."""
+    return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop()
 
 
 def tools_of(subject: object, *, without: Sequence[str] = ()) -> dict[str, Callable[..., object]]:
@@ -159,37 +175,47 @@ def schema_of(tool: Callable[..., object]) -> ToolSchema:
             properties[parameter.name]["description"] = described[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
+    parameters: dict[str, object] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
     return {
         "type": "function",
-        "function": {
-            "name": name,
-            "description": summary,
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        },
+        "function": {"name": name, "description": summary, "parameters": parameters},
     }
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
     """The summary, and the descriptions of the arguments in a section `Args:`."""
-    summary, _, section = text.partition("\nArgs:")
-    described = {}
-    for line in section.splitlines():
-        if line.strip() and not line.startswith(" "):
-            break  # the next section
-        if match := _ARGUMENT.match(line):
-            described[match[1]] = match[2]
-    return " ".join(summary.split()), described
+    summary: list[str] = []
+    described: dict[str, str] = {}
+    section, last = "", ""
+    for line in text.splitlines():
+        if heading := _SECTION.match(line):
+            section = heading[1]
+        elif not section:
+            summary.append(line)
+        elif section in _ARGUMENTS and (match := _ARGUMENT.match(line)):
+            last = match[1]
+            described[last] = match[2]
+        elif section in _ARGUMENTS and last and line.strip():
+            described[last] += f" {line.strip()}"  # a description that goes on
+    return " ".join(" ".join(summary).split()), described
 
 
 def _json_type(hint: Any) -> dict[str, object]:  # noqa: ANN401
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return {"type": "string", "enum": list(inner)}
+        return {"type": _JSON_TYPES.get(type(inner[0]), "string"), "enum": list(inner)}
     if origin in (list, tuple, Sequence) or hint is list:
         return {"type": "array", "items": _json_type(inner[0] if inner else str)}
     if origin in (Union, types.UnionType):
         kinds = [_json_type(one) for one in inner if one is not type(None)]
-        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        kind: dict[str, object] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return {**kind, "nullable": True} if len(kinds) < len(inner) else kind
+    if hint is Any:
+        return {}
+    if origin is dict and len(inner) == 2:
+        return {"type": "object", "additionalProperties": _json_type(inner[1])}
     return {"type": _JSON_TYPES.get(origin or hint, "string")}
 
 
@@ -294,7 +320,7 @@ class ToolEnvironment:
     def open(self, row: Mapping[str, object]) -> Opening:
         """Reset the object with the columns of the row; what it returns ends the last message."""
         messages = [dict(message) for message in prompt_messages(row)]
-        said = self._subject.reset(**_taken(self._subject.reset, row))
+        said = finished(self._subject.reset(**_taken(self._subject.reset, row)))
         if said is not None:
             messages[-1]["content"] += said
         return Opening(messages, [schema_of(tool) for tool in self._tools.values()])
@@ -309,7 +335,9 @@ class ToolEnvironment:
                 {"role": "tool", "name": call.name, "content": result} for call, result in results
             ],
             is_done=not calls,
-            reward=float(subject.get_reward()) if isinstance(subject, _Rewarding) else None,
+            reward=float(finished(subject.get_reward()))
+            if isinstance(subject, _Rewarding)
+            else None,
         )
 
     def close(self) -> None:

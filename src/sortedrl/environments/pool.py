@@ -27,7 +27,7 @@ from sortedrl.core.protocols import Scorer
 from sortedrl.data.rows import Row
 from sortedrl.environments.protocol import Message, Opening, Reply
 from sortedrl.environments.rendering import Renderer
-from sortedrl.environments.worker import Answered, Call, Close, Failed, Ready, Turn
+from sortedrl.environments.worker import Answered, Call, Close, Failed, Idle, Ready, Turn
 from sortedrl.errors import EnvironmentFailed
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.rewards.pool.process import (
@@ -63,7 +63,6 @@ class EnvironmentStats:
 class _Job:
     call: Call
     trajectory: Trajectory | None = None
-    began: float = 0.0
     crashes: int = 0
     is_cancelled: bool = False
 
@@ -73,6 +72,8 @@ class _Worker:
     process: WorkerProcess
     began: float
     is_ready: bool = False
+    busy_since: float | None = None
+    """When it was given a call or an environment to close; `None` if it has nothing to do."""
     under_way: _Job | None = None
     loaded_bytes: int = 0
 
@@ -363,7 +364,7 @@ class EnvironmentPool:
 
     def _hand_out(self) -> None:
         for number, worker in list(self._workers.items()):
-            while worker.is_ready and worker.under_way is None:
+            while worker.is_ready and worker.busy_since is None:
                 with self._changed:
                     if not self._queues[number]:
                         break
@@ -371,8 +372,8 @@ class EnvironmentPool:
                 if isinstance(work, _Job):
                     if work.is_cancelled:
                         continue
-                    work.began = time.monotonic()
                     worker.under_way = work
+                worker.busy_since = time.monotonic()
                 try:
                     worker.process.send(work.call if isinstance(work, _Job) else work)
                 except WorkerLostError:
@@ -386,6 +387,8 @@ class EnvironmentPool:
                 if isinstance(said, Ready):
                     worker.is_ready = True
                     worker.loaded_bytes = worker.process.memory_bytes()
+                elif isinstance(said, Idle):
+                    worker.busy_since = None
                 elif isinstance(said, Refused):
                     raise self._loading.refused(said)
                 elif isinstance(said, Failed) and said.fault != "lost":
@@ -397,6 +400,7 @@ class EnvironmentPool:
 
     def _answered(self, worker: _Worker, said: Answered | Failed) -> None:
         job, worker.under_way = worker.under_way, None
+        worker.busy_since = time.monotonic()  # it may have an environment to close now
         assert job is not None, "a worker answers what it was given"
         if isinstance(said, Answered):
             self.stats.answered += 1
@@ -442,7 +446,7 @@ class EnvironmentPool:
             if not worker.is_ready:
                 if now - worker.began > LOAD_SECONDS:
                     raise self._loading.overdue()
-            elif worker.under_way is not None and now >= self._until(worker.under_way):
+            elif worker.busy_since is not None and now >= self._until(worker, worker.busy_since):
                 self._kill(number, "timeout")
         memory = self.settings.process_gib
         if memory is None or now < self._next_measure:
@@ -460,18 +464,25 @@ class EnvironmentPool:
         self.stats.workers_killed += 1
         if worker.under_way is not None:
             self._deliver(worker.under_way, failure)
+        else:
+            _LOG.warning(
+                "close() of the environment %r took more than %g seconds; its process was replaced",
+                self._source.function,
+                self.settings.reply_seconds,
+            )
 
-    def _until(self, job: _Job) -> float:
+    def _until(self, worker: _Worker, since: float) -> float:
         """When a call is overdue; replayed turns have their own time each."""
-        return job.began + self.settings.reply_seconds * max(1, len(job.call.turns))
+        turns = 1 if worker.under_way is None else max(1, len(worker.under_way.call.turns))
+        return since + self.settings.reply_seconds * turns
 
     def _seconds_to_limit(self) -> float | None:
         moments = []
         for worker in self._workers.values():
             if not worker.is_ready:
                 moments.append(worker.began + LOAD_SECONDS)
-            elif worker.under_way is not None:
-                moments.append(self._until(worker.under_way))
+            elif worker.busy_since is not None:
+                moments.append(self._until(worker, worker.busy_since))
                 if self.settings.process_gib is not None:
                     moments.append(self._next_measure)
         return max(0.0, min(moments) - time.monotonic()) if moments else None

@@ -8,7 +8,8 @@ model's own turn:
 
 So the model sees what it would see in an inference server, and sampled tokens stay as they were
 sampled. A template that changes earlier turns when later ones are added (such as one that removes
-their reasoning) cannot be used this way, and is refused. Without a template the contents of the
+their reasoning) cannot be used this way, and is refused; so is one that leaves replies out, or
+writes the second otherwise than the first. Without a template the contents of the
 messages are appended as they are.
 """
 
@@ -23,7 +24,7 @@ from sortedrl.environments.protocol import Message
 from sortedrl.errors import ConfigError
 from sortedrl.types import Trajectory
 
-_THOUGHT, _ANSWER = "PROBED THOUGHT", "PROBED ANSWER"
+_THOUGHT, _ANSWER, _REPLY = "PROBED THOUGHT", "PROBED ANSWER", "PROBED REPLY"
 _PROBE = (
     {"role": "user", "content": "PROBED QUESTION"},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
@@ -67,16 +68,36 @@ class Renderer:
 
     def check(self, role: str) -> None:
         """Refuse a template that cannot be used for replies of this role."""
-        if self._is_chat:
-            self._tail(((("content", "PROBED REPLY"), ("role", role)),))
+        if not self._is_chat:
+            return
+        reply: Message = {"role": role, "content": _REPLY}
+        first = self._tail_text([reply])
+        if _REPLY not in first:
+            raise ConfigError(
+                f"the tokenizer's chat template leaves replies of the role {role} out, so the "
+                "model would never see them; use replies of another role, or another template"
+            )
+        if self._tail_text([reply, _PROBE[1], reply]) != first:
+            raise ConfigError(
+                f"the tokenizer's chat template writes a second reply of the role {role} otherwise "
+                "than the first, so what a turn adds is not known; use replies of another role, or "
+                "another template"
+            )
 
     def _rendered_tail(self, messages: tuple[tuple[tuple[str, str], ...], ...]) -> tuple[int, ...]:
+        tail = self._tail_text([dict(message) for message in messages])
+        return tuple(self._tokenizer.encode(tail, add_special_tokens=False))
+
+    def _tail_text(self, messages: Sequence[Message]) -> str:
+        """What the template adds for these messages after the last turn of the policy."""
         from jinja2 import TemplateError  # installed with tokenizers
 
-        roles = ", ".join(sorted({dict(message)["role"] for message in messages}))
+        given = [*_PROBE, *messages]
+        turns = sum(message["role"] == "assistant" for message in given)
+        roles = ", ".join(sorted({m["role"] for m in messages} - {"assistant"}))
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*map(dict, _PROBE), *map(dict, messages)],
+                [*map(dict, given)],
                 tokenize=False,
                 add_generation_prompt=True,
             )
@@ -85,12 +106,11 @@ class Renderer:
                 f"the tokenizer's chat template refuses replies of the role {roles} ({error}); "
                 "use replies of another role, or another model"
             ) from error
-        if _ANSWER not in text or _THOUGHT not in text:
+        if min(text.count(_ANSWER), text.count(_THOUGHT)) < turns:
             raise ConfigError(
                 f"the tokenizer's chat template changes earlier turns when a reply of the role "
                 f"{roles} follows (it removes their reasoning), so the model would be trained on "
                 "other tokens than it would see; use a template that keeps them, or replies of "
                 "the role tool"
             )
-        tail = text.rpartition(_ANSWER)[2]
-        return tuple(self._tokenizer.encode(tail, add_special_tokens=False))
+        return text.rpartition(_ANSWER)[2]

@@ -1,11 +1,14 @@
 """A worker process: holds live environments, and answers one conversation after another.
 
     parent -> worker    Setup, then Call after Call, and Close
-    worker -> parent    Ready or Refused, then one Opened, Answered or Failed for each Call
+    worker -> parent    Ready or Refused, then Answered or Failed for each Call, and Idle after
+                        each Call and Close
 
 A call names every turn of its conversation. If the environment at hand has heard exactly the turns
 before the last one, it answers that one. Otherwise a fresh environment is brought there by hearing
 them again: after turns were rejected, in a resumed run, in place of a worker that was killed.
+
+The answer is sent before the environment is closed, so one that hangs there loses nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +37,11 @@ Fault = Literal["raised", "invalid", "lost"]
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The environment's module is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The last work is done, with what had to be closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +119,12 @@ class Host:
                 self.close(call.key)
                 return Failed(call.ticket, "lost", "the environment is gone and not replayable")
         replies = [self._heard(live, turn) for turn in call.turns[len(live.heard) :]]
-        is_replayable = live.environment.is_replayable
-        if call.is_last or (replies and replies[-1].is_done):
-            self.close(call.key)
         return Answered(
             ticket=call.ticket,
             opening=live.opening,
             replies=tuple(replies),
             reward=live.reward,
-            is_replayable=bool(is_replayable),
+            is_replayable=bool(live.environment.is_replayable),
             seconds=time.perf_counter() - began,
         )
 
@@ -154,10 +159,16 @@ def main(descriptor: int) -> None:
     host = Host(worker.loaded)
     while True:
         work: Call | Close = worker.works.get()
-        if isinstance(work, Close):
+        is_over = isinstance(work, Close)
+        if not isinstance(work, Close):
+            found = _answered(host, work)
+            worker.connection.send(found)
+            is_over = isinstance(found, Answered) and (
+                work.is_last or any(reply.is_done for reply in found.replies[-1:])
+            )
+        if is_over:
             host.close(work.key)
-        else:
-            worker.connection.send(_answered(host, work))
+        worker.connection.send(Idle())
 
 
 def load(source: RewardSource) -> Callable[..., object]:

@@ -12,14 +12,18 @@ of the second kind only see what it prints.
 `run_python` runs code in a process that can reach nothing but its own folder. What holds it
 (Linux), each set up by the process itself before the code begins:
 
+    mount namespace                files: Python's own, read-only, and an empty folder in memory of
+                                   limited size; nothing else has a path
     user and network namespaces    no network, not even the machine's own addresses
     process namespace              it sees no other process, and all its processes end with it
-    Landlock                       files: read Python's own, write in its folder alone; where the
-                                   kernel has it, no signals and no sockets out of the sandbox
-    seccomp                        no further processes (threads are allowed), no mounts, no
-                                   namespaces, none of the system calls that sandboxes break at
-    limits (setrlimit)             seconds of CPU, memory, open files, size of files
-    no new privileges              no setuid program gains anything
+    Landlock                       the same rules for files once more; where the kernel has it, no
+                                   signals and no sockets out of the sandbox
+    seccomp                        no further processes (threads are allowed), no sockets of any
+                                   kind, no mounts, no namespaces, no memory beside the limit,
+                                   none of the system calls that sandboxes break at
+    limits (setrlimit)             seconds of CPU, memory, open files, size of files, threads
+                                   (where the run is not the machine's root user)
+    no capabilities or privileges  neither of the namespace's own, nor from setuid programs
     wall clock                     killed after the time limit, with everything it started
 
 What it does not stop: code that exploits the kernel or the CPU, which is shared. It can read the
@@ -52,8 +56,6 @@ from sortedrl.errors import ConfigError, DataError
 from sortedrl.types import Prompt
 
 _READ_LIMIT = 65_536
-_WEAK = 97
-"""The exit code of a launcher that misses a mechanism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class SandboxLimits:
     """Address space of each process."""
     file_mib: int = 16
     """Size of each file it writes, output included."""
+    folder_mib: int = 64
+    """Size of its folder, which lies in memory."""
     allow_weak: bool = False
     """Run even where namespaces or Landlock are missing on this machine."""
 
@@ -85,21 +89,42 @@ def run_python(code: str, limits: SandboxLimits | None = None, *, input: str = "
     limits = SandboxLimits() if limits is None else limits
     with tempfile.TemporaryDirectory(prefix="sandbox-") as name:
         folder = Path(name)
-        (folder / "work").mkdir()
+        for part in ("work", "root"):
+            (folder / part).mkdir()
         program = folder / "work" / "program.py"
         program.write_text(code, encoding="utf-8", errors="surrogatepass")
         (folder / "input").write_text(input, encoding="utf-8", errors="surrogatepass")
-        settings = {
-            **asdict(limits),
-            "folder": str(folder / "work"),
-            "readable": _readable(),
-            "packages": _packages(),
-        }
-        with (
-            (folder / "input").open("rb") as given,
-            (folder / "output").open("wb") as output,
-            (folder / "errors").open("wb") as errors,
-        ):
+        code_of_exit, is_late, missing = _launched(folder, limits)
+        said, wrong = _read(folder / "output"), _read(folder / "errors")
+    if missing:
+        raise ConfigError(
+            f"this machine cannot hold the code of a model in a sandbox: {missing}; run on a "
+            "Linux kernel with user namespaces and Landlock (5.13 or later), or set allow_weak if "
+            "you trust the code"
+        )
+    is_late |= code_of_exit == 128 + signal.SIGXCPU
+    ending: Literal["done", "failed", "timeout"] = "done" if code_of_exit == 0 else "failed"
+    return SandboxResult(output=said, errors=wrong, ending="timeout" if is_late else ending)
+
+
+def _launched(folder: Path, limits: SandboxLimits) -> tuple[int, bool, str]:
+    """The exit code, whether it was killed for its time, and the mechanism that was missing."""
+    reading, writing = os.pipe()  # not the exit code: that is the program's
+    settings = {
+        **asdict(limits),
+        "folder": str(folder / "work"),
+        "root": str(folder / "root"),
+        "report": writing,
+        "readable": _readable(),
+        "packages": _packages(),
+    }
+    with (
+        os.fdopen(reading, "rb") as report,
+        (folder / "input").open("rb") as given,
+        (folder / "output").open("wb") as output,
+        (folder / "errors").open("wb") as errors,
+    ):
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(settings)],
                 stdin=given,
@@ -107,27 +132,21 @@ def run_python(code: str, limits: SandboxLimits | None = None, *, input: str = "
                 stderr=errors,
                 cwd=folder / "work",
                 env=_ENVIRONMENT,
+                pass_fds=(writing,),
                 start_new_session=True,
             )
-            is_late = False
-            try:
-                process.wait(limits.seconds + _START_SECONDS)
-            except subprocess.TimeoutExpired:
-                is_late = True
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        said, wrong = _read(folder / "output"), _read(folder / "errors")
-    if process.returncode == _WEAK:
-        raise ConfigError(
-            f"this machine cannot hold the code of a model in a sandbox: {wrong.strip()}; run on a "
-            "Linux kernel with user namespaces and Landlock (5.13 or later), or set allow_weak if "
-            "you trust the code"
-        )
-    is_late |= process.returncode == 128 + signal.SIGXCPU
-    ending: Literal["done", "failed", "timeout"] = "done" if process.returncode == 0 else "failed"
-    return SandboxResult(output=said, errors=wrong, ending="timeout" if is_late else ending)
+        finally:
+            os.close(writing)
+        is_late = False
+        try:
+            process.wait(limits.seconds + _START_SECONDS)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return process.returncode, is_late, report.read().decode(errors="replace")
 
 
 _START_SECONDS = 2.0
@@ -142,7 +161,7 @@ _LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 
 def _readable() -> list[str]:
     """What Python needs to run: its own folders, and those of the system's libraries."""
-    paths = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), str(_LAUNCHER)}
+    paths = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
     system = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
     devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
     return sorted(p for p in {*paths, *system, *devices} if Path(p).exists())

@@ -12,10 +12,17 @@ import resource
 import signal
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-_CLONE = {"user": 0x10000000, "network": 0x40000000, "process": 0x20000000, "ipc": 0x08000000}
-_PR_SET_NO_NEW_PRIVS, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 38, 1, 4
+_CLONE = {
+    "user": 0x10000000,
+    "mount": 0x00020000,
+    "network": 0x40000000,
+    "process": 0x20000000,
+    "ipc": 0x08000000,
+}
+_PR_SET_NO_NEW_PRIVS, _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP = 38, 1, 24
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _GET_VERSION = 1
 _PATH_BENEATH = 1
@@ -25,29 +32,36 @@ _RIGHTS_BY_VERSION = ((1, (1 << 13) - 1), (2, 1 << 13), (3, _TRUNCATE), (5, _IOC
 _NETWORK = 0b11  # bind and connect of TCP
 _SCOPES = 0b11  # abstract sockets and signals
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
-_WEAK = 97
+_FOLDER = "/sandbox"
+_MOST_FILES, _MOST_THREADS = 4096, 256
 
 
 def main() -> None:
     """Set up everything, then run the program as `__main__`."""
     settings = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    source = Path("program.py").read_text(encoding="utf-8", errors="surrogatepass")
     try:
         _separate(libc)
-        _fork(libc)
+        _fork(libc, settings["report"])
+        _enter(libc, settings)
         _limit(settings)
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _drop_capabilities(libc)
         _landlock(libc, settings)
         _seccomp(libc)
     except OSError as error:
         if not settings["allow_weak"]:
-            os.write(2, f"{error}\n".encode())
-            os._exit(_WEAK)
+            os.write(settings["report"], str(error).encode())
+            os._exit(1)
         _limit(settings)
+    os.close(settings["report"])  # the program must not write there
+    with suppress(OSError):  # larger than its folder; only its tracebacks show less then
+        Path("program.py").write_text(source, encoding="utf-8", errors="surrogatepass")
     sys.argv = ["program.py"]
-    sys.path[:0] = [settings["folder"]]
+    sys.path[:0] = [str(Path.cwd())]
     sys.path += settings["packages"]
-    source = Path("program.py").read_text(encoding="utf-8", errors="surrogatepass")
     exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
 
 
@@ -70,10 +84,11 @@ def _separate(libc: ctypes.CDLL) -> None:
             raise OSError(f"the user namespace cannot be set up ({error})") from error
 
 
-def _fork(libc: ctypes.CDLL) -> None:
+def _fork(libc: ctypes.CDLL, report: int) -> None:
     """Go on as the first process of the new namespace; this one waits for it."""
     child = os.fork()
     if child:
+        os.close(report)
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         os._exit(128 - code if code < 0 else code)
@@ -81,6 +96,75 @@ def _fork(libc: ctypes.CDLL) -> None:
     # A first process ignores signals that it does not handle; limits must end it all the same.
     for number in (signal.SIGXCPU, signal.SIGXFSZ):
         signal.signal(number, lambda number, _: os._exit(128 + number))
+
+
+_READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4
+_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR, _HERE, _AT_RECURSIVE = 442, -100, 0x8000
+
+
+def _enter(libc: ctypes.CDLL, settings: dict[str, object]) -> None:
+    """A file system of its own: what may be read, read-only, and an empty folder in memory.
+
+    Landlock guards contents only. Here nothing else has a path: no mode or time to change, no
+    socket of another program to connect to, and everything written is gone with the process.
+    """
+    root = Path(str(settings["root"]))
+    _mount(libc, None, "/", None, _PRIVATE | _RECURSIVE)
+    _mount(libc, "tmpfs", str(root), "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
+    bound: list[str] = []
+    readable = settings["readable"]
+    assert isinstance(readable, list), "paths"
+    for path in readable:  # sorted: a folder before what is in it
+        if any(Path(path).is_relative_to(other) for other in bound):
+            continue
+        place = root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir() if Path(path).is_dir() else place.touch()
+        _mount(libc, path, str(place), None, _BIND | _RECURSIVE)
+        _lock(libc, str(place), _AT_RECURSIVE)
+        bound.append(path)
+    folder, old = root / _FOLDER.lstrip("/"), root / "old"
+    folder.mkdir()
+    old.mkdir()
+    size = f"size={settings['folder_mib']}m,nr_inodes={_MOST_FILES},mode=700"
+    _mount(libc, "tmpfs", str(folder), "tmpfs", _NO_SETUID | _NO_DEVICES, size)
+    number = _PIVOT_ROOT.get(os.uname().machine, -1)
+    if libc.syscall(number, str(root).encode(), str(old).encode()) != 0:
+        raise OSError(f"no file system of its own ({os.strerror(ctypes.get_errno())})")
+    os.chdir(_FOLDER)
+    settings["folder"] = _FOLDER
+    if libc.umount2(b"/old", _DETACH) != 0:
+        raise OSError(f"the old root stays ({os.strerror(ctypes.get_errno())})")
+    _lock(libc, "/", 0)
+
+
+def _mount(
+    libc: ctypes.CDLL, source: str | None, place: str, kind: str | None, flags: int, data: str = ""
+) -> None:
+    given = [None if text is None else text.encode() for text in (source, place, kind)]
+    if libc.mount(*given, ctypes.c_ulong(flags), data.encode()) != 0:
+        raise OSError(f"{place} cannot be mounted ({os.strerror(ctypes.get_errno())})")
+
+
+def _lock(libc: ctypes.CDLL, place: str, flags: int) -> None:
+    """Make a mount read-only, for contents as well as for modes, owners and times."""
+    attributes = struct.pack("QQQQ", _READ_ONLY | _NO_SETUID, 0, 0, 0)
+    path = place.encode()
+    if libc.syscall(_MOUNT_SETATTR, _HERE, path, flags, attributes, len(attributes)) != 0:
+        raise OSError(f"{place} cannot be made read-only ({os.strerror(ctypes.get_errno())})")
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Those that the first process of a user namespace has."""
+    number = 0
+    while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
+        number += 1
+    header = struct.pack("Ii", 0x20080522, 0)
+    if libc.capset(header, bytes(24)) != 0:
+        raise OSError(f"capabilities are kept ({os.strerror(ctypes.get_errno())})")
 
 
 def _limit(settings: dict[str, float]) -> None:
@@ -91,6 +175,7 @@ def _limit(settings: dict[str, float]) -> None:
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, size),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, _MOST_THREADS),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)
@@ -126,14 +211,32 @@ def _landlock(libc: ctypes.CDLL, settings: dict[str, list[str]]) -> None:
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CLONE_CALL = {"x86_64": 56, "aarch64": 220}
+_PRCTL_CALL = {"x86_64": 157, "aarch64": 167}
 _CLONE3, _IO_URING_SETUP = 435, 425
 _X32 = 0x40000000
 _DENIED = {
-    # fork, vfork, ptrace, pivot_root, mount, umount2, kexec_load, add_key, request_key, keyctl,
-    # unshare, perf_event_open, setns, bpf, userfaultfd
-    "x86_64": (57, 58, 101, 155, 165, 166, 246, 248, 249, 250, 272, 298, 308, 321, 323),
-    "aarch64": (117, 41, 40, 39, 104, 217, 218, 219, 97, 241, 268, 280, 282),
+    "x86_64": {
+        "processes": (57, 58),  # fork, vfork
+        "other processes": (101, 310, 311, 312),  # ptrace, process_vm_readv and _writev, kcmp
+        "files": (155, 161, 165, 166, 303, 304),  # pivot_root, chroot, mount, umount2, handles
+        "namespaces": (272, 308),  # unshare, setns
+        "keys": (248, 249, 250),
+        "the kernel": (246, 298, 321, 323),  # kexec_load, perf_event_open, bpf, userfaultfd
+        "sockets": (41,),  # a network namespace holds neither vsock nor sockets that have a path
+        "memory outside of the limit": (29, 64, 68, 240, 319),  # shm, sem, msg, mq, memfd
+    },
+    "aarch64": {
+        "other processes": (117, 270, 271, 272),
+        "files": (41, 51, 40, 39, 264, 265),
+        "namespaces": (97, 268),
+        "keys": (217, 218, 219),
+        "the kernel": (104, 241, 280, 282),
+        "sockets": (198,),
+        "memory outside of the limit": (194, 190, 186, 180, 279),
+    },
 }
+# open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd, mount_setattr, memfd_secret
+_DENIED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 438, 442, 447)
 _LOAD, _EQUAL, _GREATER, _SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NO_PERMISSION, _NO_SUCH_CALL = 1, 38
@@ -146,7 +249,8 @@ def _seccomp(libc: ctypes.CDLL) -> None:
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(f"no seccomp filter for {machine}")
-    refused = [(number, _NO_PERMISSION) for number in _DENIED[machine]]
+    denied = [*_DENIED_EVERYWHERE, *(n for numbers in _DENIED[machine].values() for n in numbers)]
+    refused = [(number, _NO_PERMISSION) for number in denied]
     # glibc falls back to clone, whose flags can be seen.
     refused += [(_CLONE3, _NO_SUCH_CALL), (_IO_URING_SETUP, _NO_SUCH_CALL)]
     program = [
@@ -160,6 +264,11 @@ def _seccomp(libc: ctypes.CDLL) -> None:
     for number, errno in refused:
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno)]
     program += [
+        (_EQUAL, 0, 4, _PRCTL_CALL[machine]),
+        (_LOAD, 0, 0, 16),  # what it sets: not whether it dies with the launcher
+        (_EQUAL, 0, 1, _PR_SET_PDEATHSIG),
+        (_RETURN, 0, 0, _ERRNO | _NO_PERMISSION),
+        (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 3, _CLONE_CALL[machine]),
         (_LOAD, 0, 0, 16),  # the low half of its flags
         (_SET, 1, 0, _CLONE_THREAD),

@@ -119,6 +119,7 @@ class SortedGRPOTrainer(GRPOTrainer):
     _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
     environments: Any
     _environment_pool: Any
+    _batch_environments: Any
 
     def __init__(
         self,
@@ -648,7 +649,9 @@ class SortedGRPOTrainer(GRPOTrainer):
         rows = DatasetPrompts(
             self.train_dataset, self._tokenized, total=0, shuffle=False, seed=self.args.seed
         )
+        drawn = self._batch_environments if self.environment_factories is not None else []
         engine = self._opened_engine(rows)
+        self._batch_environments = drawn  # an engine that is opened here has probed other rows
         version = 0 if self._rollouts is None else self._rollouts.scheduler.version
         self._sync_engine(version)
         number, self._eval_batches = self._eval_batches, self._eval_batches + 1
