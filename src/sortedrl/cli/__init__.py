@@ -12,7 +12,7 @@ from sortedrl.errors import SortedRLError, unknown_name
 
 COMMANDS = (
     *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
-    *("report", "watch", "trace", "plot", "engines", "cluster"),
+    *("report", "watch", "trace", "plot", "serve", "engines", "cluster"),
 )
 
 HELP = """\
