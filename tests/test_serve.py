@@ -80,7 +80,13 @@ class World:
         self.folder = folder
         self.events = []
         self.engine = Paced(
-            NativeEngine(model, slots=SLOTS, max_tokens=MOST, tokenizer=self.tokenizer)
+            NativeEngine(
+                model,
+                slots=SLOTS,
+                max_tokens=MOST,
+                tokenizer=self.tokenizer,
+                keeps_prefixes=True,
+            )
         )
         log = TurnLog(self.events.append, clock=WallClock(), slots=SLOTS, seed=7)
         self.scheduler = TurnScheduler(self.engine, queue=QUEUE, seed=7, log=log)
@@ -315,6 +321,22 @@ def test_the_oldest_session_gets_the_slot_first_and_returning_turns_come_before_
     assert (oldest[1], oldest_again[1]) == (0, 1)  # they overlapped: two conversations in the log
     replies = [event for event in world.events[begun:] if isinstance(event, Reply)]
     assert len(replies) == 2  # of the two sessions that came back
+
+
+def test_a_turn_that_goes_on_is_computed_only_from_where_the_last_one_ended(world):
+    world.use(0)
+    tokens, stats = list(range(90)), world.engine.stats
+    for turn in range(3):
+        before = stats.prefilled_tokens
+        status, answer, _ = world.post(
+            GENERATE, request(tokens, seed=turn, max_tokens=30, ignore_eos=True)
+        )
+        assert status == 200
+        if turn:
+            assert stats.prefilled_tokens - before < 64  # the reply, and a block that was not full
+        written, _, _ = parts(answer)
+        assert written == world.written(tokens, seed=turn, max_tokens=30).tokens
+        tokens = [*tokens, *written, 1, 2, 3]
 
 
 def test_a_full_queue_says_when_to_come_back(world):

@@ -183,6 +183,7 @@ def _loaded(name: str, settings: ServeSettings, tokenizer: Tokenizer) -> _Loaded
         max_tokens=settings.max_tokens,
         tokenizer=tokenizer,
         cache_bytes=None if cache is None else int(cache * _GIB),
+        keeps_prefixes=True,
     )
     return _Loaded(model, engine, stop_tokens(model))
 
