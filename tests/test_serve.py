@@ -608,6 +608,15 @@ def test_a_session_that_was_silent_is_over():
         scheduler.submit(Turn([1], Sampling(max_tokens=2)))
 
 
+def test_a_port_that_is_taken_is_refused_in_a_sentence(world):
+    settings = ServeSettings(port=world.port)
+    with (
+        pytest.raises(ConfigError, match="choose others with --host and --port"),
+        listening(world.endpoint, settings, tell=print),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_machines_are_not_let_in_without_a_token(host, monkeypatch):
     monkeypatch.delenv("SORTEDRL_TOKEN", raising=False)

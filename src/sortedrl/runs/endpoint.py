@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Answer = dict[str, object]
 _MOST_NAME = 256
+_MOST_PATH = 4096
 _MOST_STOPS = 16
 
 
@@ -109,13 +110,13 @@ class _Fields:
             raise self.refused(name, "true or false", value)
         return bool(value)
 
-    def text(self, name: str) -> str | None:
+    def text(self, name: str, *, most: int = _MOST_NAME) -> str | None:
         """A short text."""
         value = self.take(name)
         if value is None:
             return None
-        if not isinstance(value, str) or not is_name(value):
-            raise self.refused(name, f"printable text of 1..{_MOST_NAME} characters", value)
+        if not isinstance(value, str) or not is_name(value, most=most):
+            raise self.refused(name, f"printable text of 1..{most} characters", value)
         return value
 
     def texts(self, name: str, *, most: int) -> tuple[str, ...]:
@@ -168,9 +169,9 @@ class _Fields:
                 )
 
 
-def is_name(text: str) -> bool:
+def is_name(text: str, *, most: int = _MOST_NAME) -> bool:
     """Whether a text can name a session, a request or a version."""
-    return 1 <= len(text) <= _MOST_NAME and text.isprintable()
+    return 1 <= len(text) <= most and text.isprintable()
 
 
 _SAMPLING_ONLY: Mapping[str, Sequence[object]] = MappingProxyType(
@@ -359,7 +360,7 @@ class Endpoint:
     def update_weights(self, body: object) -> Answer:
         """Load the weights of a folder; answers when the engine has them."""
         fields = _Fields(body)
-        path = fields.text("model_path")
+        path = fields.text("model_path", most=_MOST_PATH)
         version = fields.take("weight_version")
         label = str(version) if type(version) is int else version
         if label is not None and not (isinstance(label, str) and is_name(label)):

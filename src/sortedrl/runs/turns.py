@@ -4,9 +4,10 @@
                 ^           |
                 +-----------+                   new weights: the tokens are kept
 
-The oldest session goes first; of turns of one session the most interrupted, then those that come
-back from the agent, then in the order of arrival. New weights stop what runs and go on with it, as
-in partial mode: a caller notices only a longer wait.
+The oldest session goes first, so what comes back from an agent goes before what begins; of turns of
+one session first the most interrupted, then those that come back, then in the order of arrival.
+New weights stop what runs and go on with it, as in partial mode: a caller notices only a longer
+wait.
 
 Invariant: a turn that was submitted is done exactly once, with an answer or with a failure; at most
 `slots` turns run, and an answer is a function of tokens, sampling, seed and weights alone.
@@ -387,6 +388,7 @@ class TurnScheduler:
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn; its `done` is set when it has an answer or a failure."""
+        self._require_acceptable(turn)
         with self._changed:
             if self._is_closing:
                 raise Refused(503, "the server is stopping")
@@ -399,13 +401,11 @@ class TurnScheduler:
             seed = mix(self._seed, number) if turn.seed is None else turn.seed
             prompt = Prompt(id=number, tokens=turn.tokens)
             trajectory = Trajectory(prompt=prompt, sample_index=0, group=0, seed=seed)
-            self._engine_accepts(trajectory, turn.sampling)
             self._num_turns += 1
             session = self._session(turn.session_id)
-            is_returning = bool(session.lanes)
             lane = self._log.arrived(session, num_tokens=len(turn.tokens))
             session.num_active += 1
-            active = _Active(turn, trajectory, session, lane, is_returning)
+            active = _Active(turn, trajectory, session, lane, is_returning=lane.length > 0)
             self._active[turn] = active
             heapq.heappush(self._waiting, active)
             self._changed.notify_all()
@@ -596,11 +596,14 @@ class TurnScheduler:
                 loading.done.set()
             self._loading.clear()
 
-    def _engine_accepts(self, trajectory: Trajectory, sampling: Sampling) -> None:
+    def _require_acceptable(self, turn: Turn) -> None:
+        """Refuse a turn that the engine would refuse."""
+        prompt = Prompt(id=0, tokens=turn.tokens)
+        fresh = Trajectory(prompt=prompt, sample_index=0, group=0, seed=0)
         try:
             for limits in self._engine.request_limits:
                 limits.check(
-                    [trajectory], tolerance=None, sampling=sampling, version=self._engine.version
+                    [fresh], tolerance=None, sampling=turn.sampling, version=self._engine.version
                 )
         except RequestError as error:
             raise Refused(400, str(error)) from error
