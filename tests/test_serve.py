@@ -581,6 +581,34 @@ def test_weights_that_the_engine_refuses_lose_no_turn(world):
         assert parts(answer)[0] == world.written([9, number], seed=number, max_tokens=20).tokens
 
 
+def test_nothing_is_lost_while_callers_leave_and_weights_come(world):
+    world.use(0)
+    draw, before = random.Random(1), world.scheduler.counts
+
+    def ask(number):
+        order = random.Random(number)
+        tokens = [order.randrange(256) for _ in range(order.randrange(1, 30))]
+        sampling = Sampling(max_tokens=order.randrange(1, 40), stop_tokens=frozenset())
+        turn = Turn(tokens, sampling, seed=number, session_id=order.choice([None, "a", "b", "c"]))
+        world.scheduler.submit(turn)
+        if order.random() < 0.3:
+            turn.done.wait(order.random() * 0.05)
+            world.scheduler.cancel(turn, status=499, reason="gone")
+        assert turn.done.wait(PATIENCE_SECONDS)
+        return turn
+
+    with ThreadPoolExecutor(SLOTS + QUEUE) as pool:
+        asked = [pool.submit(ask, number) for number in range(60)]
+        for _ in range(3):
+            world.scheduler.load(world.weights[draw.randrange(2)], label=None)
+        turns = [future.result() for future in asked]
+    after = world.scheduler.counts
+    assert all((turn.answer is None) != (turn.failure is None) for turn in turns)
+    assert after.answered - before.answered == sum(turn.answer is not None for turn in turns)
+    assert after.cancelled - before.cancelled == sum(turn.answer is None for turn in turns)
+    assert all(t.answer.num_tokens == t.sampling.max_tokens for t in turns if t.answer is not None)
+
+
 def test_a_session_that_was_silent_is_over():
     now, events = [0.0], []
     engine = NativeEngine(load_model(MODEL, dtype=None, device="cpu"), slots=1, max_tokens=4)

@@ -43,6 +43,7 @@ from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.chat import Tokenizer
 from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.terminal import one_line
 from sortedrl.runs.endpoint import Answer, Endpoint, WeightReader, is_name
 from sortedrl.runs.tasks import threads, tokenizer_of
 from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
@@ -135,7 +136,7 @@ def serve(
         record = stack.enter_context(_log_file(settings.out, tell=tell))
         stack.enter_context(threads(None, workers=0))
         tokenizer = tokenizer_of(model)
-        tell(f"loading {model}")
+        tell(f"loading {one_line(model)}")
         loaded = _loaded(model, settings, tokenizer)
         engine = stack.enter_context(closing(loaded.engine))
         seed = secrets.randbits(62) if settings.seed is None else settings.seed
@@ -383,6 +384,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a question about the server."""
+        # A body that nobody reads must not be taken for the next request.
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
         with self.server.busy():
             self._answer(self._get)
 
@@ -438,8 +442,9 @@ class _Handler(BaseHTTPRequestHandler):
                 "/update_weights_from_disk; messages become tokens in a program of yours",
             )
         session_id = self._session_id()
-        body = self._body()
+        raw = self._body()
         self.close_connection = was_closed
+        body = _decoded(raw)
         if path not in turns:
             return endpoint.update_weights(body)
         request = turns[path](body, session_id=session_id)
@@ -498,8 +503,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(400, "X-Session-ID must be one printable name of at most 256 characters")
         return str(given[0])
 
-    def _body(self) -> object:
-        """The JSON of the request."""
+    def _body(self) -> bytes:
+        """The body of the request, which must be announced as JSON."""
         if self.headers.get_content_type() != "application/json":
             # A form on a web page cannot send this type without asking first.
             raise Refused(415, "send JSON, with the header Content-Type: application/json")
@@ -509,14 +514,7 @@ class _Handler(BaseHTTPRequestHandler):
         most = self.server.endpoint.most_bytes
         if int(length) > most:
             raise Refused(413, f"the body must have at most {most:,} bytes, got {int(length):,}")
-        raw = self._read(int(length))
-        try:
-            row: object = json.loads(raw, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            reason = str(error).partition("\n")[0]
-            self.close_connection = False  # the body is read
-            raise Refused(400, f"the body must be JSON ({reason:.200})") from error
-        return row
+        return self._read(int(length))
 
     def _read(self, count: int) -> bytes:
         """So many bytes of the body, which must not take for ever."""
@@ -571,6 +569,15 @@ class _Gone(Exception):
 def _error(status: int, message: str) -> Answer:
     phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
     return {"error": {"message": message, "type": phrase, "code": int(status)}}
+
+
+def _decoded(raw: bytes) -> object:
+    try:
+        row: object = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise Refused(400, f"the body must be JSON ({reason:.200})") from error
+    return row
 
 
 def _refuse_constant(name: str) -> float:

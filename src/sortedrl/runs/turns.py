@@ -392,7 +392,8 @@ class TurnScheduler:
         with self._changed:
             if self._is_closing:
                 raise Refused(503, "the server is stopping")
-            free = self._engine.slots - len(self._running)
+            written = sum(not active.is_cancelled for active in self._running.values())
+            free = self._engine.slots - written
             if len(self._waiting) >= self._queue + free:
                 raise Refused(
                     503, f"{self._queue} turns wait for a slot already; try again in a while"
