@@ -501,6 +501,10 @@ class TurnScheduler:
             self._engine.load_weights(Weights(version, loading.tensors))
         except ModelError as error:
             loading.failure = Failure(400, str(error))
+        except BaseException as error:
+            loading.failure = Failure(500, f"the engine failed ({type(error).__name__})")
+            loading.done.set()
+            raise
         with self._changed:
             self._log.synced(self._engine.version)
         if loading.failure is None:
