@@ -12,7 +12,7 @@ from sortedrl.errors import SortedRLError, unknown_name
 
 COMMANDS = (
     *("simulate", "compare", "tune", "fit", "presets", "data", "eval", "train", "sft", "demo"),
-    *("report", "watch", "trace", "plot", "engines", "cluster"),
+    *("report", "watch", "trace", "plot", "serve", "engines", "cluster"),
 )
 
 HELP = """\
@@ -45,9 +45,10 @@ Data and evaluation:
   sortedrl data show knights_knaves         tasks, as a person reads them
   sortedrl eval MODEL --tasks gsm8k         models on tasks, with intervals
 
-Engines and clusters:
+Engines, agents and clusters:
 
   sortedrl engines                          what is installed, and does it work
+  sortedrl serve MODEL                      for agents: token in, token out
   sortedrl cluster check                    Ray: placement, versions, memory
 
 Every command explains itself: sortedrl compare --help

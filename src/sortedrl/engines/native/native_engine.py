@@ -95,12 +95,15 @@ class NativeEngine:
         block_tokens: int = 32,
         chunk_tokens: int | None = None,
         is_compiled: bool = True,
+        keeps_prefixes: bool = False,
         version: int = 0,
     ) -> None:
         """An idle engine; `stop_tokens` default to those of the model.
 
         `cache_bytes` is the memory of the KV cache (default: most of the free GPU memory, or a
         quarter of the RAM), `chunk_tokens` the rows that a pass may have beyond one per slot.
+        With `keeps_prefixes`, prompts are expected to go on from answers, as turns do: what was
+        computed for an answer stays in the cache as long as there is room.
         """
         require(slots >= 1, f"slots must be at least 1, got {slots}")
         require(block_tokens >= 1, f"block_tokens must be at least 1, got {block_tokens}")
@@ -131,6 +134,7 @@ class NativeEngine:
             cache=self.cache,
         )
         pool = BlockPool(self.cache.num_blocks, block_tokens=block_tokens)
+        pool.keeps_cached = keeps_prefixes
         most_logits = _LOGITS_BYTES // (4 * self._hf_model.vocabulary)
         self._planner = Planner(
             slots=slots,

@@ -1,0 +1,584 @@
+"""`sortedrl serve`: an engine behind HTTP, token in and token out, for agents that own their loop.
+
+    POST /inference/v1/generate       token ids in, token ids out, as vLLM has it
+    POST /v1/completions              the same as OpenAI has it, with token ids or text
+    POST /update_weights_from_disk    new weights, as SGLang has it; what runs goes on with them
+    GET  /v1/models, /server_info     what is served, and how busy it is
+    GET  /health                      whether it is there; the only one without the token
+
+A request becomes a `Turn`, and its thread waits until the scheduler has an answer, the caller is
+gone or the time is up. A field that would change the answer and is not known is refused by name.
+On a loopback address only requests that name this machine are answered, so that no web page can
+reach the server under a name of its own (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from sortedrl.config.checks import PositiveFloat, PositiveInt, check_device, check_values, require
+from sortedrl.core.clock import WallClock
+from sortedrl.core.events import Event, EventFile, Record
+from sortedrl.core.files import refuse_foreign
+from sortedrl.data.stream import Tokenizer
+from sortedrl.errors import ConfigError, DataError
+from sortedrl.report.terminal import one_line
+from sortedrl.runs.endpoint import Answer, Endpoint, WeightReader, is_name
+from sortedrl.runs.tasks import threads, tokenizer_of
+from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
+from sortedrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from sortedrl.engines.native import NativeEngine
+
+Tell = Callable[[str], None]
+EVENTS = "events.jsonl"
+TOKEN_VARIABLE = "SORTEDRL_TOKEN"
+_GIB = 1 << 30
+_LOOK_SECONDS = 0.25
+"""How often a waiting request looks whether its caller is still there."""
+_BODY_SECONDS = 60.0
+_IDLE_SECONDS = 75.0
+_DRAIN_SECONDS = 5.0
+_LINGER_SECONDS = 1.0
+_PIECE_BYTES = 1 << 16
+_SPARE_CONNECTIONS = 128
+_PORTS = 65_535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What is served, where, and within which limits."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; any other than this machine's own needs a token."""
+    port: int = 8123
+    """Where to listen; 0 takes any free port."""
+    token: str | None = None
+    """What callers must send as Authorization: Bearer TOKEN. Other users of a machine can read its
+    command lines: the environment variable SORTEDRL_TOKEN does the same."""
+    name: str | None = None
+    """What requests call the model; by default MODEL as it was given."""
+    slots: PositiveInt = 32
+    """Turns that are written at the same time."""
+    max_tokens: PositiveInt = 4096
+    """Most tokens of one turn, and the number for requests that name none."""
+    queue: PositiveInt = 1024
+    """Turns that may wait for a slot; beyond that the answer is 503."""
+    timeout_seconds: PositiveFloat = 3600.0
+    """How long a request may take, the wait for a slot included; then the answer is 504."""
+    session_seconds: PositiveFloat = 300.0
+    """A session that was silent for so long is over: it loses its age, and the log ends it."""
+    weights_folder: Path | None = None
+    """Folder below which callers may name new weights; without it they may name none."""
+    out: Path | None = None
+    """Folder to keep events.jsonl in, for sortedrl report, watch and trace."""
+    seed: int | None = None
+    """Seed of requests that bring none; by default another one at every start."""
+    cache_gib: PositiveFloat | None = None
+    """Memory of the KV cache; by default most of the free GPU memory, or a quarter of the RAM."""
+    device: str | None = None
+    """cuda, cpu, ...; by default the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, before anything is loaded."""
+        check_device(self.device)
+        require(0 <= self.port <= _PORTS, f"port must lie in 0..{_PORTS}, got {self.port}")
+        secret = self.secret
+        require(
+            secret is None or (secret.isascii() and secret.isprintable() and " " not in secret),
+            "the token must be printable ASCII without spaces, such as openssl rand -hex 32 gives",
+        )
+
+    @property
+    def secret(self) -> str | None:
+        """The token, from the command line or from the environment."""
+        return self.token if self.token is not None else os.environ.get(TOKEN_VARIABLE) or None
+
+
+def serve(
+    model: str,
+    settings: ServeSettings,
+    *,
+    tell: Tell,
+    on_ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve a model until Ctrl-C or SIGTERM; `on_ready` is given the address.
+
+    What can be refused is refused before the weights are loaded.
+    """
+    check_values(settings)
+    _refuse_open_door(settings)
+    with ExitStack() as stack:
+        record = stack.enter_context(_log_file(settings.out, tell=tell))
+        stack.enter_context(threads(None, workers=0))
+        tokenizer = tokenizer_of(model)
+        tell(f"loading {one_line(model)}")
+        loaded = _loaded(model, settings, tokenizer)
+        engine = stack.enter_context(closing(loaded.engine))
+        seed = secrets.randbits(62) if settings.seed is None else settings.seed
+        log = TurnLog(record, clock=WallClock(), slots=engine.slots, seed=seed)
+        scheduler = TurnScheduler(
+            engine,
+            queue=settings.queue,
+            seed=seed,
+            log=log,
+            session_seconds=settings.session_seconds,
+        )
+        endpoint = Endpoint(
+            scheduler,
+            name=model if settings.name is None else settings.name,
+            limits=engine.request_limits[0],
+            max_tokens=settings.max_tokens,
+            stop_tokens=loaded.stop_tokens,
+            tokenizer=tokenizer,
+            weights=None
+            if settings.weights_folder is None
+            else WeightReader(settings.weights_folder, loaded.model),
+        )
+        server = stack.enter_context(listening(endpoint, settings, tell=tell))
+        stack.enter_context(_stopped_by_signals(scheduler, tell=tell))
+        on_ready(server.url)
+        scheduler.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    model: PreTrainedModel
+    engine: NativeEngine
+    stop_tokens: Sequence[int]
+
+
+def _loaded(name: str, settings: ServeSettings, tokenizer: Tokenizer) -> _Loaded:
+    from sortedrl.engines.native import NativeEngine
+    from sortedrl.models.loading import load_model, stop_tokens
+
+    model = load_model(name, dtype=None, device=settings.device)
+    cache = settings.cache_gib
+    engine = NativeEngine(
+        model,
+        slots=settings.slots,
+        max_tokens=settings.max_tokens,
+        tokenizer=tokenizer,
+        cache_bytes=None if cache is None else int(cache * _GIB),
+        keeps_prefixes=True,
+    )
+    return _Loaded(model, engine, stop_tokens(model))
+
+
+def _refuse_open_door(settings: ServeSettings) -> None:
+    """Refuse to listen to other machines without a token; nothing listens yet."""
+    if settings.secret is not None:
+        return
+    found = _resolved(settings.host, settings.port)
+    require(
+        all(ipaddress.ip_address(address).is_loopback for _, address in found),
+        f"host {settings.host} can be reached from other machines, which needs a token: set "
+        f"{TOKEN_VARIABLE} (openssl rand -hex 32 makes one), or listen at 127.0.0.1",
+    )
+
+
+def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses that a host stands for, each with its family."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host must be an address of this machine, got {host!r}") from error
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+@contextmanager
+def _log_file(out: Path | None, *, tell: Tell) -> Iterator[Record]:
+    """Where events go; a log that cannot be written any more is given up, and the rest goes on."""
+    if out is None:
+        yield lambda event: None
+        return
+    path = out / EVENTS
+    refuse_foreign(path, mark=None)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(out, f"cannot be made ({error.strerror})") from error
+    with closing(EventFile(path, is_watched=True)) as file:
+        is_broken = False
+
+        def record(event: Event) -> None:
+            nonlocal is_broken
+            if is_broken:
+                return
+            try:
+                file(event)
+            except DataError as error:
+                is_broken = True
+                tell(f"{error}; the log ends here, and the server goes on without it")
+
+        yield record
+
+
+@contextmanager
+def _stopped_by_signals(scheduler: TurnScheduler, *, tell: Tell) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the server; the second Ctrl-C at once."""
+    is_asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        is_asked = True
+        tell("stopping (Ctrl-C again: at once)")
+        scheduler.close()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class EndpointServer(ThreadingHTTPServer):
+    """Listens for an endpoint: a thread for each connection, and not too many of them."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, endpoint: Endpoint, settings: ServeSettings, *, tell: Tell) -> None:
+        """Listen; `tell` hears of requests that broke."""
+        self.endpoint = endpoint
+        self.secret = settings.secret
+        self.timeout_seconds = settings.timeout_seconds
+        self._tell = tell
+        self._room = threading.BoundedSemaphore(
+            settings.queue + settings.slots + _SPARE_CONNECTIONS
+        )
+        self._num_busy = 0
+        self._is_idle = threading.Condition()
+        self.address_family, address = _resolved(settings.host, settings.port)[0]
+        super().__init__((address, settings.port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking a name server what this machine is called."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
+
+    @property
+    def url(self) -> str:
+        """Where a program on this machine finds it."""
+        address = ipaddress.ip_address(str(self.server_address[0]))
+        if address.is_unspecified:
+            address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+        host = str(address) if address.version == 4 else f"[{address}]"
+        return f"http://{host}:{self.server_address[1]}"
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count a request as being answered inside the block."""
+        with self._is_idle:
+            self._num_busy += 1
+        try:
+            yield
+        finally:
+            with self._is_idle:
+                self._num_busy -= 1
+                self._is_idle.notify_all()
+
+    def drain(self) -> None:
+        """Wait a little for answers that are being sent."""
+        with self._is_idle:
+            self._is_idle.wait_for(lambda: not self._num_busy, timeout=_DRAIN_SECONDS)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        """Give the connection a thread, if there are not too many."""
+        assert isinstance(request, socket.socket)
+        if not self._room.acquire(blocking=False):
+            request.settimeout(_LINGER_SECONDS)
+            request.sendall(
+                b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n"
+                b"Content-Length: 0\r\nConnection: close\r\n\r\n"
+            )
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        """Serve one connection."""
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Tell in one line what broke; a caller that went away is no news."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            self._tell(f"a request failed ({type(error).__name__}: {error})")
+
+
+@contextmanager
+def listening(
+    endpoint: Endpoint, settings: ServeSettings, *, tell: Tell
+) -> Iterator[EndpointServer]:
+    """The server, answering inside the block; at its end the last answers are sent."""
+    try:
+        server = EndpointServer(endpoint, settings, tell=tell)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
+            raise
+        raise ConfigError(
+            f"must listen on an address and a port that are free on this machine, but "
+            f"{settings.host}, port {settings.port} gave: {error.strerror}; choose others with "
+            "--host and --port"
+        ) from error
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+            server.drain()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    server: EndpointServer
+    protocol_version = "HTTP/1.1"
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer a question about the server."""
+        # A body that nobody reads must not be taken for the next request.
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+        with self.server.busy():
+            self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Answer a turn, or load weights."""
+        with self.server.busy():
+            self._answer(self._post)
+
+    def version_string(self) -> str:
+        """What the server calls itself."""
+        return "sortedrl"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing about requests."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """A refusal by the base class, which repeats nothing from the request."""
+        self.close_connection = True
+        self._send(code, _error(code, HTTPStatus(code).phrase))
+
+    def _answer(self, respond: Callable[[], Answer]) -> None:
+        try:
+            answer = respond()
+        except Refused as error:
+            self._send(error.status, _error(error.status, str(error)))
+        except _Gone:
+            self.close_connection = True
+        else:
+            self._send(HTTPStatus.OK, answer)
+
+    def _get(self) -> Answer:
+        path = self.path.partition("?")[0]
+        if path == "/health":
+            self._check_host()
+            return {"status": "ok"}
+        self._check_caller()
+        if path == "/v1/models":
+            return self.server.endpoint.models()
+        if path == "/server_info":
+            return self.server.endpoint.info()
+        raise Refused(404, "GET knows /health, /server_info and /v1/models")
+
+    def _post(self) -> Answer:
+        # Whatever is wrong before the body is read leaves it on the connection.
+        was_closed, self.close_connection = self.close_connection, True
+        self._check_caller()
+        path, endpoint = self.path.partition("?")[0], self.server.endpoint
+        turns = {"/inference/v1/generate": endpoint.generate, "/v1/completions": endpoint.complete}
+        if path not in (*turns, "/update_weights_from_disk"):
+            raise Refused(
+                404,
+                "POST knows /inference/v1/generate, /v1/completions and "
+                "/update_weights_from_disk; messages become tokens in a program of yours",
+            )
+        session_id = self._session_id()
+        raw = self._body()
+        self.close_connection = was_closed
+        body = _decoded(raw)
+        if path not in turns:
+            return endpoint.update_weights(body)
+        request = turns[path](body, session_id=session_id)
+        endpoint.scheduler.submit(request.turn)
+        return request.answer(self._waited(request.turn))
+
+    def _waited(self, turn: Turn) -> Trajectory:
+        """The answer, unless the caller goes away or the time is up before."""
+        scheduler, seconds = self.server.endpoint.scheduler, self.server.timeout_seconds
+        deadline = time.monotonic() + seconds
+        while not turn.done.wait(_LOOK_SECONDS):
+            if self._is_gone():
+                scheduler.cancel(turn, status=499, reason="the caller is gone")
+                raise _Gone
+            if time.monotonic() > deadline:
+                scheduler.cancel(turn, status=504, reason=f"no answer within {seconds:g} seconds")
+        if turn.answer is None:
+            assert turn.failure is not None, "a turn that is done has an answer or a failure"
+            raise Refused(turn.failure.status, turn.failure.reason)
+        return turn.answer
+
+    def _is_gone(self) -> bool:
+        """Whether the other side has closed the connection."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        try:
+            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def _check_caller(self) -> None:
+        self._check_host()
+        secret = self.server.secret
+        if secret is None:
+            return
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        is_known = hmac.compare_digest(given.strip().encode(errors="replace"), secret.encode())
+        if scheme.lower() != "bearer" or not is_known:
+            raise Refused(401, "send the server's token as Authorization: Bearer TOKEN")
+
+    def _check_host(self) -> None:
+        """Refuse a request for a name that is none of this machine's, where only it can come."""
+        if not self.server.is_loopback:
+            return
+        bound = re.escape(str(self.server.server_address[0]))
+        known = rf"(localhost|127\.0\.0\.1|\[::1\]|{bound})(:[0-9]{{1,5}})?"
+        given = self.headers.get_all("Host", [])
+        if len(given) != 1 or re.fullmatch(known, given[0], re.IGNORECASE) is None:
+            raise Refused(421, "the request must be for localhost")
+
+    def _session_id(self) -> str | None:
+        given = self.headers.get_all("X-Session-ID", [])
+        if not given:
+            return None
+        if len(given) > 1 or not is_name(given[0]):
+            raise Refused(400, "X-Session-ID must be one printable name of at most 256 characters")
+        return str(given[0])
+
+    def _body(self) -> bytes:
+        """The body of the request, which must be announced as JSON."""
+        if self.headers.get_content_type() != "application/json":
+            # A form on a web page cannot send this type without asking first.
+            raise Refused(415, "send JSON, with the header Content-Type: application/json")
+        length = self.headers.get("Content-Length", "")
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"[0-9]{1,12}", length):
+            raise Refused(411, "send the body in one piece, with its Content-Length")
+        most = self.server.endpoint.most_bytes
+        if int(length) > most:
+            raise Refused(413, f"the body must have at most {most:,} bytes, got {int(length):,}")
+        return self._read(int(length))
+
+    def _read(self, count: int) -> bytes:
+        """So many bytes of the body, which must not take for ever."""
+        deadline = time.monotonic() + _BODY_SECONDS
+        pieces = []
+        while count:
+            piece = self.rfile.read1(min(count, _PIECE_BYTES))
+            if not piece:
+                raise _Gone
+            if time.monotonic() > deadline:
+                raise Refused(408, f"the body must arrive within {_BODY_SECONDS:g} seconds")
+            pieces.append(piece)
+            count -= len(piece)
+        return b"".join(pieces)
+
+    def _send(self, status: int, answer: Answer) -> None:
+        body = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if status == HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.send_header("Retry-After", "1")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        if self.close_connection and status >= HTTPStatus.BAD_REQUEST:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Take what the caller still sends, so that it reads the refusal and no reset."""
+        self.wfile.flush()
+        deadline = time.monotonic() + _LINGER_SECONDS
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_SECONDS)
+            while time.monotonic() < deadline and self.connection.recv(_PIECE_BYTES):
+                pass
+        except OSError:
+            pass
+
+
+class _Gone(Exception):
+    """The caller has closed the connection: there is nobody to answer."""
+
+
+def _error(status: int, message: str) -> Answer:
+    phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
+    return {"error": {"message": message, "type": phrase, "code": int(status)}}
+
+
+def _decoded(raw: bytes) -> object:
+    try:
+        row: object = json.loads(raw, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise Refused(400, f"the body must be JSON ({reason:.200})") from error
+    return row
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
