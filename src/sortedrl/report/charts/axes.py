@@ -12,6 +12,8 @@ from sortedrl.report.charts.svg import Canvas, clipped, text_width
 
 WIDTH = 860
 """Pixels across a picture."""
+NARROW = 400
+"""Pixels across a picture for a phone."""
 HEADING = 26
 """Pixels above a panel for its name."""
 FOOT = 46
