@@ -17,6 +17,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PAPER = "https://arxiv.org/abs/2603.23414"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
+_PICTURE = re.compile(r'(<img [^>]*\bsrc=")(?!https?:)([^"]+)')
 
 
 class ReleaseMetadata(MetadataHookInterface):
@@ -44,7 +45,8 @@ def absolute(text: str, *, repository: str, tag: str) -> str:
         address = f"{repository}/{kind}/{tag}/{match.group(3)}"
         return f"{match.group(1)}[{match.group(2)}]({address})"
 
-    return _LINK.sub(replaced, text)
+    pictures = _PICTURE.sub(rf"\g<1>{repository}/raw/{tag}/\g<2>", text)
+    return _LINK.sub(replaced, pictures)
 
 
 def urls(repository: str) -> dict[str, str]:

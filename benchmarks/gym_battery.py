@@ -227,26 +227,27 @@ def line(task: str, mine: Rates, theirs: Rates) -> str:
 
 PAGE = """# How reasoning-gym answers are judged
 
+What each reasoning-gym task takes as an answer, who judges it, and what a model could earn with a constant or an almost right answer: here, and under the library's own scorer.
+[Tasks](tasks.md#reasoning-gym) explains the rules, which are in [gym_rules.py](../../src/sortedrl/rewards/gym_rules.py).
 Made by `python benchmarks/gym_battery.py --out docs/reference/gym-scorers.md` with reasoning-gym {version}, {count} rows per task.
-[Tasks](tasks.md#reasoning-gym) says how the rules work; they stand in [gym_rules.py](../../src/sortedrl/rewards/gym_rules.py).
 
-- *Read as* says what an answer must be; anything else is refused.
+- *Read as*: what an answer must be; anything else is refused.
 - *Judged by*: `library` is the library's scorer, which only sees answers of that form; `ours` is a check of our own.
   A scorer that evaluates text, the answer's or the row's, is never called.
 - *Gold* is the share of rows whose gold, or the library's example where there are many right answers, counts as right.
 - *Constant* is the best of {constants} answers that do not look at the row (`nan`, `0`, `True`, `[]`, `x/x` ...).
   Where few answers are possible this is the rate of a guess.
-- *Altered gold* is the best of {altered} answers that are almost right, or hold the gold among other things: a prefix, a suffix, the gold twice, one digit or letter changed, numbers replaced by `nan`, the prompt, all golds of all rows in one answer.
-- The last two columns say the same of the library's scorer alone, with a score of 0.99 counting as right ({few} rows for the integrals, where it takes seconds).
+- *Altered gold* is the best of {altered} answers that are almost right, or contain the gold and more: a prefix, a suffix, the gold twice, one digit or letter changed, numbers replaced by `nan`, the prompt, all golds of all rows in one answer.
+- The last two columns are the same for the library's scorer alone, with a score of 0.99 counting as right ({few} rows for the integrals, where it takes seconds).
 
 | task | read as | judged by | gold | constant | altered gold | library: constant | library: altered gold |
 |---|---|---|---|---|---|---|---|
 {lines}
 
-## What is left
+## Remaining weaknesses
 
-- Tasks with two or three possible answers pay a guess, and so do rows with small numbers.
-- An altered gold may be right: a graph has many colourings, sums, factors and some moves may be read backwards, the steps of a solved Sokoban may be repeated, a difference of dates needs no unit, and a number may differ behind the digits that count.
+- Tasks with two or three possible answers reward a guess, and so do rows with small numbers.
+- An altered gold may be right: a graph has many colourings, sums, factors and some moves may be read backwards, the steps of a solved Sokoban may be repeated, a difference of dates needs no unit, and a number may differ after the digits that count.
   That is the twelfth digit in `decimal_arithmetic`, which rounds at every step, the third in `power_function` and the fourth in `coin_flip`.
 - `propositional_logic` has no gold, and most of the library's examples are premises in other words.
   For us a conclusion follows from several premises together and from none alone; rows in which there is none are left out.

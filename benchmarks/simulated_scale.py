@@ -2,7 +2,7 @@
 
     python benchmarks/simulated_scale.py --json scale.json                 all runs, twelve minutes
     python benchmarks/simulated_scale.py --engines 2 4 --seeds 1 --answers 0    a quick look
-    python benchmarks/simulated_scale.py --tables scale.json               what docs/scale.md shows
+    python benchmarks/simulated_scale.py --tables scale.json         what docs/scale-tables.md shows
     python benchmarks/simulated_scale.py --tables scale.json --pictures docs/img
 
 Everything here is simulated: controller, buffer and loop are the real ones, engines and trainer

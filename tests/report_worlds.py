@@ -145,8 +145,15 @@ def words(html):
 
 
 def drawn(html, shape, *, css=None):
-    """The shapes of one kind in the pictures of a part, each with its tooltip."""
-    parents = {child: parent for parent in tree(html).iter() for child in parent}
+    """The shapes of one kind in the pictures of a part, each with its tooltip.
+
+    Of a picture that a phone gets in another width, only the wide one counts.
+    """
+    part = tree(html)
+    for figure in part.iter("figure"):
+        for narrow in figure.findall("div[@class='at-narrow']"):
+            figure.remove(narrow)
+    parents = {child: parent for parent in part.iter() for child in parent}
     return [
         (element, tooltip(element, parents))
         for element in parents

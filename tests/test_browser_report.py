@@ -160,6 +160,14 @@ def test_the_numbers_in_the_browser_are_those_of_the_log(browser_page, tmp_path)
     assert browser_page.inner_text("h1").startswith("ours: accuracy goes from 25.0\xa0% to ")
 
 
+_CUT = """() => [...document.querySelectorAll("figure svg, svg text, table")].filter(part => {
+  const box = part.getBoundingClientRect();
+  const around = (part.ownerSVGElement || document.documentElement).getBoundingClientRect();
+  return box.width && (box.left < around.left - 1 || box.right > around.right + 1);
+}).map(part => part.textContent.slice(0, 80))"""
+"""Pictures and tables that stick out of the page, and texts that stick out of their picture."""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_every_part_shows_in_both_schemes_and_widths(browser_page, tmp_path, scheme, width):
@@ -177,6 +185,7 @@ def test_every_part_shows_in_both_schemes_and_widths(browser_page, tmp_path, sch
     ]
     assert all(height > 60 for _, height in sections)
     assert not is_too_wide(browser_page)
+    assert browser_page.evaluate(_CUT) == []
     paper = browser_page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     keep_screenshot(browser_page, f"report-{scheme}-{width}")

@@ -120,7 +120,7 @@ def test_a_shown_program_runs(body, tmp_path):
 def test_every_picture_is_shown_and_every_shown_picture_exists():
     shown = set()
     for page in PAGES:
-        for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+        for target in re.findall(r'(?:!\[[^]]*\]\(|<img [^>]*src=")([^)"]+)', page.read_text()):
             path = (page.parent / target).resolve()
             assert path.exists(), f"{page.name} shows {target}"
             shown.add(path.name)

@@ -34,7 +34,7 @@ def test_every_link_and_picture_of_the_released_readme_is_absolute(monkeypatch):
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert len(targets) > 10
     assert all(target.startswith("https://") for target in targets)
-    assert f"({REPOSITORY}/raw/v1.2.3/docs/img/timelines.svg)" in text
+    assert f'src="{REPOSITORY}/raw/v1.2.3/docs/img/timelines.svg"' in text
     assert f"({REPOSITORY}/blob/v1.2.3/docs/results.md)" in text
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from browser import open_text
+from browser import NARROW, is_too_wide, open_text, set_width
 from evaluation_worlds import answer, verdicts
 from report_worlds import NASTY, SHOWN, Reader
 from sortedrl.evaluation import statistics as intervals
@@ -275,3 +275,13 @@ def test_the_browser_shows_what_models_wrote_as_text(browser_page, tmp_path):
     assert browser_page.locator("#answers pre").all_text_contents() == [SHOWN] * 3
     assert browser_page.locator("#answers pre").count() == 3
     assert browser_page.locator("img").count() == 0
+
+
+def test_long_names_of_tasks_do_not_widen_the_page_of_a_phone(browser_page, tmp_path):
+    spec = "knights_knaves:people=3-4,style=compact,count=24,split=test,seed={}"
+    parts = [verdicts([[1], [0]], task=spec.format(seed)) for seed in range(2)]
+    evaluation = Evaluation(label="m", answers=[one for part in parts for one in part.answers])
+    set_width(browser_page, NARROW)
+    open_text(browser_page, evaluation_page([evaluation], None), tmp_path)
+    browser_page.locator("#answers summary").first.wait_for()
+    assert not is_too_wide(browser_page)

@@ -160,12 +160,12 @@ def test_an_evaluation_stands_at_the_answers_and_seconds_of_the_update_before_it
     run = pair()[1]
     page = runs_page([run], title="One")
     figures = measure(run.events).run
-    by_answers = dots_of(page, "Accuracy on held-out prompts, by answers trained on")
+    by_answers = dots_of(page, "Held-out accuracy by answers trained on")
     assert by_answers == [
         "base: accuracy 25.0 % at 0",
         f"base: accuracy 60.0 % at {figures.trajectories}",
     ]
-    by_seconds = dots_of(page, "Accuracy on held-out prompts, by seconds of training")
+    by_seconds = dots_of(page, "Held-out accuracy by seconds of training")
     last = float(by_seconds[1].rpartition(" at ")[2].replace(",", ""))
     assert last == pytest.approx(figures.seconds, rel=0.01)
 

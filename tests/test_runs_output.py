@@ -34,7 +34,7 @@ def test_every_line_of_an_update_fits_80_columns(staleness, done, more):
         seconds=86_000.0,
     )
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert text.startswith("update 1234  reward -0.123  length 2048  bubble   5 %")
+    assert text.startswith("update 1234  reward -0.123  length 2048  bubble  5 %")
     assert ("stale" in text) == bool(staleness)
     assert ("skipped: " in text) == ("left out: " in text) == bool(more)
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
-
-
+_LISTS = tuple(f"reference/{name}.md" for name in ("cli", "config", "metrics"))
 _GENERATED = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
 
 
@@ -57,3 +56,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
     return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, *, page: Page, **_: object) -> str:
+    """Mark the generated pages, whose tables become lists on a phone (`docs/css/site.css`)."""
+    return f'<div class="reference">{html}</div>' if page.file.src_uri in _LISTS else html

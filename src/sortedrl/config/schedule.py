@@ -179,7 +179,7 @@ class Schedule:
     def rounds_bound(self) -> int | None:
         """Rounds within which every prompt of a group is trained; `None` where no bound holds.
 
-        Proved in docs/explanation/how-it-works.md.
+        Proved in docs/explanation/bounds.md.
         """
         if self.never_interrupts:
             return 1
@@ -191,7 +191,7 @@ class Schedule:
     def staleness_bound(self) -> int | None:
         """The most versions a token can be old when trained on; `None` where no bound holds.
 
-        Proved in docs/explanation/how-it-works.md.
+        Proved in docs/explanation/bounds.md.
         """
         if self.splits_rollouts:
             return self.group_trajectories // self.update_batch - 1

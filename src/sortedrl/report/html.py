@@ -211,12 +211,12 @@ def section(title: str, *parts: str, name: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{inside}</section>' if inside else ""
 
 
-def figure(caption: str, picture: str) -> str:
-    """A picture that scrolls sideways where it is too wide, under a caption."""
+def figure(caption: str, picture: str, narrow: str = "") -> str:
+    """A picture under a caption, and in its place on a phone the `narrow` one, if there is one."""
+    pictures = f'<div class="at-wide">{picture}</div><div class="at-narrow">{narrow}</div>'
     return (
         f"<figure><figcaption>{prose(caption)}</figcaption>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
-        f"{picture}</div></figure>"
+        f"{pictures if narrow else picture}</figure>"
     )
 
 

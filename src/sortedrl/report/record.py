@@ -27,7 +27,7 @@ from sortedrl.core.files import LoggedAnswer, Value, read_answers, read_metrics
 from sortedrl.core.meter import Metrics, measure
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.charts.curves import Series, curves
-from sortedrl.report.charts.svg import WIDTH
+from sortedrl.report.charts.svg import NARROW, WIDTH
 from sortedrl.report.html import figure
 from sortedrl.report.lanes import Lanes, lanes
 from sortedrl.types import Key
@@ -304,7 +304,7 @@ def score_chart(runs: Sequence[Run], *, by: By) -> LineChart:
     """The score on held-out prompts against what it took."""
     x_label, place = _PLACES[by]
     return LineChart(
-        title=f"Accuracy on held-out prompts, by {x_label}",
+        title=f"Held-out accuracy by {x_label}",
         x_label=x_label,
         y_label="accuracy",
         lines=tuple([(place(held_out), held_out.score) for held_out in r.scores] for r in runs),
@@ -352,15 +352,19 @@ def chart_figure(
     """Curves with a line for each group of seeds; nothing where no run has the number."""
     if chart.is_empty:
         return ""
-    picture = curves(
-        seed_series(groups, chart.lines),
-        x_label=chart.x_label,
-        y_label=chart.y_label,
-        title=chart.title,
-        is_share=chart.is_share,
-        width=width,
+    series = seed_series(groups, chart.lines)
+    picture, narrow = (
+        curves(
+            series,
+            x_label=chart.x_label,
+            y_label=chart.y_label,
+            title=chart.title,
+            is_share=chart.is_share,
+            width=pixels,
+        )
+        for pixels in (width, NARROW)
     )
-    return figure(caption, picture)
+    return figure(caption, picture, narrow if width > NARROW else "")
 
 
 def counted(values: Sequence[float]) -> Line:

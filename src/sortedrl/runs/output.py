@@ -53,9 +53,9 @@ def update_line(
         parts.append(f"length {numbers['length/mean']:4.0f}")
     elif "held" in numbers:
         parts.append(f"held {numbers['held']:.0f} answers")
-    parts += [f"bubble {100 * figures.bubble:3.0f} %", f"{thousands(figures.goodput):>6}/s"]
+    parts += [f"bubble {100 * figures.bubble:2.0f} %", f"{thousands(figures.goodput):>6}/s"]
     if figures.staleness_max:
-        parts.append(f"stale {figures.mean_staleness:.1f}/{figures.staleness_max}")
+        parts.append(f"stale {figures.mean_staleness:.1f}")
     line = "  ".join(parts)
     for end in _endings(done, seconds):
         if len(line) + 2 + len(end) <= _COLUMNS:

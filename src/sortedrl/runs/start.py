@@ -87,14 +87,14 @@ def train(
     automatically.
     """
     _refuse_early(settings)
+    # First of all: to read many rows, and to load the model, takes a while.
+    tell(f"{settings.out}: {settings.model} on {settings.task}")
     task, held_out = training_tasks(settings, reward=reward)
-    # Before anything heavy is loaded, which may take a while.
-    tell(f"{settings.out}: {settings.model} on {len(task.rows):,} rows of {settings.task}")
+    line = None
     if chosen is not None:
         settings = sized(settings, num_rows=len(task.rows), chosen=chosen)
         line = size_line(settings, num_rows=len(task.rows), chosen=chosen)
-        if line is not None:
-            tell(line)
+    tell(line or f"{len(task.rows):,} rows")
     for left in reversed(range(settings.cluster.restarts + 1)):
         try:
             return _train(

@@ -77,7 +77,7 @@ def curves(
     )
     label = percent if is_share else _precise
     canvas = Canvas(width, frame.floor + _BOTTOM, label=title)
-    canvas.text(_LEFT, edge + 18, content=title, css="title")
+    canvas.text(_LEFT if width == WIDTH else 18, edge + 18, content=title, css="title")
     for place, (row, x, text) in enumerate(key):
         baseline = edge + _TITLE + _KEY_PITCH * row + 14
         _draw_key(canvas, series[place], place=place, x=x, baseline=baseline, text=text)

@@ -296,6 +296,8 @@ def _series_colours(palette: dict[str, str], colours: Sequence[str]) -> str:
 
 WIDTH = 860
 """Pixels across a picture."""
+NARROW = 400
+"""Pixels across a picture for a phone."""
 HEADING = 26
 """Pixels above a panel for its name."""
 FOOT = 46

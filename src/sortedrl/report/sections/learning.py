@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from sortedrl.core.files import LoggedAnswer
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.svg import SERIES, short
+from sortedrl.report.charts.svg import NARROW, SERIES, short
 from sortedrl.report.html import (
     characters_each,
     escape,
@@ -45,7 +45,6 @@ _BY: tuple[tuple[By, str], ...] = (
 
 MAX_ANSWERS = 3000
 """Answers of all runs together."""
-_SMALL = 420
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ORDERS = (
     ("update up", "first updates first"),
@@ -90,7 +89,7 @@ def _note(groups: Sequence[SeedGroup]) -> str:
 def _small_charts(runs: Sequence[Run], groups: Sequence[SeedGroup]) -> str:
     """The trainer's numbers as small charts beside each other."""
     charts = [
-        chart_figure(chart, groups, caption=caption, width=_SMALL)
+        chart_figure(chart, groups, caption=caption, width=NARROW)
         for chart, caption in metric_charts(runs)
     ]
     return f'<div class="figures">{"".join(charts)}</div>' if charts else ""

@@ -20,6 +20,7 @@ from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
+    NARROW,
     WIDTH,
     Canvas,
     Frame,
@@ -91,7 +92,7 @@ def lengths_section(runs: Sequence[Run]) -> str:
     return section(
         "Answer lengths",
         remarks(biases, are_named=are_named),
-        figure(caption, _picture(known)),
+        figure(caption, *(_picture(known, width=width) for width in (WIDTH, NARROW))),
         _numbers(known),
         remarks(rewards, are_named=are_named),
         chart_figure(
@@ -164,7 +165,7 @@ def _ends_text(lengths: Lengths) -> str:
     return text
 
 
-def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
+def _picture(known: Sequence[tuple[Run, Lengths]], *, width: int) -> str:
     """All runs in the same bins."""
     every = [length for _, lengths in known for length in _all_lengths(lengths)]
     typical = min(lengths.written.quantile(0.5) for _, lengths in known)
@@ -182,7 +183,8 @@ def _picture(known: Sequence[tuple[Run, Lengths]]) -> str:
                 trained_mean=bias.trained_mean if bias else 0.0,
             )
         )
-    return histograms(shapes, bins=bins, title="Lengths trained on and generated")
+    title = "Lengths trained on and generated"
+    return histograms(shapes, bins=bins, title=title, width=width)
 
 
 def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
@@ -318,12 +320,12 @@ def length_bins(*, shortest: int, typical: float, longest: int) -> Bins:
     return Bins(edges=(*sorted(edges - {longest + 1}), longest + 1), is_log=True)
 
 
-def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str) -> str:
-    """The lengths of runs, two beside each other, as a picture for a page, 860 pixels wide."""
-    across = 1 if len(shapes) == 1 else 2
-    wide = (WIDTH - (across - 1) * _ASIDE) / across
+def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str, width: int = WIDTH) -> str:
+    """The lengths of runs as a picture for a page, two beside each other where it is wide."""
+    across = 1 if len(shapes) == 1 or width < WIDTH else 2
+    wide = (width - (across - 1) * _ASIDE) / across
     pitch = HEADING + _HEADROOM + _TALL + FOOT
-    canvas = Canvas(WIDTH, pitch * math.ceil(len(shapes) / across), label=title)
+    canvas = Canvas(width, pitch * math.ceil(len(shapes) / across), label=title)
     most = max((share for s in shapes for share in (*s.written, *s.trained)), default=0.0) or 1.0
     for place, shape in enumerate(shapes):
         left = (wide + _ASIDE) * (place % across)

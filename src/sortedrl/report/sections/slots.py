@@ -18,6 +18,7 @@ from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
+    NARROW,
     WIDTH,
     Canvas,
     Frame,
@@ -208,10 +209,17 @@ def bubbles_section(runs: Sequence[Run]) -> str:
             "run."
         )
         rounds = [_strip(run, round_columns(run)) for run in runs]
-        picture = strips(
-            rounds, title="Bubble by round", x_label="seconds of rollout", has_whole_x=False
+        pictures = (
+            strips(
+                rounds,
+                title="Bubble by round",
+                x_label="seconds of rollout",
+                has_whole_x=False,
+                width=width,
+            )
+            for width in (WIDTH, NARROW)
         )
-        drawn.append(figure(caption, picture))
+        drawn.append(figure(caption, *pictures))
         if any(len(run.metrics.groups) > 1 for run in runs):
             drawn.append(_groups_figure(runs))
     summary = remarks(((run.name, place_of_bubble(run)) for run in runs), are_named=len(runs) > 1)
@@ -338,18 +346,23 @@ def _strip(run: Run, columns: Sequence[Step]) -> Strip:
 
 def _groups_figure(runs: Sequence[Run]) -> str:
     most = max(stride(len(run.metrics.groups), most=MAX_COLUMNS) for run in runs)
-    picture = strips(
-        [_strip(run, group_columns(run)) for run in runs],
-        title="Bubble by group",
-        x_label="group",
-        x_start=min(group.group for run in runs for group in run.metrics.groups) - 0.5,
-        has_whole_x=True,
+    groups = [_strip(run, group_columns(run)) for run in runs]
+    pictures = (
+        strips(
+            groups,
+            title="Bubble by group",
+            x_label="group",
+            x_start=min(group.group for run in runs for group in run.metrics.groups) - 0.5,
+            has_whole_x=True,
+            width=width,
+        )
+        for width in (WIDTH, NARROW)
     )
     caption = (
         f"Bubble by group. Each column is {each_column('a group', most)}, from load to close; "
         "overlapping groups count the same idle slots more than once."
     )
-    return figure(caption, picture)
+    return figure(caption, *pictures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,18 +386,24 @@ class Strip:
 
 
 def strips(
-    rows: Sequence[Strip], *, title: str, x_label: str, x_start: float = 0.0, has_whole_x: bool
+    rows: Sequence[Strip],
+    *,
+    title: str,
+    x_label: str,
+    x_start: float = 0.0,
+    has_whole_x: bool,
+    width: int = WIDTH,
 ) -> str:
-    """The strips below each other as a picture for a page, 860 pixels wide."""
+    """The strips below each other as a picture for a page."""
     x_end = max((step.end for row in rows for step in row.steps), default=x_start + 1.0)
     high = _round_up(max((step.share for row in rows for step in row.steps), default=0.0))
     height = _TALL if len(rows) <= _MANY else _FLAT
     pitch = HEADING + height + _BETWEEN
-    canvas = Canvas(WIDTH, pitch * len(rows) - _BETWEEN + FOOT, label=title)
+    canvas = Canvas(width, pitch * len(rows) - _BETWEEN + FOOT, label=title)
     frames = [
         Frame(
             left=_LEFT,
-            right=WIDTH - _RIGHT,
+            right=width - _RIGHT,
             top=pitch * place + HEADING,
             floor=pitch * place + HEADING + height,
             x_start=x_start,
@@ -413,7 +432,7 @@ def strips(
         if row.steps:
             level, end = frame.y(row.level), frame.x(row.steps[-1].end)
             canvas.line(frame.left, level, x2=end, y2=level, css="guide")
-    places = [mark for mark in round_steps(x_end, count=8) if mark >= x_start]
+    places = [mark for mark in round_steps(x_end, count=8 * width // WIDTH) if mark >= x_start]
     if has_whole_x:
         places = [mark for mark in places if mark == int(mark)]
     frames[-1].draw_places(canvas, [(mark, short(mark)) for mark in places], label=x_label)

@@ -18,6 +18,7 @@ from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.svg import (
     FOOT,
     HEADING,
+    NARROW,
     SHADES,
     WIDTH,
     Canvas,
@@ -40,12 +41,12 @@ MAX_COLUMNS = 80
 _LEFT, _RIGHT = 76, 20
 _ROW, _LEAST = 16, 3
 _BETWEEN = 20
-_KEY, _KEY_STEP = 34, 86
+_KEY, _KEY_LEFT, _KEY_STEP = 34, 18, 12
 _GAP, _WIDE = 1, 6
 _DOT = 3.0
 _ROWS = 12
 _TALL, _FLAT, _MANY = 128, 72, 4
-_FROM, _TO, _THICK = 196, 560, 10
+_ENDS, _NARROW_ENDS, _THICK = (196, 560), (150, 210), 10
 _LABEL = 18
 _LINE = 16
 _THIN = 0.75
@@ -62,7 +63,10 @@ def staleness_section(runs: Sequence[Run]) -> str:
     ]
     pictures = []
     if maps:
-        pictures.append(figure(_caption(runs), heat_maps(maps, title="Staleness by update")))
+        drawn = (
+            heat_maps(maps, title="Staleness by update", width=width) for width in (WIDTH, NARROW)
+        )
+        pictures.append(figure(_caption(runs), *drawn))
     return section("Staleness", summary, *pictures, name="staleness")
 
 
@@ -155,21 +159,22 @@ class HeatMap:
         return str(first) if self.depth == 1 else f"{first}{to}{first + self.depth - 1}"
 
 
-def heat_maps(maps: Sequence[HeatMap], *, title: str) -> str:
-    """Maps that have columns, below each other as a picture for a page, 860 pixels wide."""
+def heat_maps(maps: Sequence[HeatMap], *, title: str, width: int = WIDTH) -> str:
+    """Maps that have columns, below each other as a picture for a page."""
     updates = max(run.columns[-1].last for run in maps)
     heights = [run.num_rows * _ROW for run in maps]
     whole = _KEY + sum(heights) + (HEADING + _BETWEEN) * len(maps) - _BETWEEN + FOOT
-    canvas = Canvas(WIDTH, whole, label=title)
+    canvas = Canvas(width, whole, label=title)
     _draw_key(canvas)
     top = float(_KEY)
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
-        frame = Frame(left=_LEFT, right=WIDTH - _RIGHT, top=top, floor=top + height)
+        frame = Frame(left=_LEFT, right=width - _RIGHT, top=top, floor=top + height)
         frame.draw_name(canvas, run.name, note=run.note, css=series_class(run.place))
         _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
-    places = [mark for mark in round_steps(updates, count=8) if mark == int(mark) and mark >= 1]
+    steps = round_steps(updates, count=8 * width // WIDTH)
+    places = [mark for mark in steps if mark == int(mark) and mark >= 1]
     marks = [((mark - 0.5) / updates, short(mark)) for mark in places]
     frame.draw_places(canvas, marks, label="update")
     return canvas.inline()
@@ -185,16 +190,14 @@ def shade(share: float) -> str:
 
 
 def _draw_key(canvas: Canvas) -> None:
-    canvas.text(_LEFT, 20, content="share of the answers:", css="small")
-    left = _LEFT + 124
+    canvas.text(_KEY_LEFT, 20, content="share of the answers:  0", css="small")
+    x = _KEY_LEFT + 132.0
     for step in range(SHADES):
-        low, high = (100 * edge / SHADES for edge in (step, step + 1))
-        x = left + _KEY_STEP * step
-        canvas.rect(x, 11, width=12, height=11, css=f"shade{step}")
-        canvas.text(x + 16, 20, content=f"{low:.0f} to {high:.0f} %", css="small")
-    x = left + _KEY_STEP * SHADES + 8
-    canvas.circle(x, 16, radius=3, css="ink")
-    canvas.text(x + 8, 20, content="mean of its tokens", css="small")
+        canvas.rect(x, 11, width=_KEY_STEP - 1, height=11, css=f"shade{step}")
+        x += _KEY_STEP
+    canvas.text(x + 6, 20, content="100 %", css="small")
+    canvas.circle(x + 58, 16, radius=3, css="ink")
+    canvas.text(x + 66, 20, content="mean of tokens", css="small")
 
 
 def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> None:
@@ -249,7 +252,10 @@ def ledger_section(runs: Sequence[Run]) -> str:
     return section(
         "Where the tokens went",
         summary,
-        figure(caption, flows(ledgers, title="Token ledger")),
+        figure(
+            caption,
+            *(flows(ledgers, title="Token ledger", width=width) for width in (WIDTH, NARROW)),
+        ),
         name="ledger",
     )
 
@@ -282,20 +288,26 @@ class _Part:
     band: str
 
 
-def flows(rows: Sequence[tuple[str, Ledger]], *, title: str) -> str:
-    """The ledgers of runs, by name, below each other as a picture for a page, 860 pixels wide."""
+def flows(rows: Sequence[tuple[str, Ledger]], *, title: str, width: int = WIDTH) -> str:
+    """The ledgers of runs, by name, below each other as a picture for a page.
+
+    On a narrow one the sum is left out: its parts stand at the bands.
+    """
+    ends = _ENDS if width >= WIDTH else _NARROW_ENDS
     most = max((ledger.decoded for _, ledger in rows), default=0) or 1
     scale = (_TALL if len(rows) <= _MANY else _FLAT) / most
     heights = [_flow_height(ledger, scale=scale) for _, ledger in rows]
     canvas = Canvas(
-        WIDTH, sum(heights) + (HEADING + _BETWEEN) * len(rows) - _BETWEEN + 4, label=title
+        width, sum(heights) + (HEADING + _BETWEEN) * len(rows) - _BETWEEN + 4, label=title
     )
     top = 0.0
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
-        frame = Frame(left=8, right=WIDTH - 8, top=top, floor=top + height)
-        frame.draw_name(canvas, name, note=_law(ledger), css=series_class(place))
-        _draw_flow(canvas, ledger, top=top, scale=scale)
+        frame = Frame(left=8, right=width - 8, top=top, floor=top + height)
+        frame.draw_name(
+            canvas, name, note=_law(ledger) if width >= WIDTH else "", css=series_class(place)
+        )
+        _draw_flow(canvas, ledger, top=top, scale=scale, ends=ends)
         top += height + _BETWEEN
     return canvas.inline()
 
@@ -323,17 +335,20 @@ def _flow_height(ledger: Ledger, *, scale: float) -> float:
     return max(ends, ledger.decoded * scale, 4.0 * _LINE)
 
 
-def _draw_flow(canvas: Canvas, ledger: Ledger, *, top: float, scale: float) -> None:
-    canvas.text(_FROM - 10, top + 13, content=f"decoded {ledger.decoded:,}", anchor="end")
+def _draw_flow(
+    canvas: Canvas, ledger: Ledger, *, top: float, scale: float, ends: tuple[int, int]
+) -> None:
+    left, right = ends
+    canvas.text(left - 10, top + 13, content=f"decoded {ledger.decoded:,}", anchor="end")
     resumed = [
         f"kept at resumes {ledger.kept:,}",
         f"prefilled again {ledger.prefilled_again:,}",
     ]
     for line, text in enumerate(resumed if ledger.prefilled_again else ["nothing was resumed"]):
         y = top + 13 + _LINE * (line + 1.25)
-        canvas.text(_FROM - 10, y, content=text, css="small", anchor="end")
+        canvas.text(left - 10, y, content=text, css="small", anchor="end")
     canvas.rect(
-        _FROM,
+        left,
         top,
         width=_THICK,
         height=max(_THIN, ledger.decoded * scale),
@@ -345,21 +360,24 @@ def _draw_flow(canvas: Canvas, ledger: Ledger, *, top: float, scale: float) -> N
         thick = part.tokens * scale
         share = percent(part.tokens / ledger.decoded)
         with canvas.group(title=f"{part.name}: {part.tokens:,} tokens, {share} of the decoded"):
-            canvas.path(_band(start, end, thick=thick), css=part.band, is_closed=True)
+            canvas.path(_band(start, end, thick=thick, ends=ends), css=part.band, is_closed=True)
             shown = max(_THIN, thick)
-            canvas.rect(_TO, end, width=_THICK, height=shown, css=part.css)
+            canvas.rect(right, end, width=_THICK, height=shown, css=part.css)
             text = f"{part.name} {part.tokens:,}"
             y = end + max(_LABEL, thick) / 2 + 4
-            canvas.text(_TO + _THICK + 10, y, content=text, css="head", tail=share)
+            canvas.text(right + _THICK + 10, y, content=text, css="head", tail=share)
         start += thick
         end += max(thick, _LABEL)
 
 
-def _band(start: float, end: float, *, thick: float) -> list[tuple[float, float]]:
+def _band(
+    start: float, end: float, *, thick: float, ends: tuple[int, int]
+) -> list[tuple[float, float]]:
     """The outline of a band that leaves level at height `start` and arrives level at `end`."""
+    left, right = ends
     upper = []
     for corner in range(_CORNERS + 1):
         way = corner / _CORNERS
-        x = _FROM + _THICK + (_TO - _FROM - _THICK) * way
+        x = left + _THICK + (right - left - _THICK) * way
         upper.append((x, start + (end - start) * way * way * (3 - 2 * way)))
     return [*upper, *((x, y + thick) for x, y in reversed(upper))]
