@@ -297,26 +297,28 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The medians and the ratios to the first arm of the same repeat, as a Markdown table."""
+    """The medians and the ratios to the first arm of the same repeat, as a Markdown table.
+
+    Arms sample conversations of their own, so ratios are those of the time per tool call.
+    """
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
     lines = [
-        "| arm | seconds | times as fast as the first | CPU seconds | seconds of tools | calls, "
-        "tokens per conversation | bubble |",
-        "|---|---|---|---|---|---|---|",
+        "| arm | seconds | calls, tokens per conversation | tools at work on average | CPU seconds "
+        "| calls per second, times those of the first |",
+        "|---|---|---|---|---|---|",
     ]
     for arm in arms:
-        pairs = zip(of[arm], of[arms[0]], strict=True)
-        bubbles = [row["bubble"] for row in of[arm] if row["bubble"] is not None]
+        speeds = [row["calls"] * row["conversations"] / row["seconds"] for row in of[arm]]
+        first = [row["calls"] * row["conversations"] / row["seconds"] for row in of[arms[0]]]
         cells = [
             arm,
             _spread([row["seconds"] for row in of[arm]], 1),
-            _spread([first["seconds"] / row["seconds"] for row, first in pairs], 2),
-            _spread([row["cpu_seconds"] for row in of[arm]], 1),
-            _spread([row["slept_seconds"] for row in of[arm]], 0),
             f"{median(row['calls'] for row in of[arm]):.2f}, "
             f"{median(row['mean_length'] for row in of[arm]):.0f}",
-            f"{100 * median(bubbles):.0f} %" if bubbles else "",
+            _spread([row["slept_seconds"] / row["seconds"] for row in of[arm]], 2),
+            _spread([row["cpu_seconds"] for row in of[arm]], 1),
+            _spread([own / base for own, base in zip(speeds, first, strict=True)], 2),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -1,5 +1,8 @@
 """The sandbox: what code may do, what it may not, and the rewards and tools that use it."""
 
+import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +107,24 @@ def command_lines():
 
 def test_code_that_exits_as_it_likes_is_no_fault_of_the_machine():
     assert run_python("import sys; sys.exit(97)").ending == "failed"
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare of util-linux")
+def test_without_namespaces_code_runs_only_where_that_is_allowed():
+    program = (
+        "from sortedrl.rewards.sandbox import *\n"
+        "print(run_python('print(5)', SandboxLimits(allow_weak=True)).output)\n"
+        "run_python('print(6)')"
+    )
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-U", "-r", "sh", "-c", shell, sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "5"
+    assert "no namespaces of its own" in done.stderr
 
 
 def test_what_code_leaves_in_its_folder_is_gone_with_it(tmp_path, monkeypatch):
