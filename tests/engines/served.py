@@ -18,7 +18,9 @@ from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.streamed_engine import StreamedEngine
 from sortedrl.engines.vllm.worker_extension import RECEIVER
 
-START_SECONDS = 400
+START_SECONDS = 1200
+OPTIONS = {"vllm": ("enforce_eager=true",), "sglang": ()}
+"""Of an engine beside a trainer of a tiny model."""
 SGL_KERNEL_STUB = Path(__file__).parent / "sgl_kernel_stub"
 
 

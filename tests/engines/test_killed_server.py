@@ -6,19 +6,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from served import vllm_servers
+from served import sglang_servers, vllm_servers
 
 import sortedrl
 from run_worlds import events, run_words, write_world
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in a venv of its own"),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = pytest.mark.filterwarnings("default")
 
 PROMPTS, SLOTS, CONTEXT = 24, 3, 256
 PATIENCE_SECONDS = 300
@@ -42,12 +38,13 @@ def wait_for_the_middle_of_a_round(run, out):
     pytest.fail("the run never got that far")
 
 
-def test_a_run_goes_on_when_a_server_is_killed_and_trains_every_prompt_once(tmp_path):
+def test_a_run_goes_on_when_a_server_is_killed_and_trains_every_prompt_once(engine, tmp_path):
     # Without stop tokens the answers are long enough to be met in the middle.
     write_world(tmp_path, stops=(), hidden=64)
     out = tmp_path / "run"
+    started = {"vllm": vllm_servers, "sglang": sglang_servers}[engine]
     with (
-        vllm_servers(tmp_path / "begun", count=2, slots=SLOTS, context=CONTEXT) as servers,
+        started(tmp_path / "begun", count=2, slots=SLOTS, context=CONTEXT) as servers,
         (tmp_path / "said").open("w") as said,
     ):
         words = run_words(

@@ -1,11 +1,10 @@
-"""Whole runs with vLLM or SGLang beside the trainer: the weights really change in there."""
+"""Whole runs with vLLM or SGLang, in three forms: the weights really change in there."""
 
-import os
-from importlib.util import find_spec
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 import torch
+from served import OPTIONS, sglang_servers, vllm_servers
 
 from run_worlds import TASK, write_world
 from sortedrl.config.algorithm import Optimisation
@@ -23,26 +22,12 @@ from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import training_tasks
 
 pytestmark = pytest.mark.filterwarnings("default")
-OPTIONS = {"vllm": ("enforce_eager=true",), "sglang": ()}
 ON_RAY = Cluster(
     rollout_workers=2, trainer_ranks=1, dashboard=False, object_store_gib=0.2, start_seconds=300
 )
+SLOTS, CONTEXT = 6, 256
 PROMPTS = [[40 + n, 50, 60 + n] for n in range(6)]
 TOKENS = 24
-
-
-@pytest.fixture(params=("vllm", "sglang"))
-def engine(request, monkeypatch):
-    if find_spec(request.param) is None:
-        pytest.skip(f"needs {request.param}, in a venv of its own")
-    if request.param == "sglang":
-        stub = Path(__file__).parent / "sgl_kernel_stub"
-        monkeypatch.syspath_prepend(stub)
-        # Its processes are started anew and look there too.
-        inherited = os.environ.get("PYTHONPATH", "")
-        monkeypatch.setenv("PYTHONPATH", f"{stub}{os.pathsep}{inherited}")
-        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    return request.param
 
 
 @torch.no_grad()
@@ -54,14 +39,31 @@ def greedy(model, prompt):
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("cluster", [Cluster(), ON_RAY], ids=["beside", "on_ray"])
+@contextmanager
+def rollout(engine, form):
+    """How the answers of a run are generated: by a process of it, by workers, or by a server."""
+    if form == "served":
+        servers = {"vllm": vllm_servers, "sglang": sglang_servers}[engine]
+        with servers("begun", count=1, slots=SLOTS, context=CONTEXT) as (one,):
+            yield Rollout(engine="servers", urls=(one.url,), queue=2)
+            assert one.process.poll() is None, "a server lives on"
+    else:
+        yield Rollout(engine=engine, options=OPTIONS[engine], queue=2)
+
+
+@pytest.mark.parametrize("form", ["beside", "on_ray", "served"])
 def test_a_run_trains_with_an_outside_engine_which_has_the_new_weights_in_the_end(
-    engine, cluster, tmp_path, monkeypatch
+    engine, form, tmp_path, monkeypatch
 ):
-    if cluster.is_used:
+    if form == "on_ray":
         pytest.importorskip("ray", reason="the cluster needs the package ray")
     monkeypatch.chdir(tmp_path)
     write_world(tmp_path, hidden=64)
+    with rollout(engine, form) as generated:
+        trains(generated, ON_RAY if form == "on_ray" else Cluster(), tmp_path, monkeypatch)
+
+
+def trains(rollout, cluster, tmp_path, monkeypatch):
     settings = TrainSettings(
         model="begun",
         task=TASK,
@@ -69,9 +71,9 @@ def test_a_run_trains_with_an_outside_engine_which_has_the_new_weights_in_the_en
         out=tmp_path / "run",
         device="cpu",
         threads=1,
-        engine=EngineSettings(slots=6, max_tokens=32),
+        engine=EngineSettings(slots=SLOTS, max_tokens=32),
         schedule=Schedule(group_prompts=8, update_batch=4),
-        rollout=Rollout(engine=engine, options=OPTIONS[engine], queue=2),
+        rollout=rollout,
         optimiser=Optimisation(learning_rate=1e-2),
         cluster=cluster,
         evaluation=PeriodicEvaluation(tasks=("knights_knaves:people=2,count=4,style=compact",)),

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 SLOTS, CONTEXT = 4, 256
-START_SECONDS = 300
+START_SECONDS = 1200
 GREEDY = Sampling(temperature=0)
 PROMPT = [5, 9, 2]
 
@@ -420,6 +420,12 @@ def test_an_option_that_vllm_does_not_have_is_refused(loop, folder):
         start(enforce_eagr=True)
     with pytest.raises(EngineError, match=r"logprobs_mode .* leave it out"):
         start(logprobs_mode="raw_logprobs")
+
+
+def test_the_cpu_build_has_no_sleep_mode_and_says_so(loop, folder):
+    start = VllmProcess.start(model=str(folder), slots=1, can_sleep=True)
+    with pytest.raises(EngineError, match="Sleep mode is not supported on current platform"):
+        loop.call(start)
 
 
 def test_streams_of_an_engine_that_was_killed_say_so(engine, loop):
