@@ -20,13 +20,21 @@ from transformers import (
     T5Config,
 )
 
+import native_worlds
 from knights_reading import ALPHABET, split_symbols
 from sortedrl.data.catalogue import open_task
 from sortedrl.data.rows import Row
 from sortedrl.data.stream import rendered
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, ModelError
-from sortedrl.models.loading import load_model, load_tokenizer
+from sortedrl.models.loading import (
+    load_model,
+    load_tokenizer,
+    model_without_weights,
+    names_by_tensor,
+    stored_weights,
+    weights_of,
+)
 from sortedrl.models.shape import _short, gguf_config, shape_of, shape_of_config
 from sortedrl.models.tiny import TinySettings, is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 from sortedrl.rewards.tags import TAGS
@@ -393,3 +401,34 @@ def test_a_quantized_model_is_refused_before_its_weights_are_read(tmp_path):
         ModelError, match=r"must hold plain weights, got weights quantized with 'gptq'"
     ):
         load_model(tmp_path, dtype=None, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["llama", "qwen3", "gemma3", "gguf", "tiny"])
+def test_a_model_without_weights_is_the_model_but_for_its_weights(what, dtype, tmp_path, request):
+    name = TINY
+    if what == "gguf":
+        name = request.getfixturevalue("gguf_file")
+    elif what != "tiny":
+        name = tmp_path / "model"
+        native_worlds.tiny_model(what).save_pretrained(name, max_shard_size="50KB")
+    whole = load_model(name, dtype=dtype, device="cpu")
+    empty = model_without_weights(name, dtype=dtype)
+    own, expected = (model.state_dict(keep_vars=True) for model in (empty, whole))
+    assert all(weight.is_meta for weight in own.values())
+    assert names_by_tensor(own) == names_by_tensor(expected)
+    for weight, tensor in expected.items():
+        assert (own[weight].shape, own[weight].dtype) == (tensor.shape, tensor.dtype), weight
+    buffers = dict(empty.named_buffers())
+    for buffer, tensor in whole.named_buffers():
+        assert buffers[buffer].equal(tensor), buffer
+    assert empty.generation_config.eos_token_id == whole.generation_config.eos_token_id
+    assert [m.training for m in empty.modules()] == [m.training for m in whole.modules()]
+    found = weights_of(name, dtype=dtype)
+    for names in names_by_tensor(expected):
+        assert found[names[0]].equal(expected[names[0]]), names[0]
+    stored = stored_weights(name, own, dtype=dtype)
+    assert (stored is None) == (what in ("gguf", "tiny"))
+    if stored is not None:
+        weight = "model.norm.weight"
+        assert stored.rows(weight, 3, 7).equal(expected[weight][3:7])

@@ -336,9 +336,10 @@ def test_ranks_that_read_their_rows_train_what_they_would_have_loaded(pair, tmp_
         assert_same(updated, expected[1], atol=0)
 
 
-def test_what_no_safetensors_file_has_is_broadcast_by_the_first_rank(pair):
-    spec = "tiny:hidden=32,layers=2,heads=2,seed=3"
-    for begun, updated, *expected in pair.do(sharded_worlds.read, case(), spec):
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_what_no_safetensors_file_has_is_broadcast_by_the_first_rank(pair, gguf_file, is_gguf):
+    name = gguf_file if is_gguf else "tiny:hidden=32,layers=2,heads=2,seed=3"
+    for begun, updated, *expected in pair.do(sharded_worlds.read, case(), name):
         assert_same(begun, expected[0], atol=0)
         assert_same(updated, expected[1], atol=0)
 

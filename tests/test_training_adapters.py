@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from native_worlds import tiny_model
 from sortedrl.config.train import Lora
@@ -10,9 +11,13 @@ from sortedrl.training.batch import TokenSequence
 from sortedrl.training.checkpoint import save
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
 from sortedrl.training.lora import (
+    MergedWeights,
+    adapter_scale,
+    adapters_among,
     add_adapters,
     load_adapters,
     merged_tensors,
+    refuse_turned_layers,
     trained_parameters,
     write_adapters,
 )
@@ -136,3 +141,22 @@ def test_the_reference_of_adapters_is_the_model_without_them():
     assert not found.requires_grad
     assert torch.equal(logprobs(model), with_adapters), "and they are back afterwards"
     assert set(trained_parameters(model)) == set(trained_parameters(adapted()))
+
+
+def test_weights_merged_one_by_one_are_those_that_are_merged_together():
+    model, base = adapted(targets=("q_proj", "down_proj")), tiny_model(std=0.3).state_dict()
+    adapters = {name: t.detach() for name, t in adapters_among(model.state_dict()).items()}
+    found = MergedWeights(base, adapters, scale=adapter_scale(model))
+    expected = merged_tensors(model)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.equal(expected[name]), name
+    assert sum(not tensor.equal(base[name]) for name, tensor in found.items()) == 2 * 3
+
+
+def test_layers_with_turned_weights_are_not_merged_by_name():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):
+        add_adapters(model, Lora(rank=2, targets=("c_proj",)), seed=0)
+    with pytest.raises(ConfigError, match=r"needs plain linear layers, got transformer\.h\.0"):
+        refuse_turned_layers(model)

@@ -10,14 +10,14 @@ from served import OPTIONS
 
 from run_worlds import STOPS, write_world
 from sortedrl.config.algorithm import Optimisation
-from sortedrl.config.environment import EnvironmentSettings
+from sortedrl.config.data import EnvironmentSettings
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import Rollout, TrainSettings
-from sortedrl.core.logs import read_metrics
+from sortedrl.core.files import read_metrics
 from sortedrl.engines.conformance import logprob_gap
 from sortedrl.engines.streaming.streamed_engine import OpenRequest
 from sortedrl.models.loading import load_model
-from sortedrl.report.live.view import PlainView
+from sortedrl.report.live import PlainView
 from sortedrl.runs.opening import opened_run
 from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import training_tasks
