@@ -609,7 +609,7 @@ def test_nothing_is_lost_while_callers_leave_and_weights_come(world):
     assert all(t.answer.num_tokens == t.sampling.max_tokens for t in turns if t.answer is not None)
 
 
-def test_a_session_that_was_silent_is_over():
+def test_a_session_that_was_silent_is_over_and_what_is_left_at_the_end_is_told_so():
     now, events = [0.0], []
     engine = NativeEngine(load_model(MODEL, dtype=None, device="cpu"), slots=1, max_tokens=4)
     log = TurnLog(events.append, clock=WallClock(), slots=1, seed=0)
@@ -628,10 +628,15 @@ def test_a_session_that_was_silent_is_over():
         while scheduler.counts.sessions:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert isinstance(events[-1], Finish)
+        left = [Turn([1], Sampling(max_tokens=200, stop_tokens=frozenset())) for _ in range(3)]
+        for turn in left:
+            scheduler.submit(turn)
     finally:
         scheduler.close()
         worker.join()
-    assert isinstance(events[-1], Finish)
+    assert all(turn.done.is_set() for turn in left)
+    assert left[-1].failure.status == 503  # it would have been the last of three
     with pytest.raises(Refused, match="stopping"):
         scheduler.submit(Turn([1], Sampling(max_tokens=2)))
 
