@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass
 from typing import ClassVar
+from uuid import uuid4
 
 from sortedrl.environments.protocol import Opening, Reply
 from sortedrl.errors import ConfigError
@@ -44,10 +45,10 @@ class Forgetful(Adding):
 
 
 class Lying(Adding):
-    """Says that it can be replayed, and replies with the number of its process."""
+    """Says that it can be replayed, and never gives the same reply twice."""
 
     def reply(self, message):
-        return Reply(messages=[{"role": "user", "content": f"{os.getpid()} {id(self)};"}])
+        return Reply(messages=[{"role": "user", "content": f"{uuid4()};"}])
 
 
 class Stuck(Adding):

@@ -112,7 +112,7 @@ def test_code_that_exits_as_it_likes_is_no_fault_of_the_machine():
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare of util-linux")
 def test_without_namespaces_code_runs_only_where_that_is_allowed():
     program = (
-        "from sortedrl.rewards.sandbox import *\n"
+        "from sortedrl.rewards.code import *\n"
         "print(run_python('print(5)', SandboxLimits(allow_weak=True)).output)\n"
         "run_python('print(6)')"
     )
