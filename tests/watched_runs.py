@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from sortedrl.core.events import to_json
-from sortedrl.report.watch import Pages, Server, followed
+from sortedrl.report.watch import Pages, PageServer, followed
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.settings import PRESETS
 
@@ -52,7 +52,7 @@ def served(*paths, refresh_seconds=0.05, host="127.0.0.1", port=0, told=None):
     tell = [].append if told is None else told.append
     with (
         closing(Pages(runs, tell=tell, refresh_seconds=refresh_seconds)) as pages,
-        Server(
+        PageServer(
             host, port, pages=pages, folders={run.name: run.path for run in runs}, tell=tell
         ) as server,
     ):

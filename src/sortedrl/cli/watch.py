@@ -14,7 +14,7 @@ import tyro
 from sortedrl.cli.arguments import parse
 from sortedrl.config.checks import require
 from sortedrl.report.terminal import tell
-from sortedrl.report.watch import Pages, Server, followed, open_server
+from sortedrl.report.watch import Pages, PageServer, followed, open_server
 
 HELP = """Watch runs in the browser: the page of sortedrl report, kept up to date while they run.
 
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> None:
             tell("stopped")
 
 
-def _announce(given: Arguments, server: Server) -> None:
+def _announce(given: Arguments, server: PageServer) -> None:
     tell(f"watching {', '.join(map(str, given.runs))} at {server.url} (Ctrl-C ends it)")
     if not server.is_loopback:
         tell(

@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from email.message import Message
 from hashlib import blake2b
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -334,8 +335,8 @@ _LOCKED = "default-src 'none'; sandbox; frame-ancestors 'none'"
 """The policy of everything that is no page."""
 
 
-class Server(ThreadingHTTPServer):
-    """Serves the page of some runs."""
+class LocalServer(ThreadingHTTPServer):
+    """An HTTP server that knows whether only this machine can reach it."""
 
     daemon_threads = True
 
@@ -343,18 +344,15 @@ class Server(ThreadingHTTPServer):
         self,
         host: str,
         port: int,
+        handler: type[BaseHTTPRequestHandler],
         *,
-        pages: Pages,
-        folders: Mapping[str, Path],
         tell: Callable[[str], None],
     ) -> None:
-        """Listen; `folders` are those of the runs by name, `tell` hears of requests that broke."""
-        self.pages = pages
-        self.folders = folders
+        """Listen; `tell` hears of requests that broke."""
         self._tell = tell
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
-        super().__init__((str(address[0]), port), _Handler)
+        super().__init__((str(address[0]), port), handler)
 
     def server_bind(self) -> None:
         """Bind, without asking a name server what this machine is called."""
@@ -368,18 +366,48 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds the page."""
+        """Where a program on this machine finds it."""
         address = ipaddress.ip_address(str(self.server_address[0]))
         if address.is_unspecified:
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
         host = str(address) if address.version == 4 else f"[{address}]"
         return f"http://{host}:{self.server_address[1]}/"
 
+    def is_asked_by_name(self, headers: Message) -> bool:
+        """Whether a request is for a name of this machine, where others cannot reach it.
+
+        So no web page can reach the server under a name of its own (DNS rebinding).
+        """
+        if not self.is_loopback:
+            return True
+        bound = re.escape(str(self.server_address[0]))
+        known = rf"(localhost|127\.0\.0\.1|\[::1\]|{bound})(:[0-9]{{1,5}})?"
+        given = headers.get_all("Host", [])
+        return len(given) == 1 and re.fullmatch(known, given[0], re.IGNORECASE) is not None
+
     def handle_error(self, request: object, client_address: object) -> None:
-        """Tell in one line what broke; a browser that went away is no news."""
+        """Tell in one line what broke; a caller that went away is no news."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             self._tell(f"a request failed ({type(error).__name__}: {error})")
+
+
+class PageServer(LocalServer):
+    """Serves the page of some runs."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        pages: Pages,
+        folders: Mapping[str, Path],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Listen; `folders` are those of the runs by name."""
+        self.pages = pages
+        self.folders = folders
+        super().__init__(host, port, _Handler, tell=tell)
 
 
 def open_server(
@@ -389,14 +417,14 @@ def open_server(
     pages: Pages,
     folders: Mapping[str, Path],
     tell: Callable[[str], None],
-) -> Server:
+) -> PageServer:
     """A server at this port; without one, at the first that is free from the usual one on."""
     usual = [*range(USUAL_PORT, USUAL_PORT + _PORTS_TRIED), 0]
     ports = usual if port is None else [port]
     require(0 <= ports[0] <= 65535, f"port must lie in 0..65535, got {ports[0]}")
     for number in ports:
         try:
-            return Server(host, number, pages=pages, folders=folders, tell=tell)
+            return PageServer(host, number, pages=pages, folders=folders, tell=tell)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and number != ports[-1]:
                 continue
@@ -410,12 +438,12 @@ def open_server(
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: Server
+    server: PageServer
     timeout = 30
 
     def do_GET(self) -> None:
         """Answer."""
-        if not self._names_this_machine():
+        if not self.server.is_asked_by_name(self.headers):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
         path = self.path.partition("?")[0]
@@ -446,15 +474,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing about requests."""
-
-    def _names_this_machine(self) -> bool:
-        """Whether the request is for a name of this machine, where others cannot reach it."""
-        if not self.server.is_loopback:
-            return True
-        bound = re.escape(str(self.server.server_address[0]))
-        known = rf"(localhost|127\.0\.0\.1|\[::1\]|{bound})(:[0-9]{{1,5}})?"
-        given = self.headers.get_all("Host", [])
-        return len(given) == 1 and re.fullmatch(known, given[0], re.IGNORECASE) is not None
 
     def _send_page(self) -> None:
         snapshot = self.server.pages.newest(timeout_seconds=_TIMEOUT_SECONDS)

@@ -24,15 +24,13 @@ import secrets
 import select
 import signal
 import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -44,6 +42,7 @@ from sortedrl.core.files import refuse_foreign
 from sortedrl.data.stream import Tokenizer
 from sortedrl.errors import ConfigError, DataError
 from sortedrl.report.terminal import one_line
+from sortedrl.report.watch import LocalServer
 from sortedrl.runs.endpoint import Answer, Endpoint, WeightReader, is_name
 from sortedrl.runs.tasks import threads, tokenizer_of
 from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
@@ -161,7 +160,7 @@ def serve(
         )
         server = stack.enter_context(listening(endpoint, settings, tell=tell))
         stack.enter_context(_stopped_by_signals(scheduler, tell=tell))
-        on_ready(server.url)
+        on_ready(server.url.rstrip("/"))
         scheduler.run()
 
 
@@ -191,23 +190,18 @@ def _loaded(name: str, settings: ServeSettings, tokenizer: Tokenizer) -> _Loaded
 
 def _refuse_open_door(settings: ServeSettings) -> None:
     """Refuse to listen to other machines without a token; nothing listens yet."""
-    if settings.secret is not None:
-        return
-    found = _resolved(settings.host, settings.port)
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host must be an address of this machine, got {settings.host!r}"
+        ) from error
     require(
-        all(ipaddress.ip_address(address).is_loopback for _, address in found),
+        settings.secret is not None
+        or all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found),
         f"host {settings.host} can be reached from other machines, which needs a token: set "
         f"{TOKEN_VARIABLE} (openssl rand -hex 32 makes one), or listen at 127.0.0.1",
     )
-
-
-def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses that a host stands for, each with its family."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host must be an address of this machine, got {host!r}") from error
-    return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
 @contextmanager
@@ -262,10 +256,9 @@ def _stopped_by_signals(scheduler: TurnScheduler, *, tell: Tell) -> Iterator[Non
             signal.signal(number, handler)
 
 
-class EndpointServer(ThreadingHTTPServer):
+class EndpointServer(LocalServer):
     """Listens for an endpoint: a thread for each connection, and not too many of them."""
 
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, endpoint: Endpoint, settings: ServeSettings, *, tell: Tell) -> None:
@@ -273,33 +266,12 @@ class EndpointServer(ThreadingHTTPServer):
         self.endpoint = endpoint
         self.secret = settings.secret
         self.timeout_seconds = settings.timeout_seconds
-        self._tell = tell
         self._room = threading.BoundedSemaphore(
             settings.queue + settings.slots + _SPARE_CONNECTIONS
         )
         self._num_busy = 0
         self._is_idle = threading.Condition()
-        self.address_family, address = _resolved(settings.host, settings.port)[0]
-        super().__init__((address, settings.port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind, without asking a name server what this machine is called."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
-
-    @property
-    def url(self) -> str:
-        """Where a program on this machine finds it."""
-        address = ipaddress.ip_address(str(self.server_address[0]))
-        if address.is_unspecified:
-            address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-        host = str(address) if address.version == 4 else f"[{address}]"
-        return f"http://{host}:{self.server_address[1]}"
+        super().__init__(settings.host, settings.port, _Handler, tell=tell)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -341,12 +313,6 @@ class EndpointServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
         finally:
             self._room.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Tell in one line what broke; a caller that went away is no news."""
-        error = sys.exception()
-        if not isinstance(error, ConnectionError | TimeoutError):
-            self._tell(f"a request failed ({type(error).__name__}: {error})")
 
 
 @contextmanager
@@ -487,12 +453,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_host(self) -> None:
         """Refuse a request for a name that is none of this machine's, where only it can come."""
-        if not self.server.is_loopback:
-            return
-        bound = re.escape(str(self.server.server_address[0]))
-        known = rf"(localhost|127\.0\.0\.1|\[::1\]|{bound})(:[0-9]{{1,5}})?"
-        given = self.headers.get_all("Host", [])
-        if len(given) != 1 or re.fullmatch(known, given[0], re.IGNORECASE) is None:
+        if not self.server.is_asked_by_name(self.headers):
             raise Refused(421, "the request must be for localhost")
 
     def _session_id(self) -> str | None:
