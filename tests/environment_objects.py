@@ -44,10 +44,10 @@ class Forgetful(Adding):
 
 
 class Lying(Adding):
-    """Says that it can be replayed, and replies with the number of its process."""
+    """Says that it can be replayed, and replies with the time."""
 
     def reply(self, message):
-        return Reply(messages=[{"role": "user", "content": f"{os.getpid()} {id(self)};"}])
+        return Reply(messages=[{"role": "user", "content": f"{time.monotonic_ns()};"}])
 
 
 class Stuck(Adding):
