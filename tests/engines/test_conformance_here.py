@@ -173,7 +173,7 @@ class RoomyBackend(PlainBackend):
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_an_engine_with_more_slots_than_it_says_breaks_the_law(is_ordered, monkeypatch):
-    monkeypatch.setattr(conformance, "_SLOT_TRIES", 2)
+    monkeypatch.setattr(conformance, "_TRIES", 2)
     roomy = EngineUnderTest(
         opening=lambda: streamed(RoomyBackend.opened), precision=5e-5, is_ordered=is_ordered
     )
