@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sortedrl.core.clock import VirtualClock
+from sortedrl.engines import conformance
 from sortedrl.engines.conformance import (
     CONTEXT,
     LAWS,
@@ -17,6 +18,7 @@ from sortedrl.engines.conformance import (
     EngineUnderTest,
     check,
     limit_of,
+    no_more_answers_are_written_at_once_than_there_are_slots,
     nothing_is_lost_or_doubled_whatever_happens,
     reference_model,
 )
@@ -49,6 +51,7 @@ class PlainBackend:
     """The model on its own behind the seam: a whole forward pass for every token."""
 
     name = "plain model"
+    num_at_once = SLOTS
     limits = BackendLimits(slots=SLOTS, context=CONTEXT, vocabulary=VOCABULARY)
 
     def __init__(self):
@@ -70,7 +73,7 @@ class PlainBackend:
                 if request.id in self._aborted:
                     yield Delta(tokens=(), logprobs=(), end="abort")
                     return
-                if request.priority not in sorted(self._open.values())[:SLOTS]:
+                if request.priority not in sorted(self._open.values())[: self.num_at_once]:
                     await asyncio.sleep(0.0005)
                     continue
                 token, logprob = self._next(text, request.sampling)
@@ -130,9 +133,9 @@ def simulated():
     )
 
 
-def streamed():
+def streamed(opening=PlainBackend.opened):
     return StreamedEngine(
-        PlainBackend.opened,
+        opening,
         max_tokens=limit_of,
         stop_tokens=STOPS,
         sampling=Sampling(temperature=TEMPERATURE),
@@ -160,3 +163,20 @@ def test_a_simulated_engine_keeps_the_laws_that_need_no_model():
         nothing_is_lost_or_doubled_whatever_happens,
         EngineUnderTest(opening=simulated, is_simulated=True),
     )
+
+
+class RoomyBackend(PlainBackend):
+    """Generates more answers at once than it says."""
+
+    num_at_once = SLOTS + 3
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_an_engine_with_more_slots_than_it_says_breaks_the_law(is_ordered, monkeypatch):
+    monkeypatch.setattr(conformance, "_TRIES", 2)
+    roomy = EngineUnderTest(
+        opening=lambda: streamed(RoomyBackend.opened), precision=5e-5, is_ordered=is_ordered
+    )
+    with pytest.raises(AssertionError, match="a slot that is not there"):
+        check(no_more_answers_are_written_at_once_than_there_are_slots, roomy)
+    roomy.close()
