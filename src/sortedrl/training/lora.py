@@ -140,13 +140,13 @@ def merged_weight(
         return weight
     down, up = (adapters[part] for part in adapter_names(name))
     delta = (up @ down) * scale
-    return weight + delta.to(weight.dtype)
+    return weight + delta.to(weight.device, weight.dtype)
 
 
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of the plain model: those that a run began with, with adapters merged.
 
-    One weight at a time is in memory, where the weights of the beginning are read when asked for.
+    A weight is merged whenever it is asked for, and not kept.
     """
 
     def __init__(
@@ -156,12 +156,10 @@ class MergedWeights(Mapping[str, Tensor]):
         self._base = base
         self._adapters = adapters
         self._scale = scale
-        self._device = next(iter(adapters.values())).device
 
     def __getitem__(self, name: str) -> Tensor:
-        """The merged weight, on the device of the adapters."""
-        weight = self._base[name].to(self._device)
-        return merged_weight(name, weight, self._adapters, scale=self._scale)
+        """The merged weight, where the base is: a GPU may have no room for whole weights."""
+        return merged_weight(name, self._base[name], self._adapters, scale=self._scale)
 
     def __iter__(self) -> Iterator[str]:
         """The names."""
