@@ -563,7 +563,7 @@ def test_an_address_where_no_ray_is_is_refused_at_once():
 
 
 def test_a_worker_without_gpus_sees_none(monkeypatch):
-    from sortedrl.cluster.trainer_rank import TrainerRank
+    from sortedrl.cluster.remote_trainer import TrainerRank
     from sortedrl.cluster.worker import RolloutWorker
 
     worker = partial(RolloutWorker, "x", poll_seconds=1.0, logs=None)

@@ -22,7 +22,7 @@ from slime_run.run import BATCH, ROWS, SAMPLES, arguments, measure_in, rollouts
 from sortedrl.core.events import read_events
 from sortedrl.errors import ConfigError
 from sortedrl.integrations.slime import SortedDataSource, generate_rollout
-from sortedrl.integrations.slime.data_source import schedule_for
+from sortedrl.integrations.slime.rollout import schedule_for
 
 _UPDATES = 2 * ROWS // BATCH
 

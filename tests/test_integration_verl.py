@@ -18,8 +18,7 @@ import transfer_queue
 from omegaconf import open_dict
 
 from sortedrl.errors import ConfigError, TrainingError
-from sortedrl.integrations.verl.settings import schedule_for
-from sortedrl.integrations.verl.trainer import seed_of
+from sortedrl.integrations.verl.trainer import schedule_for, seed_of
 from verl_run.paper import overrides_of
 from verl_run.run import RecordingTrainer, Stage, run_config, verl_config
 from verl_run.servers import STOP, length_of, noise

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from native_worlds import fresh
+from sortedrl.engines.native.cuda_runner import BlockTables, SlotState
 from sortedrl.engines.native.kv_cache import BlockPool
 from sortedrl.engines.native.native_request import Request
 from sortedrl.engines.native.planner import Planner
-from sortedrl.engines.native.slot_state import BlockTables, SlotState
 from sortedrl.engines.sampling import Sampling
 from sortedrl.types import Segment
 

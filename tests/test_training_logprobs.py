@@ -6,8 +6,8 @@ Axes: T tokens, D hidden size, V vocabulary.
 import pytest
 import torch
 
-from sortedrl.training import logprobs
-from sortedrl.training.logprobs import token_logprobs
+from sortedrl.training import forward
+from sortedrl.training.forward import token_logprobs
 
 
 def inputs(tokens=13, hidden=5, vocabulary=17, *, dtype=torch.float64, bias=True, seed=0):
@@ -103,13 +103,13 @@ def test_a_token_that_is_almost_certain_keeps_its_small_gradient():
 
 def test_a_frozen_weight_costs_no_product(monkeypatch):
     products = []
-    add_product = logprobs._add_product
+    add_product = forward._add_product
 
     def counted(total, *factors):
         products.append(total.shape)
         add_product(total, *factors)
 
-    monkeypatch.setattr(logprobs, "_add_product", counted)
+    monkeypatch.setattr(forward, "_add_product", counted)
     hidden_TD, weight_VD, _, targets_T = inputs(bias=False)
     for weight in (weight_VD, weight_VD.detach()):
         logprobs_T, _ = token_logprobs(hidden_TD, weight, targets_T, chunk_tokens=7)
@@ -119,15 +119,15 @@ def test_a_frozen_weight_costs_no_product(monkeypatch):
 
 def test_never_are_there_logits_of_all_tokens(monkeypatch):
     seen = []
-    make = logprobs._logits
+    make = forward._logits
 
     def counted(*arguments, temperature):
         made = make(*arguments, temperature=temperature)
         seen.append(tuple(made.shape))
         return made
 
-    monkeypatch.setattr(logprobs, "_logits", counted)
-    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", {"cpu": 4 * 17 * 5})
+    monkeypatch.setattr(forward, "_logits", counted)
+    monkeypatch.setattr(forward, "_CHUNK_BYTES", {"cpu": 4 * 17 * 5})
     hidden_TD, weight_VD, bias_V, targets_T = inputs()
     token_logprobs(hidden_TD, weight_VD, targets_T, bias_V=bias_V)[0].sum().backward()
     assert seen == [(5, 17), (5, 17), (3, 17)] * 2

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from native_worlds import VOCABULARY, tiny_model
 from sortedrl.config.algorithm import Optimisation
 from sortedrl.errors import TrainingError
+from sortedrl.runs.sft import step_rows, supervised_steps
 from sortedrl.training.batch import TokenSequence
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.optimiser import Optimiser
-from sortedrl.training.sft import step_rows, supervised_steps
 
 SEQUENCES = [
     TokenSequence([(3 * n + k) % VOCABULARY for k in range(2 + n % 3)], [5 + n, 7, 9][: 1 + n % 3])

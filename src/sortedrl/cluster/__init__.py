@@ -6,8 +6,7 @@ check             tries whether a cluster has what a run needs
 worker            the actor of one rollout worker, and the thread that drives its engine
 remote_engine     the controller's side of one worker: an engine
 worker_pool       all workers as one engine; replaces lost ones, adds new ones
-trainer_rank      the actor of one trainer rank
-remote_trainer    the controller's side of all ranks: the trainer of a run
+remote_trainer    the actor of one trainer rank, and all ranks as the trainer of a run
 weight_sync       pushes each new version from the trainer to all workers
 weight_transport  the three transports: broadcast, object store, disk
 broadcast         tensors as buckets of bytes, sent over a process group

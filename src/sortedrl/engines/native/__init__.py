@@ -11,7 +11,6 @@ matmul             matrix products with the same bits in any batch
 attention_kernels  Triton: write keys and values, attend to them
 sampler            logits and keyed noise -> tokens
 sampler_kernels    Triton: the same in one pass over the logits
-slot_state         per-slot state on the GPU
 """
 
 try:

@@ -58,8 +58,13 @@ from sortedrl.integrations.trl.engines import (
     connected_server,
     plain_weights,
 )
-from sortedrl.integrations.trl.prompts import DatasetPrompts
-from sortedrl.integrations.trl.rollouts import RankPlace, Rollouts, Saved, identity_of
+from sortedrl.integrations.trl.rollouts import (
+    DatasetPrompts,
+    RankPlace,
+    Rollouts,
+    Saved,
+    identity_of,
+)
 from sortedrl.integrations.trl.settings import sampling_of, schedule_for
 from sortedrl.types import Prompt, TrainBatch, Trajectory, Weights
 

@@ -1,10 +1,6 @@
 """verl's V1 trainer with SortedRL's schedule: docs/how-to/verl.md.
 
-settings        verl's configuration -> the schedule; refuses what cannot work
-replay_buffer   which prompts are trained next, and which are generated again
-trainer         `SortedTrainer`, registered as trainer mode `sortedrl`, with the client and the
-                agent loop of the on-policy modes
-
+`SortedTrainer` is registered as trainer mode `sortedrl`.
 verl imports this package in every process that has VERL_USE_EXTERNAL_MODULES set to its name.
 Of SortedRL only the core is needed.
 """
