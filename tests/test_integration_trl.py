@@ -689,5 +689,5 @@ def test_trls_own_trainer_is_measured_without_changing_what_it_learns(tmp_path, 
     capsys.readouterr()
     assert main(["compare", str(lengths), "--strategies", "sorted"]) == 0
     out, err = capsys.readouterr()
-    assert "steps of 8 answers, 4 to a prompt" in err
+    assert "steps of 8 answers, 4 per prompt" in err
     assert "x the tokens of sync per second of rollout" in out

@@ -46,10 +46,10 @@ def stand_in(name, folder, monkeypatch):
     modules.mkdir(exist_ok=True)
     (modules / f"{name}.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(modules)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    module = __import__(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
+    # What stood there before is put back at the end, and nothing if nothing did.
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]
+    return __import__(name)
 
 
 def refuse(message):

@@ -15,7 +15,7 @@ from sortedrl.training.functions import check_functions, token_advantages, token
 from sortedrl.types import TrainBatch
 from training_worlds import train_settings, trainer_of, written
 
-PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "algorithms.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-loss.md"
 LOSS = {
     "current_T": torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
     "anchor_T": torch.tensor([-1.0, -2.0, -3.5]),
