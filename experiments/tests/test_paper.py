@@ -65,7 +65,8 @@ def test_the_maths_set_up_passes_the_dry_run(capsys, engine):
     assert plan["fits"]
     assert plan["demand"]["shape"]["parameters"] == 32_763_876_352
     assert plan["demand"]["has_critic"]
-    assert plan["memory"]["host"] > 1000 << 30
+    # Masters and two moments of policy and critic, in fp32; the critic has no output layer.
+    assert 0.97 < plan["memory"]["host"] / (2 * 12 * 32_763_876_352) < 1
     assert found["schedule"]["updates"] == 600
     assert found["bubble"] < 0.2 < 0.5 < found["sync_bubble"]
     assert found["goodput"] > 2 * found["sync_goodput"]
