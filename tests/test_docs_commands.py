@@ -271,3 +271,15 @@ def test_the_reference_has_every_command_setting_and_event():
     assert "### `hand_over`" in parts["events"]()
     assert "`gap/max`" in parts["metrics"]()
     assert "vLLM" in parts["engine-versions"]()
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/start/quickstart.md", "docs/tutorials/gsm8k.md"]
+)
+def test_a_page_installs_what_its_maths_task_needs(page):
+    text = (ROOT / page).read_text()
+    assert "gsm8k" in text
+    installed = [
+        extras.split(",") for extras in re.findall(r"pip install '?sortedrl\[(.+?)\]", text)
+    ]
+    assert any({"data", "maths"} <= set(extras) for extras in installed)

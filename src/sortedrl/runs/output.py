@@ -158,7 +158,7 @@ def as_row(ending: Ending, folder: Path) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What the trackers are told about the run."""
+    """What the trackers log about the run."""
 
     folder: Path
     """The folder of the run; its name is the name of the run."""
@@ -255,7 +255,7 @@ class Trackers:
     def __init__(
         self, makers: Mapping[str, Callable[[], Tracker]], *, warn: Callable[[str], None]
     ) -> None:
-        """Make each tracker; `warn` is told, once, of each that fails then or later."""
+        """Make each tracker; `warn` is called once for each that fails, then or later."""
         self._warn = warn
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
