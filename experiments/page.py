@@ -15,6 +15,7 @@ from experiments import (
     efficiency_page,
     eight_billion,
     learning_page,
+    learning_rates,
     learning_seeds,
     natural,
     paper_page,
@@ -88,6 +89,12 @@ SECTIONS = (
         folders=("learning_seeds",),
         text=learning_seeds.section,
         readings="learning_seeds",
+    ),
+    Section(
+        title="Learning: small batches and other rates",
+        folders=("learning_rates",),
+        text=learning_rates.section,
+        readings="learning_rates",
     ),
     Section(
         title="Learning: arithmetic",

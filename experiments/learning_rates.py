@@ -1,0 +1,69 @@
+"""Table 3e: small update batches on a CPU, at several learning rates, with and without a repair.
+
+An algorithm of its TOML is named `WHITENED_RATE`: what REINFORCE++ whitens rewards over (batch or
+group), and the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from experiments.learning import pieces
+from experiments.learning_seeds import difference
+from experiments.markdown import caption, percent, table
+from experiments.record import Record
+
+__all__ = ["pieces", "rows", "section"]
+
+Runs = Mapping[int, Mapping[str, Any]]
+_HEAD = (
+    "learning rate",
+    "schedule",
+    "whitened over",
+    "seeds",
+    "final accuracy, %",
+    "lowest",
+    "deviation",
+    "runs below their start",
+    "against sync, points",
+    "mean over the run, %",
+    "slots idle, %",
+)
+
+
+def section(records: Sequence[Record]) -> str:
+    """Every arm at every rate, paired with `sync` whitened over its batch."""
+    runs = [record for record in records if record.numbers["kind"] == "run"]
+    return f"{caption(runs)}\n\n{table(_HEAD, rows(runs))}"
+
+
+def rows(records: Sequence[Record]) -> list[list[str]]:
+    """The table's lines, by rate, then as the arms came first in the results."""
+    arms: dict[tuple[float, str, str], dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        whitened, _, rate = record.numbers["algorithm"].partition("_")
+        arm = (float(rate), record.numbers["schedule"], whitened)
+        arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
+    ordered = sorted(arms, key=lambda arm: (arm[0], arm[1] != "sync", arm[1], arm[2]))
+    return [_row(arm, arms[arm], arms.get((arm[0], "sync", "batch"), {})) for arm in ordered]
+
+
+def _row(arm: tuple[float, str, str], runs: Runs, sync: Runs) -> list[str]:
+    rate, schedule, whitened = arm
+    final = [run["last_score"] for run in runs.values()]
+    fell = sum(run["last_score"] < run["first_score"] for run in runs.values())
+    return [
+        f"{rate:g}",
+        schedule,
+        whitened,
+        str(len(runs)),
+        percent(mean(final)),
+        percent(min(final)),
+        percent(stdev(final)) if len(final) > 1 else "",
+        str(fell),
+        difference(runs, sync, "last_score") if runs is not sync and len(sync) > 1 else "",
+        percent(mean(run["mean_score"] for run in runs.values())),
+        percent(mean(run["bubble"] for run in runs.values())),
+    ]
