@@ -119,6 +119,7 @@ def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from engine_peers.models import NO_SPECIAL_TOKENS, SHAPES
+    from sortedrl.training.attention import checkpoint_layers
 
     shapes = {
         "small": SHAPES["llama-5m"],
@@ -143,7 +144,7 @@ def make_model(name: ModelName, settings: Settings) -> PreTrainedModel:
         )
     model.train()
     if settings.checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     return model
 
 

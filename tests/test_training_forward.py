@@ -28,6 +28,7 @@ from sortedrl.engines.native import NativeEngine, Sampling
 from sortedrl.errors import ModelError, RequestError
 from sortedrl.training import attention as layers
 from sortedrl.training import attention as packed_attention
+from sortedrl.training.attention import checkpoint_layers
 from sortedrl.training.batch import TokenSequence, packs
 from sortedrl.training.forward import PackedModel
 
@@ -114,7 +115,7 @@ def test_packed_padded_and_one_by_one_are_the_same(architecture, checkpointing):
     theirs_T, _ = plain(model, SEQUENCES)
     expected = gradients(model, theirs_T)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     packed = PackedModel(model)
     ours_T = packed.logprobs(SEQUENCES).logprobs_T
     torch.testing.assert_close(ours_T, theirs_T, rtol=1e-5, atol=1e-5)
@@ -131,7 +132,7 @@ def test_checkpointed_layers_are_really_repeated_in_the_backward_pass():
     model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for checkpointing, expected in ((False, 1), (True, 2)):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
         calls.clear()
         packed.logprobs(SEQUENCES).logprobs_T.sum().backward()
         assert len(calls) == expected
@@ -197,12 +198,11 @@ def test_adapters_are_trained_and_nothing_else(checkpointing):
         LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     )
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     ours = gradients(model, PackedModel(model).logprobs(SEQUENCES).logprobs_T)
     assert len(ours) == 2 * 2 * 3
     assert all("lora" in name for name in ours)
-    model.gradient_checkpointing_disable()
-    assert_same_gradients(ours, gradients(model, plain(model, SEQUENCES)[0]))
+    assert_same_gradients(ours, gradients(model, plain(model.eval(), SEQUENCES)[0]))
 
 
 def test_an_adapter_on_the_output_layer_is_refused():
@@ -221,7 +221,7 @@ def test_dropout_is_off_as_it_is_in_rollout(checkpointing):
         LoraConfig(r=3, target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
     )
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     packed = PackedModel(model)
     once, again = (gradients(model, packed.logprobs(SEQUENCES).logprobs_T) for _ in range(2))
     for name, gradient in once.items():
@@ -233,7 +233,7 @@ def test_dropout_is_off_as_it_is_in_rollout(checkpointing):
 
 def test_the_model_is_left_as_it_was_also_after_an_error():
     model = tiny_model("llama").train()
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     before = model.config._attn_implementation
     functions = [layer._gradient_checkpointing_func for layer in model.base_model.layers]
 

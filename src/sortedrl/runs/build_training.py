@@ -37,6 +37,7 @@ from sortedrl.runs.build_engine import (
 )
 from sortedrl.runs.plan.dry_run import run_memory
 from sortedrl.runs.plan.page import refuse_too_big
+from sortedrl.training.attention import checkpoint_layers
 from sortedrl.training.checkpoint import read_state
 from sortedrl.training.critic import Critic, CriticTrainer
 from sortedrl.training.forward import AdapterReference, CopiedReference, PackedModel
@@ -103,18 +104,13 @@ def prepared_for_training(model: PreTrainedModel, settings: ModelSettings) -> Pr
 def prepared_critic(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     """The model that the critic begins with; it is trained like the policy, without adapters."""
     if settings.gradient_checkpointing:
-        _checkpoint_layers(model)
+        checkpoint_layers(model)
+        model.train()
     return model
 
 
 def _loaded(settings: ModelSettings, source: str | Path) -> PreTrainedModel:
     return load_model(source, dtype=PRECISIONS[settings.precision], device=settings.device)
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward pass; models do so in training mode only."""
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
 
 
 def total_steps(settings: TrainSettings, *, num_rows: int) -> int:

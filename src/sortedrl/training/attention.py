@@ -32,6 +32,13 @@ from sortedrl.models.attention_interface import AttentionInputs, register_attent
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute layers in the backward pass; models do so in training mode only."""
+    # transformers 5.23 has a new name for it, and warns of the old one.
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 def compiled_layers(model: PreTrainedModel) -> Forwards:
     """For each decoder layer its compiled forward; all layers of a class share one function."""
     names = set(model._no_split_modules or ())
