@@ -36,6 +36,7 @@ from sortedrl.models.loading import load_model
 from sortedrl.models.loading import stop_tokens as model_stop_tokens
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.lengths import Lengths, LengthSettings
+from sortedrl.training.attention import checkpoint_layers
 from sortedrl.training.forward import PackedModel
 from sortedrl.training.lora import add_adapters, trained_parameters
 from sortedrl.training.optimiser import Optimiser
@@ -129,7 +130,7 @@ class BenchWorld:
         if workload.lora_rank is not None:
             add_adapters(model, Lora(rank=workload.lora_rank), seed=workload.seed)
         if workload.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
             model.train()
         self._rows = _Rows(source, workload, vocabulary=model.config.vocab_size)
         # The rotary angles are computed for any position; the limit of the file is no limit here.

@@ -17,6 +17,7 @@ from native_worlds import tiny_model
 from sortedrl.config.train import TrainSettings
 from sortedrl.errors import CheckpointError, ModelError, TrainingError
 from sortedrl.models.loading import load_model, model_without_weights
+from sortedrl.training.attention import checkpoint_layers
 from sortedrl.training.fsdp.checkpoint import (
     export_whole,
     read_full,
@@ -112,7 +113,7 @@ class Case:
         if self.has_adapters:
             add_adapters(model, self.settings.lora, seed=0)
         if self.is_checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
             model.train()
         return model
 

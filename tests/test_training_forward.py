@@ -350,7 +350,7 @@ def test_compiled_layers_are_the_same_when_the_backward_pass_repeats_them(monkey
     monkeypatch.setattr(layers.torch, "compile", compile_with)
     model = tiny_model("llama", num_hidden_layers=2).train()
     plain = gradients_of(PackedModel(model))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     repeated = gradients_of(PackedModel(model, is_compiled=True))
     for name, gradient in plain.items():
         torch.testing.assert_close(repeated[name], gradient)
