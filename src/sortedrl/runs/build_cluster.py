@@ -21,6 +21,7 @@ from sortedrl.cluster.placement import (
     BundlePlacement,
     blueprint,
     controller_node,
+    device_of_gpu,
     reserved_gpu,
 )
 from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
@@ -187,7 +188,9 @@ class RunningCluster:
         tell: Tell,
     ) -> None:
         """Nothing is started yet; `gpu` is that of a trainer in the controller's process."""
-        self.trainer_device = settings.device if gpu is None else settings.device or f"cuda:{gpu}"
+        self.trainer_device = settings.device
+        if gpu is not None and settings.device is None:
+            self.trainer_device = device_of_gpu(gpu)
         self._sync_metrics = SyncMetrics()
         self._settings = _from_anywhere(settings)
         self._placement = placement
