@@ -599,6 +599,27 @@ def test_the_gpu_of_a_trainer_in_the_controllers_process_is_reserved_on_its_mach
     assert blueprint(Cluster(rollout_workers=2, gpus_per_worker=1)).controller is None
 
 
+def test_a_ray_of_our_own_is_started_again_where_its_processes_start_slowly(monkeypatch):
+    from sortedrl.cluster import connection
+
+    tries = []
+
+    def init(**given):
+        tries.append(given["address"])
+        if len(tries) % 3:
+            # Ray raises no other type than this one.
+            raise Exception("The current node timed out during startup.")
+        return "a context"
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    assert connection._own(TWO) == "a context"
+    assert tries == ["local"] * 3
+    hasty = Cluster(**fields(TWO) | {"start_seconds": 1e-9})
+    with pytest.raises(EngineError, match=r"Ray must start .* raise cluster\.start_seconds"):
+        connection._own(hasty)
+
+
 @pytest.mark.parametrize(
     ("visible", "gpu", "device"),
     [(None, "3", "cuda:3"), ("2,3", "3", "cuda:1"), ("GPU-a, GPU-b", "GPU-b", "cuda:1")],
