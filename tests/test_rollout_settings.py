@@ -217,3 +217,47 @@ def test_the_cache_of_an_outside_engine_holds_a_conversation_with_all_its_replie
     block = block_tokens or 32
     blocks = room // (block * world.demand.cache_token_bytes)
     assert (blocks - 1) * block >= world.context(settings) == 256 + 64 + 16 * 512
+
+
+def test_the_trainer_scores_the_trial_before_engines_take_the_rest_of_its_gpus(
+    monkeypatch, tmp_path
+):
+    from sortedrl.runs import build_cluster
+
+    calls = []
+
+    class Pool:
+        version = 0
+
+        def __init__(self, *_, **__):
+            calls.append("engines start")
+
+        def load_weights(self, weights):
+            calls.append(f"weights {weights.version}")
+
+        def scores(self, rows):
+            calls.append(f"{len(rows)} rows compared")
+            return {}
+
+    class Trainer:
+        version = 2
+
+        def logprobs(self, rows):
+            calls.append("trainer scores")
+            return [[0.0]] * len(rows)
+
+        def weights(self):
+            return Weights(2)
+
+    monkeypatch.setattr(build_cluster, "WorkerPool", Pool)
+    monkeypatch.setattr(Pool, "close", lambda self: None, raising=False)
+    settings = TrainSettings(
+        model="tiny",
+        out=tmp_path,
+        cluster=Cluster(kind="colocated", rollout_workers=1, gpus_per_worker=1, trainer_ranks=1),
+        rollout=Rollout(engine="vllm"),
+        schedule=Schedule(mode="partial"),
+    )
+    cluster = build_cluster.RunningCluster(settings, None, tell=print)
+    cluster.engine(Trainer(), longest_prompt=8, tried=[[1, 2, 3], [4, 5]])
+    assert calls == ["trainer scores", "engines start", "weights 2", "2 rows compared"]
