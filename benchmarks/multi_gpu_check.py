@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.queues import Queue
@@ -32,6 +34,8 @@ _SECONDS = 900.0
 _TOKENS = 16
 _PROMPT = [5, 9, 2, 7]
 _SYNC_TENSORS = 64
+_LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
+_ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_PROCESSES = 2
 
 
@@ -64,6 +68,45 @@ class Verdict:
     verdict: Literal["ok", "failed", "skipped"]
     words: str
     seconds: float = 0.0
+
+
+# --- the native engine ----------------------------------------------------------------------------
+
+
+def _bits(on_cpu: bool) -> str:
+    """What the native engine does when it starts, for the products of a model with 8B parameters.
+
+    A row must come out with the same bits in any batch.
+    """
+    from sortedrl.engines.native.matmul import fp32_logits, invariant_products, no_split_k
+
+    device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
+    scale, sizes = (64, _ROWS[:6]) if on_cpu else (1, _ROWS)
+    with torch.device(device):
+        layers = [
+            torch.nn.Linear(width // scale, height // scale, bias=False, dtype=dtype)
+            for width, height in _LLAMA_8B
+        ]
+    model, head = torch.nn.ModuleList(layers), layers[-1]
+    heard = _Heard()
+    logger = logging.getLogger(invariant_products.__module__)
+    logger.addHandler(heard)
+    with nullcontext() if on_cpu else no_split_k():
+        found = invariant_products(model, {head: fp32_logits(head)}, sizes=sizes)
+    _require(not heard.warnings, "; ".join(heard.warnings))
+    others = ", the others 64 rows at a time" if found else ""
+    return f"{len(layers) - len(found)} of {len(layers)} as they are{others}"
+
+
+class _Heard(logging.Handler):
+    """Keeps the warnings of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
 
 
 # --- vLLM -----------------------------------------------------------------------------------------
@@ -267,6 +310,12 @@ CLUSTERS: Mapping[str, Mapping[str, object]] = {
 }
 """What whole runs have in [cluster]; all: as many as there are GPUs."""
 PARTS: Mapping[str, Part] = {
+    "bits": Part(
+        about="a row has the same bits in any batch, products of LLaMA-3.1-8B",
+        run=_bits,
+        gpus=1,
+        can_use_cpus=True,
+    ),
     "ipc": Part(about="weights between processes on one card", run=_ipc, gpus=1),
     "sleep": Part(
         about="vLLM sleeps, gets weights by IPC and wakes",

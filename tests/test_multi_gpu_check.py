@@ -41,11 +41,11 @@ def test_train_plans_the_run_of_every_part_that_its_gpus_allow(check, capsys, tm
 
 @pytest.mark.slow
 def test_without_gpus_a_part_says_what_it_needs_or_is_tried_on_cpus(check, capsys, tmp_path):
-    given = ["--cpu", "--parts", "ipc", "broadcast", "--json", str(tmp_path / "found.json")]
+    given = ["--cpu", "--parts", "ipc", "bits", "broadcast", "--json", str(tmp_path / "found.json")]
     assert check.main(given) == 0
     out = capsys.readouterr().out
     assert "skipped  ipc" in out
     assert "is about GPUs alone" in out
     parts = json.loads((tmp_path / "found.json").read_text())["parts"]
-    assert [part["verdict"] for part in parts] == ["skipped", "ok"]
-    assert parts[1]["words"].endswith("over gloo")
+    assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok"]
+    assert parts[2]["words"].endswith("over gloo")
