@@ -114,7 +114,7 @@ class TrainerRank:
     ) -> RankInfo:
         """Form the process group at this address, and make the trainer.
 
-        A colocated rank releases the memory of its optimisers between two updates.
+        A colocated rank has no memory for its optimisers but during updates.
         """
         import ray
         import torch
@@ -131,6 +131,7 @@ class TrainerRank:
         self._trainer = factory.trainer(ranks)
         self._is_colocated = is_colocated
         self._sender = BroadcastSender(str(ranks.device))
+        self._rest()
         return RankInfo(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
@@ -142,7 +143,9 @@ class TrainerRank:
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of answers at temperature 1."""
-        return self._trainer.logprobs(trajectories)
+        found = self._trainer.logprobs(trajectories)
+        self._rest()
+        return found
 
     def update(self, batch: TrainBatch) -> Outcome:
         """Make one policy update."""
@@ -206,6 +209,10 @@ class TrainerRank:
         """The optimisers have their memory meanwhile."""
         self._trainer.onload()
         yield
+        self._rest()
+
+    def _rest(self) -> None:
+        """Leave the GPU to the engines that share it."""
         if self._is_colocated:
             self._trainer.offload()
 
