@@ -144,8 +144,9 @@ class MemoryPlan:
         return max(0, min(self.parts.cache, self.usable(device_bytes) - self._beside_cache))
 
     def taken(self, device_bytes: int) -> int:
-        """What a device of an engine holds, with the cache that it has room for."""
-        return self._beside_cache + self.cache_bytes(device_bytes)
+        """What a device of an engine holds at most, with the cache that it has room for."""
+        rollout = self._beside_cache + self.cache_bytes(device_bytes)
+        return max(rollout, self.update_bytes) if self.demand.takes_turns else rollout
 
     def cache_tokens(self, device_bytes: int) -> int:
         """Tokens that the caches of all engines hold, prompts included."""
