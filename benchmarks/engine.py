@@ -11,6 +11,9 @@ the peer alternate, so that noise hits both; a warm-up of each is not counted.
     h200-small   SmolLM2-135M shape, bf16, 256 slots, 256 answers of 512 tokens
     h200-tail    the same with 512 long-tailed answers, 891 tokens on average, at most 4,096
     h200-qwen    Qwen2.5-1.5B shape, bf16, 256 slots, 256 answers of 2,048 tokens
+    h200-8b      LLaMA-3.1-8B shape, bf16, 128 slots, 128 answers of 1,024 tokens
+    h200-8b-64   the same with 64 slots; h200-8b-256: with 256 slots and answers of 512 tokens
+    h200-32b     Qwen2.5-32B shape, bf16, 64 slots, 64 answers of 256 tokens, our engine alone
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from engine_peers.peer import Peer, Sample, Workload
 from engine_peers.vllm import Remote, Vllm, VllmName, serve
@@ -92,6 +95,8 @@ def open_peer(
         from engine_peers.hugging_face import GenerateBatch
 
         return GenerateBatch(model, workload)
+    if python is None and name == "vllm-invariant":
+        python = Path(sys.executable)
     if python is None:
         return Vllm(name, folder, workload)
     return Remote(name, folder, workload, python=python)
@@ -237,7 +242,6 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker: VllmName = "vllm-compile" if sys.argv[2] == "vllm-compile" else "vllm"
-        serve(worker)
+        serve(next(name for name in get_args(VllmName) if name == sys.argv[2]))
     else:
         main()

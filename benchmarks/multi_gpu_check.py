@@ -1,8 +1,9 @@
 """Tries every part of a run that needs GPUs, and prints a verdict for each.
 
     python benchmarks/multi_gpu_check.py                       all parts; 5 to 15 minutes
-    python benchmarks/multi_gpu_check.py --parts nccl ranks    some of them
+    python benchmarks/multi_gpu_check.py --parts sleep ranks   some of them
     python benchmarks/multi_gpu_check.py --json check.json     the verdicts as a file too
+    python benchmarks/multi_gpu_check.py --cpu                 on CPU processes, where that can be
 
 A user with two or eight GPUs runs it once before a long run. Every part has a process of its own
 and a tiny model, so one that fails or hangs does not disturb the others. A part that this machine
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.queues import Queue
@@ -30,7 +33,10 @@ import torch
 _SECONDS = 900.0
 _TOKENS = 16
 _PROMPT = [5, 9, 2, 7]
-_SYNC_BYTES = 1 << 30
+_SYNC_TENSORS = 64
+_LLAMA_8B = ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096), (4096, 128256))
+_ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+_CPU_PROCESSES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +44,17 @@ class Part:
     """One thing to try."""
 
     about: str
-    run: Callable[[], str]
+    run: Callable[[bool], str]
+    """Whether on CPUs."""
     gpus: int
     packages: tuple[str, ...] = ()
+    can_use_cpus: bool = False
 
-    @property
-    def missing(self) -> str | None:
+    def missing(self, *, on_cpu: bool) -> str | None:
         """What this machine lacks for it."""
-        if torch.cuda.device_count() < self.gpus:
+        if on_cpu and not self.can_use_cpus:
+            return "is about GPUs alone"
+        if not on_cpu and torch.cuda.device_count() < self.gpus:
             return f"needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
         lacking = [name for name in self.packages if find_spec(name) is None]
         return f"needs the package {lacking[0]}" if lacking else None
@@ -59,6 +68,45 @@ class Verdict:
     verdict: Literal["ok", "failed", "skipped"]
     words: str
     seconds: float = 0.0
+
+
+# --- the native engine ----------------------------------------------------------------------------
+
+
+def _bits(on_cpu: bool) -> str:
+    """What the native engine does when it starts, for the products of a model with 8B parameters.
+
+    A row must come out with the same bits in any batch.
+    """
+    from sortedrl.engines.native.matmul import fp32_logits, invariant_products, no_split_k
+
+    device, dtype = ("cpu", torch.float32) if on_cpu else ("cuda", torch.bfloat16)
+    scale, sizes = (64, _ROWS[:6]) if on_cpu else (1, _ROWS)
+    with torch.device(device):
+        layers = [
+            torch.nn.Linear(width // scale, height // scale, bias=False, dtype=dtype)
+            for width, height in _LLAMA_8B
+        ]
+    model, head = torch.nn.ModuleList(layers), layers[-1]
+    heard = _Heard()
+    logger = logging.getLogger(invariant_products.__module__)
+    logger.addHandler(heard)
+    with nullcontext() if on_cpu else no_split_k():
+        found = invariant_products(model, {head: fp32_logits(head)}, sizes=sizes)
+    _require(not heard.warnings, "; ".join(heard.warnings))
+    others = ", the others 64 rows at a time" if found else ""
+    return f"{len(layers) - len(found)} of {len(layers)} as they are{others}"
+
+
+class _Heard(logging.Handler):
+    """Keeps the warnings of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
 
 
 # --- vLLM -----------------------------------------------------------------------------------------
@@ -126,7 +174,7 @@ def _with_vllm(*, shards: int, can_sleep: bool) -> str:
 # --- weights between processes --------------------------------------------------------------------
 
 
-def _ipc() -> str:
+def _ipc(_: bool) -> str:
     """A tensor of this process, read by another one on the same card."""
     from sortedrl.engines.vllm.worker_extension import addresses
 
@@ -150,8 +198,8 @@ def _read_address(address: Sequence[object], answers: Queue[float]) -> None:
     answers.put(float(tensor.double().sum()))
 
 
-def _nccl() -> str:
-    """A broadcast of 1 GiB from the first GPU to the second, as a weight sync does it."""
+def _broadcast(on_cpu: bool) -> str:
+    """A broadcast from one process to another, as a weight sync does it: 1 GiB on GPUs."""
     from sortedrl.cluster.broadcast import BroadcastSender, RendezvousStore, parts
     from sortedrl.cluster.weight_transport import BROADCAST_BYTES, Rendezvous
 
@@ -159,61 +207,81 @@ def _nccl() -> str:
     rendezvous = Rendezvous(host=store.host, port=store.port, world=2, key="check", timeout=120)
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
-    child = context.Process(target=_receive, args=(rendezvous, answers))
+    devices = ("cpu", "cpu") if on_cpu else ("cuda:0", "cuda:1")
+    child = context.Process(target=_receive, args=(rendezvous, devices[1], answers))
     child.start()
-    tensors = {f"{n}": torch.full((1 << 22,), float(n), device="cuda:0") for n in range(64)}
-    sender = BroadcastSender("cuda:0")
+    size = 1 << (16 if on_cpu else 22)
+    tensors = {
+        f"{n}": torch.full((size,), float(n), device=devices[0]) for n in range(_SYNC_TENSORS)
+    }
+    sender = BroadcastSender(devices[0])
     sent = sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
     found = answers.get(timeout=120)
     child.join(60)
-    expected = [float(n) for n in range(64)]
-    _require(found["values"] == expected, "the second GPU must have what the first one sent")
-    _require(found["device"] == "cuda", f"weights must stay on GPUs (NCCL), got {found['device']}")
-    return f"{sent.bytes / 1e9:.1f} GB in {sent.seconds:.2f} s, the first time, over NCCL"
+    expected = [float(n) for n in range(_SYNC_TENSORS)]
+    _require(found["values"] == expected, "the second process must have what the first one sent")
+    kind = torch.device(devices[1]).type
+    _require(found["device"] == kind, f"weights must arrive on {kind}, got {found['device']}")
+    over = "gloo" if on_cpu else "NCCL"
+    return f"{sent.bytes / 1e9:.2f} GB in {sent.seconds:.2f} s, the first time, over {over}"
 
 
-def _receive(rendezvous: object, answers: Queue[dict[str, object]]) -> None:
+def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]]) -> None:
     from sortedrl.cluster.broadcast import BroadcastReceiver
     from sortedrl.cluster.weight_transport import Rendezvous
 
     assert isinstance(rendezvous, Rendezvous)
-    received = BroadcastReceiver("cuda:1").receive(rendezvous, 1).tensors
-    values = [float(received[f"{n}"][-1]) for n in range(64)]
+    received = BroadcastReceiver(device).receive(rendezvous, 1).tensors
+    values = [float(received[f"{n}"][-1]) for n in range(_SYNC_TENSORS)]
     answers.put({"values": values, "device": received["0"].device.type})
 
 
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-def _run(**cluster: object) -> Callable[[], str]:
-    """Two updates of a tiny model with this cluster."""
+def run_words(name: str, out: Path, *, gpus: int) -> list[str]:
+    """The command line of two updates of a tiny model with the cluster of a part.
 
-    def run() -> str:
-        engine = cluster.pop("engine", "native")
-        gpus = torch.cuda.device_count()
-        flags = {
-            "--model": "tiny",
-            "--task": "knights_knaves:people=2,count=128,style=compact",
-            "--rollout.engine": engine,
-            "--schedule.mode": "partial",
-            "--schedule.group-prompts": 16,
-            "--schedule.update-batch": 8,
-            "--engine.slots": 8 * gpus,
-            "--engine.max-tokens": 24,
-            "--max-updates": 2,
-            "--rewards.workers": 1,
-        }
-        given = {"rollout_workers": 1, "trainer_ranks": 1, "gpus_per_worker": 1} | cluster
-        for name, value in given.items():
-            number = gpus if value == "all" else value
-            flags[f"--cluster.{name.replace('_', '-')}"] = number
+    Without GPUs all of its processes are on CPUs.
+    """
+    cluster = dict(CLUSTERS[name])
+    processes = gpus or _CPU_PROCESSES
+    flags: dict[str, object] = {
+        "--model": "tiny",
+        "--task": "knights_knaves:people=2,count=128,style=compact",
+        "--rollout.engine": cluster.pop("engine", "native"),
+        "--schedule.mode": "partial",
+        "--schedule.group-prompts": 16,
+        "--schedule.update-batch": 8,
+        "--engine.slots": 8 * processes,
+        "--engine.max-tokens": 24,
+        "--max-updates": 2,
+        "--rewards.workers": 1,
+        "--out": out,
+    }
+    given = {"rollout_workers": 1, "trainer_ranks": 1, "gpus_per_worker": 1} | cluster
+    if not gpus:
+        given |= {"gpus_per_worker": 0}
+        flags |= {"--threads": 1}
+    for key, value in given.items():
+        flags[f"--cluster.{key.replace('_', '-')}"] = processes if value == "all" else value
+    return [str(word) for flag in flags.items() for word in flag]
+
+
+def _run(name: str) -> Callable[[bool], str]:
+    """Two updates with the cluster of this part."""
+
+    def run(on_cpu: bool) -> str:
+        gpus = 0 if on_cpu else torch.cuda.device_count()
         with tempfile.TemporaryDirectory() as folder:
-            flags["--out"] = str(Path(folder) / "run")
-            words = [str(word) for flag in flags.items() for word in flag]
+            words = run_words(name, Path(folder) / "run", gpus=gpus)
             command = [sys.executable, "-m", "sortedrl", "train", *words]
             start = perf_counter()
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            _require(done.returncode == 0, f"the run failed:\n{done.stdout}\n{done.stderr}")
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            last = said[-1] if said else f"exit code {done.returncode}"
+            output = f"{done.stdout}\n{done.stderr}"
+            _require(done.returncode == 0, f"the run failed: {last}\n{output}")
         return f"two updates in {perf_counter() - start:.0f} s"
 
     return run
@@ -224,69 +292,97 @@ def _require(claim: bool, otherwise: str) -> None:
         raise RuntimeError(otherwise)
 
 
+_TURNS = {"kind": "colocated", "rollout_workers": "all", "trainer_ranks": "all"}
+_SHARDS = {
+    "kind": "colocated",
+    "gpus_per_worker": 2,
+    "tensor_parallel": 2,
+    "trainer_ranks": 2,
+    "engine": "vllm",
+}
+CLUSTERS: Mapping[str, Mapping[str, object]] = {
+    "colocated": _TURNS,
+    "colocated_vllm": _TURNS | {"engine": "vllm"},
+    "ranks": {"trainer_ranks": 2},
+    "separated": {},
+    "controller": {"trainer_ranks": 0},
+    "colocated_shards": _SHARDS,
+}
+"""What whole runs have in [cluster]; all: as many as there are GPUs."""
 PARTS: Mapping[str, Part] = {
+    "bits": Part(
+        about="a row has the same bits in any batch, products of LLaMA-3.1-8B",
+        run=_bits,
+        gpus=1,
+        can_use_cpus=True,
+    ),
     "ipc": Part(about="weights between processes on one card", run=_ipc, gpus=1),
     "sleep": Part(
         about="vLLM sleeps, gets weights by IPC and wakes",
-        run=lambda: _with_vllm(shards=1, can_sleep=True),
+        run=lambda _: _with_vllm(shards=1, can_sleep=True),
         gpus=1,
         packages=("vllm",),
     ),
     "tensor_parallel": Part(
         about="vLLM over two GPUs, weights to both shards",
-        run=lambda: _with_vllm(shards=2, can_sleep=False),
+        run=lambda _: _with_vllm(shards=2, can_sleep=False),
         gpus=2,
         packages=("vllm",),
     ),
-    "nccl": Part(about="weight sync between two cards", run=_nccl, gpus=2),
+    "broadcast": Part(
+        about="weight sync between two cards", run=_broadcast, gpus=2, can_use_cpus=True
+    ),
     "colocated": Part(
         about="a worker and an FSDP rank in turns on every GPU",
-        run=_run(kind="colocated", rollout_workers="all", trainer_ranks="all"),
+        run=_run("colocated"),
         gpus=1,
         packages=("ray",),
+        can_use_cpus=True,
     ),
     "colocated_vllm": Part(
         about="the same with vLLM, which sleeps during updates",
-        run=_run(kind="colocated", rollout_workers="all", trainer_ranks="all", engine="vllm"),
+        run=_run("colocated_vllm"),
         gpus=1,
         packages=("ray", "vllm"),
     ),
     "ranks": Part(
         about="FSDP over two cards, a worker on a third",
-        run=_run(trainer_ranks=2),
+        run=_run("ranks"),
         gpus=3,
         packages=("ray",),
+        can_use_cpus=True,
     ),
     "separated": Part(
         about="a worker and a rank on cards of their own",
-        run=_run(),
+        run=_run("separated"),
         gpus=2,
         packages=("ray",),
+        can_use_cpus=True,
     ),
     "controller": Part(
         about="the trainer in the controller's process, on a card that no worker gets",
-        run=_run(trainer_ranks=0),
+        run=_run("controller"),
         gpus=2,
         packages=("ray",),
+        can_use_cpus=True,
     ),
     "colocated_shards": Part(
         about="one vLLM over two cards that two ranks share with it",
-        run=_run(
-            kind="colocated", gpus_per_worker=2, tensor_parallel=2, trainer_ranks=2, engine="vllm"
-        ),
+        run=_run("colocated_shards"),
         gpus=2,
         packages=("ray", "vllm"),
     ),
 }
 
 
-def tried(name: str, *, seconds: float) -> Verdict:
+def tried(name: str, *, seconds: float, on_cpu: bool) -> Verdict:
     """The verdict on one part, from a process of its own."""
-    missing = PARTS[name].missing
+    missing = PARTS[name].missing(on_cpu=on_cpu)
     if missing is not None:
         return Verdict(part=name, verdict="skipped", words=missing)
     start = perf_counter()
     command = [sys.executable, str(Path(__file__).resolve()), "--alone", name]
+    command += ["--cpu"] if on_cpu else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -302,31 +398,48 @@ def tried(name: str, *, seconds: float) -> Verdict:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the parts, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    lines = [f"  {name:16} {part.about} ({_needs(part)})" for name, part in PARTS.items()]
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="\n".join(["parts:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--parts", nargs="*", choices=list(PARTS), default=list(PARTS), metavar="PART", help="all"
+    )
+    parser.add_argument("--cpu", action="store_true", help="use CPU processes in place of GPUs")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="of one part, at most")
     parser.add_argument("--json", type=Path, help="write the verdicts to this file too")
     parser.add_argument("--alone", choices=list(PARTS), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.alone is not None:
         try:
-            print(PARTS[given.alone].run())
+            print(PARTS[given.alone].run(given.cpu))
         except Exception as error:  # noqa: BLE001  printed with its traceback, for the caller
             traceback.print_exc()
             print(f"{type(error).__name__}: {error}".partition("\n")[0], file=sys.stderr)
             return 1
         return 0
     cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    print(f"GPUs: {', '.join(cards) if cards else 'none; every part below needs one'}")
+    found = ", ".join(cards) or "none; --cpu tries on CPU processes what can be tried there"
+    print("on CPU processes" if given.cpu else f"GPUs: {found}")
     verdicts = []
     for name in given.parts:
-        verdict = tried(name, seconds=given.seconds)
+        verdict = tried(name, seconds=given.seconds, on_cpu=given.cpu)
         verdicts.append(verdict)
         print(f"{verdict.verdict:8} {name:16} {PARTS[name].about}: {verdict.words}", flush=True)
     if given.json is not None:
-        report = {"gpus": cards, "parts": [asdict(verdict) for verdict in verdicts]}
+        report = {
+            "gpus": [] if given.cpu else cards,
+            "parts": [asdict(verdict) for verdict in verdicts],
+        }
         given.json.write_text(json.dumps(report, indent=2) + "\n")
     return int(any(verdict.verdict == "failed" for verdict in verdicts))
+
+
+def _needs(part: Part) -> str:
+    least = f"{part.gpus} GPU{'s' if part.gpus > 1 else ''}"
+    return ", ".join((least + (" or --cpu" if part.can_use_cpus else ""), *part.packages))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("ray", reason="the cluster needs the package ray")
+import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
 from cluster_worlds import (
     BreakingFactory,
@@ -38,9 +40,11 @@ from sortedrl.cluster.placement import (
     BundlePlacement,
     Claim,
     blueprint,
+    device_of_gpu,
     free_resources,
     refuse_too_small,
 )
+from sortedrl.cluster.remote_engine import BESIDE, once_ready
 from sortedrl.cluster.weight_transport import LocalSource
 from sortedrl.cluster.worker import LogFolder, _children, kill_children
 from sortedrl.cluster.worker_pool import WorkerPool
@@ -595,6 +599,43 @@ def test_the_gpu_of_a_trainer_in_the_controllers_process_is_reserved_on_its_mach
     assert blueprint(Cluster(rollout_workers=2, gpus_per_worker=1)).controller is None
 
 
+def test_a_ray_of_our_own_is_started_again_where_its_processes_start_slowly(monkeypatch):
+    from sortedrl.cluster import connection
+
+    tries = []
+
+    def init(**given):
+        tries.append(given["address"])
+        if len(tries) % 3:
+            # Ray raises no other type than this one.
+            raise Exception("The current node timed out during startup.")
+        return "a context"
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    assert connection._own(TWO) == "a context"
+    assert tries == ["local"] * 3
+    hasty = Cluster(**fields(TWO) | {"start_seconds": 1e-9})
+    with pytest.raises(EngineError, match=r"Ray must start .* raise cluster\.start_seconds"):
+        connection._own(hasty)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "device"),
+    [(None, "3", "cuda:3"), ("2,3", "3", "cuda:1"), ("GPU-a, GPU-b", "GPU-b", "cuda:1")],
+)
+def test_the_reserved_gpu_is_found_among_those_that_the_controller_sees(
+    monkeypatch, visible, gpu, device
+):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(EngineError, match=f"CUDA_VISIBLE_DEVICES is '{visible}'"):
+            device_of_gpu("7")
+    assert device_of_gpu(gpu) == device
+
+
 @pytest.mark.parametrize(("workers", "parallel"), [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_eight_colocated_ranks_have_a_gpu_each_and_the_workers_share_them(workers, parallel):
     cluster = Cluster(
@@ -704,9 +745,62 @@ def test_a_join_that_fails_gives_its_resources_back_and_is_asked_for_less_and_le
     assert pool.warnings == ["it does not start"]
 
 
+def test_a_lost_worker_that_cannot_be_replaced_is_tried_less_and_less_often(open_pool, monkeypatch):
+    pool, asked = open_pool(simulated(), TWO), []
+    lost = pool._places[1]
+    kill(pool.workers[1])
+
+    def refuse(place, weights):
+        if place is lost:  # not a place elsewhere
+            asked.append(weights.version)
+        raise EngineError("it does not start")
+
+    monkeypatch.setattr(pool, "_join", refuse)
+    for version in range(1, 15):
+        pool.load_weights(Weights(version))
+    assert asked == [1, 4, 9]
+    assert pool.slots == 4
+    assert "it does not start" in pool.warnings
+
+
 def test_a_worker_that_starts_slowly_is_waited_for_while_it_makes_progress(open_pool):
     brief = Cluster(**fields(TWO) | {"rollout_workers": 1, "start_seconds": 15})
     pool = open_pool(SlowFactory(seconds=24, is_busy=True), brief)
     assert pool.slots == 4
     with pytest.raises(EngineError, match=r"rollout worker 0 did not start: .*timed out"):
         open_pool(SlowFactory(seconds=300, is_busy=False), brief)
+
+
+class Starting:
+    """An actor that starts, and uses the CPU or does not."""
+
+    def __init__(self, *, is_busy):
+        self.is_busy = is_busy
+
+    def cpu_seconds(self):
+        return time.monotonic() if self.is_busy else 0.0
+
+    def start(self, seconds):
+        time.sleep(seconds)
+
+    def fail(self):
+        raise ValueError("there is no model")
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_who_waits_for_a_rank_that_makes_progress_is_waited_for_and_a_failure_is_told_at_once():
+    made = ray.remote(concurrency_groups={BESIDE: 1})(Starting).options(num_cpus=0)
+    loading, waiting = made.remote(is_busy=True), made.remote(is_busy=False)
+    try:
+        ray.get([rank.cpu_seconds.remote() for rank in (loading, waiting)])
+        asked = [loading.start.remote(5), waiting.start.remote(5)]
+        once_ready(asked, [loading, waiting], quiet_seconds=2)
+        never = waiting.start.remote(3600)
+        with pytest.raises(GetTimeoutError, match="no progress for 2 s"):
+            once_ready([never], [waiting], quiet_seconds=2)
+        with pytest.raises(ValueError, match="there is no model"):
+            once_ready([never, loading.fail.remote()], [waiting, loading], quiet_seconds=3600)
+        assert not ray.wait([never], timeout=0)[0]
+    finally:
+        ray.kill(loading)
+        ray.kill(waiting)

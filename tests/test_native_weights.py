@@ -1,5 +1,7 @@
 """Weights on their way into the engine: all of them or none."""
 
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,9 +14,10 @@ from native_worlds import (
     tiny_model,
     trained_a_little,
 )
+from sortedrl.cluster.weight_transport import ReceivedWeights, TransportFailed
 from sortedrl.engines.native import NativeEngine
 from sortedrl.engines.native.hf_model import copy_weights
-from sortedrl.errors import DataError, ModelError
+from sortedrl.errors import DataError, EngineError, ModelError
 from sortedrl.models.loading import read_safetensors
 from sortedrl.types import Weights
 
@@ -113,6 +116,58 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(change, message)
         done += step.finished
     done.sort(key=lambda t: t.key)
     assert list(map(answer, done)) == list(map(answer, undisturbed))
+
+
+def arriving(model, *, names=None, breaks=False):
+    """Weights in buckets of one; whoever keeps a tensor is found out by the next but one."""
+
+    def buckets():
+        alive = weakref.WeakSet()
+        for name, tensor in model.state_dict().items():
+            if names is not None and name not in names:
+                continue
+            assert len(alive) <= 1, "an engine has room for one more model, or for one tensor"
+            bucket = {name: tensor.clone()}
+            alive.add(bucket[name])
+            yield bucket
+        if breaks:
+            raise TransportFailed("the sender is gone")
+
+    return ReceivedWeights(buckets())
+
+
+def test_weights_that_arrive_are_copied_one_by_one_and_never_kept_together():
+    theirs = tiny_model(seed=1)
+    engine = NativeEngine(tiny_model(), slots=4, max_tokens=12)
+    engine.load_weights(Weights(1, arriving(theirs)))
+    expected = roll_out(NativeEngine(theirs, slots=4, max_tokens=12), fresh_all((3, 9, 20)))
+    assert list(map(answer, roll_out(engine, fresh_all((3, 9, 20))))) == list(map(answer, expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"breaks": True}, TransportFailed),
+        ({"names": {"lm_head.weight"}}, ModelError),
+    ],
+    ids=["broken off", "incomplete"],
+)
+def test_an_engine_with_some_of_its_new_weights_loses_no_answer_and_writes_none(given, error):
+    theirs, work = tiny_model(seed=1), fresh_all((3, 9, 20))
+    engine = NativeEngine(tiny_model(), slots=2, max_tokens=12)
+    engine.submit(work, tolerance=None)
+    done = [*engine.step().finished, *engine.step().finished]
+    with pytest.raises(error):
+        engine.load_weights(Weights(1, arriving(theirs, **given)))
+    assert engine.version == 0
+    with pytest.raises(EngineError, match="only some of its new weights"):
+        engine.step()
+    stopped = engine.interrupt()
+    assert sorted(t.key for t in (*done, *stopped)) == [t.key for t in work]
+    assert any(t.num_tokens for t in stopped)
+    engine.load_weights(Weights(1, arriving(theirs)))
+    expected = roll_out(NativeEngine(theirs, slots=2, max_tokens=12), work)
+    assert list(map(answer, roll_out(engine, work))) == list(map(answer, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -184,10 +184,24 @@ def test_the_caches_of_all_engines_hold_as_many_tokens_as_there_is_room_for():
 def test_what_takes_turns_on_a_gpu_does_not_add_up(demand, cluster):
     plan = planned(replace(demand, cluster=cluster))
     parts = plan.parts
-    kept = 0 if demand.has_engine_copy else parts.engine
+    kept, ranks = 0 if demand.has_engine_copy else parts.engine, cluster.trainer_ranks
     assert plan.update_bytes == parts.trainer + kept
-    assert plan.rollout_bytes == parts.held + parts.engine + parts.rollout + parts.cache
+    models = parts.weights + parts.reference
+    if demand.has_critic:
+        critic = demand.shape.parameters * demand.number_bytes + 4 * (demand.shape.hidden + 1)
+        models += -(-critic // ranks)
+    assert plan.models_bytes == models <= parts.held, "masters, moments and gradients are away"
+    assert plan.rollout_bytes == models + parts.engine + parts.rollout + parts.cache
     assert plan.total == max(plan.update_bytes, plan.rollout_bytes) <= parts.total
+
+
+def test_what_ranks_in_turns_keep_in_main_memory_is_all_that_an_optimiser_keeps():
+    for state, own in (("fp32", 4 + 8), ("8bit", 4 + 2 * (1 + 4 / 256)), ("offload", 4 + 8)):
+        demand = replace(MATHS, shape=LLAMA, has_critic=False, optimiser_state=state)
+        assert planned(demand).host_bytes == int(LLAMA.parameters * own)
+        separated = Cluster(rollout_workers=8, gpus_per_worker=1, trainer_ranks=8)
+        apart = planned(replace(demand, cluster=separated)).host_bytes
+        assert apart == (planned(demand).host_bytes if state == "offload" else 0)
 
 
 def test_what_does_not_fit_on_eight_fits_offloaded_or_on_more():

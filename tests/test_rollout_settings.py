@@ -142,15 +142,18 @@ SHARDED = Cluster(
     "cluster", [COLOCATED, SEPARATED, SHARDED], ids=["turns", "own", "sharded"]
 )
 @pytest.mark.parametrize("slots", [8, 4096])
-def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, slots):
+@pytest.mark.parametrize("engine", ["vllm", "native"])
+def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, slots, engine):
     from sortedrl.runs import build_engine
     from sortedrl.runs.plan.dry_run import Expected, planned_run, run_memory
 
     model = "meta-llama/Llama-3.1-8B"
+    if engine == "native" and cluster.tensor_parallel > 1:
+        return
     whole = TrainSettings(
         model=model,
         cluster=cluster,
-        rollout=Rollout(engine="vllm"),
+        rollout=Rollout(engine=engine),
         schedule=Schedule(mode="partial"),
         engine=EngineSettings(slots=slots, max_tokens=4096),
         passes=PassSettings(gradient_checkpointing=True),
@@ -171,16 +174,20 @@ def test_a_worker_takes_the_cache_that_the_dry_run_names(monkeypatch, cluster, s
         prompts=(),
         version=0,
     )
-    total = plan.device_bytes
-    monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, int(0.98 * total)))
-    found = build_engine.engine_cache_bytes(world)
-    assert found == pytest.approx(plan.memory.cache_bytes(total), rel=0.05)
-    assert found > 0
-    other = int(0.3 * total)
-    monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, other))
-    assert build_engine.engine_cache_bytes(world) <= max(
-        other, plan.memory.demand.least_cache_bytes
-    )
+    total, settings = plan.device_bytes, build_engine.GenerationSettings.of(whole)
+
+    def found(free):
+        monkeypatch.setattr(build_engine, "device_memory", lambda device: (total, int(free)))
+        if engine == "native":
+            return build_engine._native_cache_bytes(settings, world)
+        return build_engine.outside_cache_bytes(settings, world)
+
+    # The native engine asks with its weights on the card, vLLM before.
+    weights = world.demand.engine_bytes if engine == "native" else 0
+    cache = found(0.98 * total - weights)
+    assert cache == pytest.approx(plan.memory.cache_bytes(total), rel=0.05)
+    assert cache > 0
+    assert found(0.3 * total) <= max(0.3 * total, plan.memory.demand.least_cache_bytes)
 
 
 @pytest.mark.parametrize("block_tokens", [None, 16, 128])
@@ -210,3 +217,47 @@ def test_the_cache_of_an_outside_engine_holds_a_conversation_with_all_its_replie
     block = block_tokens or 32
     blocks = room // (block * world.demand.cache_token_bytes)
     assert (blocks - 1) * block >= world.context(settings) == 256 + 64 + 16 * 512
+
+
+def test_the_trainer_scores_the_trial_before_engines_take_the_rest_of_its_gpus(
+    monkeypatch, tmp_path
+):
+    from sortedrl.runs import build_cluster
+
+    calls = []
+
+    class Pool:
+        version = 0
+
+        def __init__(self, *_, **__):
+            calls.append("engines start")
+
+        def load_weights(self, weights):
+            calls.append(f"weights {weights.version}")
+
+        def scores(self, rows):
+            calls.append(f"{len(rows)} rows compared")
+            return {}
+
+    class Trainer:
+        version = 2
+
+        def logprobs(self, rows):
+            calls.append("trainer scores")
+            return [[0.0]] * len(rows)
+
+        def weights(self):
+            return Weights(2)
+
+    monkeypatch.setattr(build_cluster, "WorkerPool", Pool)
+    monkeypatch.setattr(Pool, "close", lambda self: None, raising=False)
+    settings = TrainSettings(
+        model="tiny",
+        out=tmp_path,
+        cluster=Cluster(kind="colocated", rollout_workers=1, gpus_per_worker=1, trainer_ranks=1),
+        rollout=Rollout(engine="vllm"),
+        schedule=Schedule(mode="partial"),
+    )
+    cluster = build_cluster.RunningCluster(settings, None, tell=print)
+    cluster.engine(Trainer(), longest_prompt=8, tried=[[1, 2, 3], [4, 5]])
+    assert calls == ["trainer scores", "engines start", "weights 2", "2 rows compared"]

@@ -20,6 +20,7 @@ NO_SPECIAL_TOKENS: dict[str, Any] = {
     "pad_token_id": None,
     "tie_word_embeddings": True,
 }
+_UNTIED = NO_SPECIAL_TOKENS | {"tie_word_embeddings": False}
 
 SHAPES: dict[str, LlamaConfig | Qwen2Config] = {
     "llama-5m": LlamaConfig(
@@ -61,6 +62,26 @@ SHAPES: dict[str, LlamaConfig | Qwen2Config] = {
         vocab_size=151936,
         max_position_embeddings=32768,
         **NO_SPECIAL_TOKENS,
+    ),
+    "llama-8b": LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        **_UNTIED,
+    ),
+    "qwen2.5-32b": Qwen2Config(
+        hidden_size=5120,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=27648,
+        vocab_size=152064,
+        max_position_embeddings=131072,
+        **_UNTIED,
     ),
 }
 

@@ -9,8 +9,17 @@ from typing import Literal
 
 import tyro
 
-PeerName = Literal["native", "generate", "generate_batch", "vllm", "vllm-compile"]
-PresetName = Literal["cpu", "h200-small", "h200-tail", "h200-qwen"]
+PeerName = Literal["native", "generate", "generate_batch", "vllm", "vllm-compile", "vllm-invariant"]
+PresetName = Literal[
+    "cpu",
+    "h200-small",
+    "h200-tail",
+    "h200-qwen",
+    "h200-8b",
+    "h200-8b-64",
+    "h200-8b-256",
+    "h200-32b",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +30,7 @@ class Settings:
     """The settings that the other flags change."""
     model: str = "llama-5m"
     """A Hugging Face folder, or a shape with random weights: llama-5m, llama-88m, smollm2-135m,
-    qwen2.5-1.5b."""
+    qwen2.5-1.5b, llama-8b, qwen2.5-32b."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights and cache are stored in."""
     device: str = "cpu"
@@ -41,7 +50,8 @@ class Settings:
     seed: int = 0
     """Of weights, prompts, lengths and sampling."""
     peers: tuple[PeerName, ...] = ("native", "generate", "generate_batch", "vllm")
-    """The engines. vllm has full decode graphs on a GPU, vllm-compile its own defaults."""
+    """The engines. vllm has full decode graphs on a GPU, vllm-compile its own defaults,
+    vllm-invariant its batch-invariant mode, always in a process of its own."""
     repeats: int = 3
     """Timed runs of each engine."""
     threads: int | None = 1
@@ -61,7 +71,7 @@ class Settings:
     @property
     def with_vllm(self) -> bool:
         """Whether vLLM is among the peers."""
-        return "vllm" in self.peers or "vllm-compile" in self.peers
+        return any(name.startswith("vllm") for name in self.peers)
 
 
 _H200 = Settings(
@@ -79,11 +89,32 @@ _H200 = Settings(
     threads=None,
 )
 
+_8B = replace(
+    _H200,
+    preset="h200-8b",
+    model="llama-8b",
+    slots=128,
+    workload="fixed:1024",
+    peers=("native", "vllm", "vllm-compile", "vllm-invariant"),
+)
+
 PRESETS: dict[PresetName, Settings] = {
     "cpu": Settings(),
     "h200-small": _H200,
     "h200-tail": replace(_H200, preset="h200-tail", workload="long-tail", requests=512),
     "h200-qwen": replace(_H200, preset="h200-qwen", model="qwen2.5-1.5b", workload="fixed:2048"),
+    "h200-8b": _8B,
+    "h200-8b-64": replace(_8B, preset="h200-8b-64", slots=64),
+    "h200-8b-256": replace(_8B, preset="h200-8b-256", slots=256, workload="fixed:512"),
+    # Two copies of the weights do not fit on one card.
+    "h200-32b": replace(
+        _8B,
+        preset="h200-32b",
+        model="qwen2.5-32b",
+        slots=64,
+        workload="fixed:256",
+        peers=("native",),
+    ),
 }
 
 

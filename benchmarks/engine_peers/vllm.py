@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from engine_peers.peer import Sample, Workload, check_lengths, clock, free_memory
 
-VllmName = Literal["vllm", "vllm-compile"]
+VllmName = Literal["vllm", "vllm-compile", "vllm-invariant"]
 
 
 class Vllm:
@@ -35,6 +35,7 @@ class Vllm:
         only_graphs = on_gpu and name == "vllm"
         self.note = f"vLLM {vllm.__version__}, log-probabilities included"
         self.note += ", full decode graphs, no torch.compile" if only_graphs else ""
+        self.note += ", batch-invariant" if name == "vllm-invariant" else ""
         self._workload = workload
         self._params: Any = vllm.SamplingParams
         self._llm: Any = vllm.LLM(
@@ -101,7 +102,7 @@ class Remote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=_worker_environment(python, workload),
+            env=_worker_environment(name, python, workload),
         )
         self.note = str(self._ask({"folder": str(folder), "workload": asdict(workload)})["note"])
 
@@ -150,8 +151,11 @@ def serve(name: VllmName) -> None:
         answers.flush()
 
 
-def _worker_environment(python: Path, workload: Workload) -> dict[str, str]:
+def _worker_environment(name: VllmName, python: Path, workload: Workload) -> dict[str, str]:
     environment = dict(os.environ)
+    if name == "vllm-invariant":
+        # It replaces operations of torch in the whole process.
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     if not workload.device.startswith("cuda"):
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from time import monotonic
 from typing import Any
 
 from sortedrl.cluster.placement import blueprint, living_nodes
@@ -23,6 +24,8 @@ _NAMESPACE = "sortedrl"
 _REACH_SECONDS = 10.0
 # Ray's own minute is for a head that may come back; that of our own Ray does not.
 _HEAD_SECONDS = 20
+# Ray waits half a minute for its own processes; on a busy machine that is too short.
+_SLOW_START = "timed out during startup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +88,27 @@ def _own(cluster: Cluster) -> Any:  # noqa: ANN401  Ray's context has no public 
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_HEAD_SECONDS))
     asked = int(blueprint(cluster).total.get("CPU", 0))
     store = cluster.object_store_gib
-    return ray.init(
-        address="local",
-        namespace=_NAMESPACE,
-        num_cpus=max(os.cpu_count() or 1, asked),
-        include_dashboard=None if cluster.dashboard else False,
-        object_store_memory=None if store is None else int(store * _GIB),
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    until = monotonic() + cluster.start_seconds
+    while True:
+        try:
+            return ray.init(
+                address="local",
+                namespace=_NAMESPACE,
+                num_cpus=max(os.cpu_count() or 1, asked),
+                include_dashboard=None if cluster.dashboard else False,
+                object_store_memory=None if store is None else int(store * _GIB),
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        except Exception as error:  # Ray has no type for it
+            if _SLOW_START not in str(error):
+                raise
+            ray.shutdown()
+            if monotonic() >= until:
+                raise EngineError(
+                    f"Ray must start on this machine within {cluster.start_seconds:g} s, but its "
+                    "own processes did not; stop other programs, or raise cluster.start_seconds"
+                ) from error
 
 
 def _running(address: str) -> Any:  # noqa: ANN401

@@ -6,6 +6,7 @@ the living nodes have and what is free on them is read here too.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -249,6 +250,20 @@ def reserved_gpu(placement: BundlePlacement) -> Iterator[str | None]:
         yield gpus[0]
     finally:
         ray.kill(holder)
+
+
+def device_of_gpu(gpu: str) -> str:
+    """A GPU by the name that Ray has for it, as torch counts those that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return f"cuda:{gpu}"
+    names = [name.strip() for name in visible.split(",")]
+    if gpu not in names:
+        raise EngineError(
+            f"GPU {gpu}, which Ray has reserved for the trainer, must be visible to this process, "
+            f"but CUDA_VISIBLE_DEVICES is {visible!r}; start Ray and the run with the same value"
+        )
+    return f"cuda:{names.index(gpu)}"
 
 
 class _GpuHolder:

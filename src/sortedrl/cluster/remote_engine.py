@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import (
@@ -29,12 +30,18 @@ from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineError, EngineLost
 from sortedrl.types import Step, Trajectory, Weights
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 Actor = Any
 """A handle of an actor: its methods are those of `RolloutWorker`, called in Ray's way."""
 BESIDE = "beside"
 """The concurrency group of a worker that answers while another call runs."""
+LOOK_SECONDS = 0.5
 _CLOSE_SECONDS = 20.0
 _ABANDON_SECONDS = 5.0
+# Ray's own threads in a process that hangs use far less of the CPU.
+_PROGRESS_SHARE = 0.02
 
 
 class RemoteEngine:
@@ -162,6 +169,32 @@ class RemoteEngine:
     def _see(self) -> str:
         log: Path | None = self.info.log
         return "" if log is None else f"; its log is {log} on {self.info.host}"
+
+
+def once_ready(
+    asked: Sequence[ObjectRef[Any]], actors: Sequence[Actor], *, quiet_seconds: float
+) -> list[Any]:
+    """What actors say once they are ready, however long that takes while they make progress.
+
+    Raises what the first of them raises, and `GetTimeoutError` if all of them and their children
+    have hardly used the CPU for `quiet_seconds`: on a busy machine, loading a model takes many
+    times as long as on an idle one, and an actor may have to wait for another.
+    """
+    until, used = monotonic() + quiet_seconds, 0.0
+    waiting = list(asked)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS)
+        ray.get(ready)
+        if ready:
+            continue
+        with suppress(GetTimeoutError):
+            calls = [a.cpu_seconds.options(concurrency_group=BESIDE).remote() for a in actors]
+            now = sum(ray.get(calls, timeout=LOOK_SECONDS))
+            if now - used >= _PROGRESS_SHARE * quiet_seconds:
+                until, used = monotonic() + quiet_seconds, now
+        if monotonic() >= until:
+            raise GetTimeoutError(f"timed out, no progress for {quiet_seconds:g} s")
+    return list(ray.get(list(asked)))
 
 
 def end_worker(actor: Actor) -> None:

@@ -24,6 +24,7 @@ from torch import OutOfMemoryError
 
 from sortedrl.cluster.broadcast import BroadcastSender
 from sortedrl.cluster.placement import BundlePlacement, Claim, own_place
+from sortedrl.cluster.remote_engine import BESIDE, Actor, once_ready
 from sortedrl.cluster.weight_transport import (
     BROADCAST_BYTES,
     OBJECT_BYTES,
@@ -31,7 +32,7 @@ from sortedrl.cluster.weight_transport import (
     put_objects,
     write_weights,
 )
-from sortedrl.cluster.worker import LogFolder, WorkerLog, show_gpus
+from sortedrl.cluster.worker import LogFolder, WorkerLog, cpu_seconds_of, show_gpus
 from sortedrl.config.cluster import CheckpointKind, Cluster
 from sortedrl.errors import (
     CheckpointError,
@@ -85,7 +86,7 @@ class Outcome:
 
 
 class TrainerRank:
-    """One rank, in a process of its own."""
+    """One rank, in a process of its own. Only `cpu_seconds` may be called beside another call."""
 
     def __init__(self, name: str, *, has_gpu: bool, logs: LogFolder | None) -> None:
         """A rank without a process group yet, so that an error in forming it can be reported."""
@@ -96,6 +97,10 @@ class TrainerRank:
     def place(self) -> tuple[str, int]:
         """An address of this machine that others reach, and a port that is free now."""
         return own_place()
+
+    def cpu_seconds(self) -> float:
+        """Seconds of CPU that the rank has used, to see whether it makes progress."""
+        return cpu_seconds_of(os.getpid())
 
     def open(
         self,
@@ -109,7 +114,7 @@ class TrainerRank:
     ) -> RankInfo:
         """Form the process group at this address, and make the trainer.
 
-        A colocated rank releases the memory of its optimisers between two updates.
+        A colocated rank has no memory for its optimisers but during updates.
         """
         import ray
         import torch
@@ -126,6 +131,7 @@ class TrainerRank:
         self._trainer = factory.trainer(ranks)
         self._is_colocated = is_colocated
         self._sender = BroadcastSender(str(ranks.device))
+        self._rest()
         return RankInfo(
             device=torch.cuda.get_device_name(0) if has_gpu else "cpu",
             host=socket.gethostname(),
@@ -137,7 +143,9 @@ class TrainerRank:
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The log-probabilities of the tokens of answers at temperature 1."""
-        return self._trainer.logprobs(trajectories)
+        found = self._trainer.logprobs(trajectories)
+        self._rest()
+        return found
 
     def update(self, batch: TrainBatch) -> Outcome:
         """Make one policy update."""
@@ -201,6 +209,10 @@ class TrainerRank:
         """The optimisers have their memory meanwhile."""
         self._trainer.onload()
         yield
+        self._rest()
+
+    def _rest(self) -> None:
+        """Leave the GPU to the engines that share it."""
         if self._is_colocated:
             self._trainer.offload()
 
@@ -212,8 +224,6 @@ class TrainerRank:
         return Outcome(version=trainer.version, last=dict(trainer.last), is_changed=is_changed)
 
 
-Actor = Any
-"""A handle of an actor: its methods are those of `TrainerRank`, called in Ray's way."""
 _CLOSE_SECONDS = 20.0
 # While one rank writes a checkpoint the others wait. That a rank is gone Ray says much sooner.
 _COLLECTIVE_SECONDS = 1800.0
@@ -365,7 +375,8 @@ class RemoteTrainer:
     def _opened(self, factory: TrainerFactory) -> list[RankInfo]:
         seconds = self._cluster.start_seconds
         try:
-            host, port = ray.get(self._ranks[0].place.remote(), timeout=seconds)
+            placed = [self._ranks[0].place.remote()]
+            ((host, port),) = once_ready(placed, self._ranks, quiet_seconds=seconds)
             opening = [
                 rank.open.remote(
                     factory,
@@ -377,7 +388,7 @@ class RemoteTrainer:
                 )
                 for number, rank in enumerate(self._ranks)
             ]
-            return list(ray.get(opening, timeout=seconds))
+            return once_ready(opening, self._ranks, quiet_seconds=seconds)
         except RayTaskError as error:
             if isinstance(error.cause, SortedRLError):
                 raise error.cause from error
@@ -386,9 +397,8 @@ class RemoteTrainer:
             ) from error
         except RayError as error:
             raise EngineError(
-                f"the trainer ranks did not start within {seconds:g} s: "
-                f"{str(error).partition(chr(10))[0]}; see sortedrl cluster check, or raise "
-                "cluster.start_seconds"
+                f"the trainer ranks did not start: {str(error).partition(chr(10))[0]}; see "
+                "sortedrl cluster check, or raise cluster.start_seconds"
             ) from error
 
     def _failure(self, asked: Sequence[ObjectRef[Any]], first: RayError) -> Exception:
@@ -480,7 +490,7 @@ def _started(claim: Claim, placement: BundlePlacement, *, name: str, logs: LogFo
     # Ray's types know the bare decorator only.
     remote: Any = ray.remote
     return (
-        remote(TrainerRank)
+        remote(concurrency_groups={BESIDE: 1})(TrainerRank)
         .options(
             num_cpus=claim.cpus,
             num_gpus=claim.gpus,

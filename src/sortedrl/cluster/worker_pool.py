@@ -9,8 +9,8 @@ again at the next sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -20,7 +20,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from sortedrl.cluster.placement import BundlePlacement, Claim, free_resources, joining
-from sortedrl.cluster.remote_engine import BESIDE, Actor, RemoteEngine, end_worker
+from sortedrl.cluster.remote_engine import (
+    BESIDE,
+    LOOK_SECONDS,
+    Actor,
+    RemoteEngine,
+    end_worker,
+    once_ready,
+)
 from sortedrl.cluster.weight_sync import SyncReport, WeightSync, transports_from
 from sortedrl.cluster.weight_transport import WeightSource
 from sortedrl.cluster.worker import EngineFactory, LogFolder, Merge, RolloutWorker, WorkerInfo
@@ -39,9 +46,6 @@ if TYPE_CHECKING:
 _POOL_TIMEOUT_FACTOR = 1.25
 # The run waits meanwhile.
 _JOIN_SECONDS = 30.0
-_LOOK_SECONDS = 0.5
-# Ray's own threads in a worker that hangs use far less of the CPU.
-_PROGRESS_SHARE = 0.02
 # What is free may be in pieces on several machines, none of which has room for a worker.
 _GROW_SECONDS = 10.0
 _MOST_SKIPPED_SYNCS = 64
@@ -62,6 +66,38 @@ class _Starting:
     number: int
     actor: Actor
     info: ObjectRef[WorkerInfo]
+
+
+class _NodeGone(EngineError):
+    """A bundle has no node, which is known at once."""
+
+
+@dataclass(slots=True)
+class _Backoff:
+    """Where a worker does not start, which takes a while, it is tried less and less often."""
+
+    num_refusals: int = 0
+    syncs_to_skip: int = 0
+
+    def is_due(self) -> bool:
+        """Whether to try at this sync."""
+        if self.syncs_to_skip:
+            self.syncs_to_skip -= 1
+            return False
+        return True
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Count whether a worker starts inside the block."""
+        try:
+            yield
+        except _NodeGone:
+            raise
+        except EngineError:
+            self.num_refusals += 1
+            self.syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self.num_refusals)
+            raise
+        self.num_refusals = 0
 
 
 class WorkerPool:
@@ -110,7 +146,7 @@ class WorkerPool:
         """Workers that were lost, and replaced."""
         self._own_placements: list[BundlePlacement] = []
         self._complaint: str | None = None
-        self._num_refusals = self._syncs_to_skip = 0
+        self._mending, self._growing = _Backoff(), _Backoff()
         self._needs_weights = False
         self._gpus_of_bundle = gpus_of_bundle or {}
         with ExitStack() as opened:
@@ -180,13 +216,8 @@ class WorkerPool:
         self._pool.load_weights(weights)
         known = len(self.workers)
         try:
-            for worker in self.lost:
-                _require_node(self._places[worker.number].placement)
-                self._join(self._places[worker.number], weights)
-                self._replaced.add(worker.number)
-            if self._syncs_to_skip:
-                self._syncs_to_skip -= 1
-            else:
+            self._replace_lost(weights)
+            if self._growing.is_due():
                 self._grow(weights)
                 self._complaint = None
         except EngineError as error:
@@ -228,16 +259,22 @@ class WorkerPool:
             while self._own_placements:
                 self._own_placements.pop().remove()
 
+    def _replace_lost(self, weights: Weights) -> None:
+        """Start a worker in the bundle of each that was lost."""
+        is_due = not self.lost or self._mending.is_due()
+        for worker in self.lost:
+            place = self._places[worker.number]
+            _require_node(place.placement)
+            if is_due:
+                with self._mending.tried():
+                    self._join(place, weights)
+                self._replaced.add(worker.number)
+
     def _grow(self, weights: Weights) -> None:
-        """Add workers while there is room; where one fits nowhere, ask less and less often."""
+        """Add workers while there is room."""
         while self._may_grow:
-            try:
+            with self._growing.tried():
                 self._add(weights)
-            except EngineError:
-                self._num_refusals += 1
-                self._syncs_to_skip = min(_MOST_SKIPPED_SYNCS, 2**self._num_refusals)
-                raise
-            self._num_refusals = 0
 
     @property
     def _may_grow(self) -> bool:
@@ -307,7 +344,7 @@ class WorkerPool:
     def _engine(self, starting: _Starting) -> RemoteEngine:
         quiet_seconds = self._cluster.start_seconds
         try:
-            info = _opened(starting, quiet_seconds=quiet_seconds)
+            (info,) = once_ready([starting.info], [starting.actor], quiet_seconds=quiet_seconds)
         except RayTaskError as error:
             raise EngineError(
                 f"rollout worker {starting.number} could not create its engine: {error.cause}"
@@ -334,30 +371,10 @@ class WorkerPool:
         return f"; its log is {_name(number)}.log in {self._logs.folder}"
 
 
-def _opened(starting: _Starting, *, quiet_seconds: float) -> WorkerInfo:
-    """What a worker says once it has its engine, however long that takes while it makes progress.
-
-    Raises `GetTimeoutError` if it and its children have hardly used the CPU for `quiet_seconds`: on
-    a busy machine, loading a model takes many times as long as on an idle one.
-    """
-    until, used = monotonic() + quiet_seconds, 0.0
-    while True:
-        try:
-            return ray.get(starting.info, timeout=_LOOK_SECONDS)
-        except GetTimeoutError:
-            with suppress(GetTimeoutError):
-                call = starting.actor.cpu_seconds.options(concurrency_group=BESIDE).remote()
-                now = ray.get(call, timeout=_LOOK_SECONDS)
-                if now - used >= _PROGRESS_SHARE * quiet_seconds:
-                    until, used = monotonic() + quiet_seconds, now
-            if monotonic() >= until:
-                raise
-
-
 def _require_node(placement: BundlePlacement) -> None:
     """Refuse to wait for a bundle that has no node any more."""
     if not placement.is_whole:
-        raise EngineError(
+        raise _NodeGone(
             "a rollout worker that was lost cannot be replaced now: its machine is gone, and no "
             "other has room; the run continues with the workers it has, and a machine that joins "
             "the cluster is used from the next weight sync on"
@@ -371,7 +388,7 @@ def _require_placed(starting: _Starting, placement: BundlePlacement) -> None:
     reason = "it does not start"
     while monotonic() < until:
         try:
-            ray.get(ready, timeout=_LOOK_SECONDS)
+            ray.get(ready, timeout=LOOK_SECONDS)
         except GetTimeoutError:
             _require_node(placement)
         except RayError as error:

@@ -21,6 +21,7 @@ from sortedrl.cluster.placement import (
     BundlePlacement,
     blueprint,
     controller_node,
+    device_of_gpu,
     reserved_gpu,
 )
 from sortedrl.cluster.remote_trainer import RankSource, RemoteTrainer
@@ -187,13 +188,14 @@ class RunningCluster:
         tell: Tell,
     ) -> None:
         """Nothing is started yet; `gpu` is that of a trainer in the controller's process."""
-        self.trainer_device = settings.device if gpu is None else settings.device or f"cuda:{gpu}"
+        self.trainer_device = settings.device
+        if gpu is not None and settings.device is None:
+            self.trainer_device = device_of_gpu(gpu)
         self._sync_metrics = SyncMetrics()
         self._settings = _from_anywhere(settings)
         self._placement = placement
         self._tell = tell
         self._trainer: RemoteTrainer | None = None
-        self._engine: WorkerPool | None = None
 
     @property
     def _cluster(self) -> Cluster:
@@ -225,16 +227,28 @@ class RunningCluster:
         )
         return self._trainer
 
-    def check_agreement(self, trainer: RunTrainer, *, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse workers whose vLLM or SGLang computes other log-probabilities than the trainer."""
-        assert self._engine is not None, "the engine is there"
-        if not self._settings.rollout.is_outside:
-            return
-        rows = [trial_row(prompt, number) for number, prompt in enumerate(prompts)]
-        refuse_other_scores(self._engine, rows, trainer.logprobs(rows))
+    def engine(
+        self, trainer: RunTrainer, *, longest_prompt: int, tried: Sequence[Sequence[int]]
+    ) -> WorkerPool:
+        """The engine over the rollout workers, with the weights of the trainer.
 
-    def engine(self, *, longest_prompt: int) -> WorkerPool:
-        """The engine over the rollout workers."""
+        Workers whose vLLM or SGLang computes other log-probabilities of some prompts than the
+        trainer are refused.
+        """
+        rows = [trial_row(prompt, number) for number, prompt in enumerate(tried)]
+        # Before the engines take what is left of the GPUs that they share with ranks.
+        expected = trainer.logprobs(rows) if self._settings.rollout.is_outside else None
+        engine = self._started(longest_prompt=longest_prompt)
+        with ExitStack() as opened:
+            opened.callback(engine.close)
+            if engine.version != trainer.version:
+                engine.load_weights(trainer.weights())
+            if expected is not None:
+                refuse_other_scores(engine, rows, expected)
+            opened.pop_all()
+        return engine
+
+    def _started(self, *, longest_prompt: int) -> WorkerPool:
         settings, cluster = self._settings, self._cluster
         self._tell(f"starting the engines, rollout workers: {cluster.num_workers}")
         share = replace(settings.engine, slots=settings.engine.slots // cluster.num_workers)
@@ -252,7 +266,7 @@ class RunningCluster:
                 prompt_tokens=longest_prompt,
             ),
         )
-        self._engine = engine = WorkerPool(
+        engine = WorkerPool(
             cluster,
             factory,
             placement=self._placement,

@@ -303,16 +303,17 @@ def _model_of(settings: GenerationSettings, world: RolloutWorld) -> Iterator[str
         yield folder
 
 
-def engine_cache_bytes(world: RolloutWorld) -> int:
+def engine_cache_bytes(world: RolloutWorld, *, to_load: int) -> int:
     """The cache of one engine on each of its devices: what the plan of the run names.
 
-    Less only where other programs hold memory that the plan counts on.
+    Less only where other programs hold memory that the plan counts on. `to_load` are bytes of the
+    engine's own weights that are not on the device yet.
     """
     plan = world.plan
     total, free = device_memory(world.device)
     fits = plan.cache_bytes(total) // plan.demand.engines_per_device
     least = plan.demand.least_cache_bytes // plan.demand.engines_per_device
-    return max(least, min(fits, free - plan.demand.engine_bytes))
+    return max(least, min(fits, free - to_load))
 
 
 def outside_cache_bytes(
@@ -325,7 +326,8 @@ def outside_cache_bytes(
     """
     block = block_tokens if isinstance(block_tokens, int) else BLOCK_TOKENS
     least = (-(-world.context(settings) // block) + 1) * block
-    return max(engine_cache_bytes(world), least * world.demand.cache_token_bytes)
+    own = engine_cache_bytes(world, to_load=world.demand.engine_bytes)
+    return max(own, least * world.demand.cache_token_bytes)
 
 
 def _native_cache_bytes(settings: GenerationSettings, world: RolloutWorld) -> int | None:
@@ -334,7 +336,8 @@ def _native_cache_bytes(settings: GenerationSettings, world: RolloutWorld) -> in
         return int(settings.rollout.cache_gib * _GIB)
     if world.device.type != "cuda":
         return None
-    return engine_cache_bytes(world)
+    # Its model is there already, also that of a worker.
+    return engine_cache_bytes(world, to_load=0)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

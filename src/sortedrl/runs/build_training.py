@@ -184,11 +184,8 @@ def training_parts(
         trainer = _trainer(settings, num_rows=len(rows), saved=saved, cluster=cluster)
         opened.callback(trainer.close)
         if cluster is not None:
-            engine: RolloutEngine = cluster.engine(longest_prompt=longest)
+            engine: RolloutEngine = cluster.engine(trainer, longest_prompt=longest, tried=tried)
             opened.callback(engine.close)
-            if engine.version != trainer.version:
-                engine.load_weights(trainer.weights())
-            cluster.check_agreement(trainer, prompts=tried)
         else:
             assert isinstance(trainer, PolicyTrainer)
             # As it stood: weights newer than the engine's version are synced, and that is logged.

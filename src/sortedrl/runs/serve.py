@@ -133,7 +133,8 @@ def serve(
     _refuse_open_door(settings)
     with ExitStack() as stack:
         record = stack.enter_context(_log_file(settings.out, tell=tell))
-        stack.enter_context(threads(None, workers=0))
+        # Threads that answer HTTP need a core too.
+        stack.enter_context(threads(None, workers=1))
         tokenizer = tokenizer_of(model)
         tell(f"loading {one_line(model)}")
         loaded = _loaded(model, settings, tokenizer)

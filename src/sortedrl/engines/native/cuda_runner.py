@@ -251,10 +251,10 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle()
         hf_model.replaced = {hf_model.output_layer: fp32_logits(hf_model.output_layer)}
         if device.type == "cuda":
-            sizes = [size for size in _SIZES if size <= self._max_rows]
+            sizes = {*(size for size in _SIZES if size <= self._max_rows), self._max_rows}
             with no_split_k():
                 hf_model.replaced |= invariant_products(
-                    hf_model.model, hf_model.replaced, sizes=sizes
+                    hf_model.model, hf_model.replaced, sizes=sorted(sizes)
                 )
         self._fewest = self._measured_fewest()
         if is_compiled:

@@ -193,30 +193,43 @@ def refuse_other_logprobs(
 
 def checked_weights(model: nn.Module, tensors: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensor for each parameter of a model; raises `ModelError` if a name or shape differs."""
-    own = dict(model.named_parameters())
-    tied = model.state_dict().keys() - own.keys()
-    missing = sorted(own.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - own.keys() - tied)
-    if missing or unknown:
-        raise ModelError(
-            "the weights must be those of this model; "
-            f"missing: {', '.join(missing[:3]) or 'none'}; "
-            f"unknown: {', '.join(unknown[:3]) or 'none'}"
-        )
-    fitting = {}
-    for name, parameter in own.items():
-        tensor = tensors[name]
-        if not isinstance(tensor, Tensor) or tensor.shape != parameter.shape:
-            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            shape = tuple(parameter.shape)
-            raise ModelError(f"{name} must be a tensor of shape {shape}, got {got}")
-        fitting[name] = tensor
-    return fitting
+    return dict(_fitting(model, tensors))
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, object]) -> None:
-    """Copy named tensors into a model's parameters; nothing is copied unless all of them fit."""
-    fitting = checked_weights(model, tensors)
+    """Copy named tensors into a model's parameters; a dict is copied only if all of them fit.
+
+    Other mappings make or receive a tensor when it is asked for. Each is copied as it comes, so
+    that one at a time is in memory, and a failure leaves the model with some of them.
+    """
+    fitting = (
+        checked_weights(model, tensors).items()
+        if isinstance(tensors, dict)
+        else _fitting(model, tensors)
+    )
+    own = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(fitting[name])
+        for name, tensor in fitting:
+            own[name].copy_(tensor)
+
+
+def _fitting(model: nn.Module, tensors: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    own = dict(model.named_parameters())
+    tied = model.state_dict().keys() - own.keys()
+    missing, unknown = {*own}, []
+    for name, tensor in tensors.items():
+        if name not in own:
+            unknown += [] if name in tied else [name]
+            continue
+        shape = tuple(own[name].shape)
+        if not isinstance(tensor, Tensor) or tensor.shape != shape:
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ModelError(f"{name} must be a tensor of shape {shape}, got {got}")
+        missing.discard(name)
+        yield name, tensor
+    if missing or unknown:
+        raise ModelError(
+            "the weights must be those of this model; "
+            f"missing: {', '.join(sorted(missing)[:3]) or 'none'}; "
+            f"unknown: {', '.join(sorted(unknown)[:3]) or 'none'}"
+        )

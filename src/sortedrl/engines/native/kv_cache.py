@@ -13,6 +13,7 @@ without conversations are contiguous blocks preferred to the least recently free
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class BlockPool:
         self.num_usable = num_blocks - 1
         self.keeps_cached = False
         """Whether a cached block is allocated only when it is the least recently freed one."""
-        self._free: dict[int, None] = dict.fromkeys(range(PADDING_BLOCK + 1, num_blocks))
+        # Its first key is found at once; in a dict the places of removed ones are searched.
+        self._free = OrderedDict.fromkeys(range(PADDING_BLOCK + 1, num_blocks))
         self._ref_counts = [0] * num_blocks
         self._cached: dict[tuple[PrefixId, tuple[int, ...]], tuple[int, PrefixId]] = {}
         self._key_of: dict[int, tuple[PrefixId, tuple[int, ...]]] = {}

@@ -151,6 +151,8 @@ class NativeEngine:
         self._fault: Request | None = None
         self._is_asleep = False
         self._is_closed = False
+        self._is_mixed = False
+        """Whether a load that failed has left it with some of the new weights."""
         self._verify_model(model)
 
     @classmethod
@@ -243,29 +245,35 @@ class NativeEngine:
         """Use these weights from now on; with shared weights nothing is copied.
 
         Running requests are stopped and queued again: their cached tokens stand or are verified, as
-        they were submitted.
+        they were submitted. A dict of weights that do not fit is refused, and changes nothing.
+        Weights that arrive one by one may fail in the middle: then nothing is generated until all
+        of them have come.
         """
         self._require_open()
-        fitting = None
-        if weights.tensors is not None:
-            fitting = checked_weights(self._hf_model.model, weights.tensors)
+        model, tensors = self._hf_model.model, weights.tensors
+        if isinstance(tensors, dict):
+            tensors = checked_weights(model, tensors)
         stopped = [(request, request.result(self.version)) for request in self._stop()]
-        if fitting is not None:
-            copy_weights(self._hf_model.model, fitting)
-        self.version = weights.version
-        self._planner.pool.reset_prefix_cache()
-        self._runner.weights_changed()
-        self._enqueue(
-            [
-                self._request(
-                    replace(trajectory, finish_reason=None),
-                    max_tokens=request.max_tokens,
-                    tolerance=request.tolerance,
-                    sampling=request.sampling,
-                )
-                for request, trajectory in stopped
-            ]
-        )
+        try:
+            if tensors is not None:
+                self._is_mixed = True
+                copy_weights(model, tensors)
+                self._is_mixed = False
+            self.version = weights.version
+            self._runner.weights_changed()
+        finally:
+            self._planner.pool.reset_prefix_cache()
+            self._enqueue(
+                [
+                    self._request(
+                        replace(trajectory, finish_reason=None),
+                        max_tokens=request.max_tokens,
+                        tolerance=request.tolerance,
+                        sampling=request.sampling,
+                    )
+                    for request, trajectory in stopped
+                ]
+            )
 
     def score(
         self, trajectories: Sequence[Trajectory], *, sampling: Sampling | None = None
@@ -429,6 +437,11 @@ class NativeEngine:
 
     def _launch(self, plan: Plan) -> None:
         try:
+            if self._is_mixed:
+                raise EngineError(
+                    f"{self.name} has only some of its new weights, because loading them failed; "
+                    "load all of them before it generates"
+                )
             ticket = self._runner.launch(plan)
         except BaseException:
             self._withdraw(plan)

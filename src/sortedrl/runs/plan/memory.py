@@ -6,9 +6,10 @@ larger one counts. The parts add up to the total.
 
 Trainer ranks each hold an even share of what the trainer holds, and gather the layers of a pass as
 they are needed. Colocated, the engine sleeps during an update: vLLM and SGLang drop their weights
-and their cache, the native engine its cache. What the trainer needs for its passes and what the
-engine needs do not add up then, and the larger of the two decides. Separated, some devices hold the
-trainer and others the engines, and again the larger one decides.
+and their cache, the native engine its cache. While the engine writes, the ranks keep their models
+alone: masters and moments rest in main memory, and there are no gradients. So an update and a
+rollout do not add up, and the larger of the two decides. Separated, some devices hold the trainer
+and others the engines, and again the larger one decides.
 
 Per trained parameter: 4 bytes of gradient and 8 of moments, all fp32; if the weights have 16 bits,
 4 more for their fp32 master. Moments in 8 bits take 2; masters and moments in main memory take none
@@ -85,7 +86,7 @@ class Parts:
 
     @property
     def held(self) -> int:
-        """What the trainer keeps all the time."""
+        """What the trainer keeps all the time, unless it takes turns with engines."""
         policy = self.weights + self.masters + self.moments + self.gradients
         return policy + self.reference + self.critic
 
@@ -122,6 +123,14 @@ class MemoryPlan:
         """What a device of an engine holds if every slot has room for its longest answer."""
         return self._beside_cache + self.parts.cache
 
+    @property
+    def models_bytes(self) -> int:
+        """What ranks that take turns with engines keep on a device while these write."""
+        demand = self.demand
+        critic = _critic_model(demand) if demand.has_critic else 0
+        share = demand.ranks_per_device * -(-critic // demand.cluster.num_ranks)
+        return self.parts.weights + self.parts.reference + share
+
     def usable(self, device_bytes: int) -> int:
         """What a run can take of a device: the rest is for its driver and for gaps."""
         return int(device_bytes * (_GPU_SHARE if self.demand.is_gpu else _CPU_SHARE))
@@ -135,8 +144,9 @@ class MemoryPlan:
         return max(0, min(self.parts.cache, self.usable(device_bytes) - self._beside_cache))
 
     def taken(self, device_bytes: int) -> int:
-        """What a device of an engine holds, with the cache that it has room for."""
-        return self._beside_cache + self.cache_bytes(device_bytes)
+        """What a device of an engine holds at most, with the cache that it has room for."""
+        rollout = self._beside_cache + self.cache_bytes(device_bytes)
+        return max(rollout, self.update_bytes) if self.demand.takes_turns else rollout
 
     def cache_tokens(self, device_bytes: int) -> int:
         """Tokens that the caches of all engines hold, prompts included."""
@@ -146,21 +156,18 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What the hosts of all devices hold in their place."""
-        alone = replace(self.demand, cluster=Cluster())
-        if self.demand.optimiser_state != "offload":
-            return 0
-        on_device, in_all = (
-            planned(replace(alone, optimiser_state=state)).parts for state in ("offload", "fp32")
-        )
-        return in_all.masters + in_all.moments + in_all.critic - on_device.critic
+        """What the hosts of all devices hold in their place: always, or while engines write."""
+        demand = self.demand
+        if demand.optimiser_state == "offload":
+            return _state_bytes(replace(demand, optimiser_state="fp32"))
+        return _state_bytes(demand) if demand.takes_turns else 0
 
     @property
     def _beside_cache(self) -> int:
         """What the device of an engine holds beside its cache, which takes what is left."""
         if self.demand.is_separated:
             return self.parts.generation
-        trainer = self.parts.held if self.demand.takes_turns else self.parts.trainer
+        trainer = self.models_bytes if self.demand.takes_turns else self.parts.trainer
         return trainer + self.parts.generation
 
 
@@ -211,8 +218,7 @@ def planned(demand: Demand) -> MemoryPlan:
     shape, size = demand.shape, demand.number_bytes
     trained = demand.trained_parameters
     has_adapters = demand.lora_rank is not None
-    # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
-    own = _TrainedBytes.of(demand, number_bytes=_FULL if has_adapters else size)
+    own = _policy_bytes(demand)
     ranks = demand.ranks_per_device
     gathered, activations, logits = (
         ranks * part for part in (_gathered(demand), _activations(demand), _logits(demand))
@@ -266,25 +272,50 @@ class _TrainedBytes:
         )
 
     @property
+    def state(self) -> float:
+        """What the optimiser keeps."""
+        return self.master + self.moments
+
+    @property
     def all(self) -> float:
         """Together."""
-        return self.master + self.moments + self.gradient
+        return self.state + self.gradient
 
     def pieces(self, trained: int) -> int:
         """What a step brings to the device for a while."""
         return _PIECE_BYTES * min(_PIECE_NUMBERS, trained) if self.is_in_pieces else 0
 
 
-def _critic(demand: Demand) -> int:
-    """A copy of the policy whose output layer is there but not trained, and a value head."""
-    shape, size = demand.shape, demand.number_bytes
-    trained = shape.parameters - shape.output_parameters
-    own, head = (_TrainedBytes.of(demand, number_bytes=bytes_) for bytes_ in (size, _FULL))
-    return (
-        shape.parameters * size
-        + int(trained * own.all)
-        + int((shape.hidden + 1) * (_FULL + head.all))
+def _policy_bytes(demand: Demand) -> _TrainedBytes:
+    # peft keeps adapters in fp32 beside 16-bit weights, so they are their own masters.
+    return _TrainedBytes.of(
+        demand, number_bytes=demand.number_bytes if demand.lora_rank is None else _FULL
     )
+
+
+def _critic_model(demand: Demand) -> int:
+    """A copy of the policy, and a value head."""
+    shape = demand.shape
+    return shape.parameters * demand.number_bytes + (shape.hidden + 1) * _FULL
+
+
+def _critic(demand: Demand) -> int:
+    """Such a model, whose output layer is there but not trained."""
+    return _critic_model(demand) + sum(int(n * each.all) for n, each in _critic_numbers(demand))
+
+
+def _critic_numbers(demand: Demand) -> tuple[tuple[int, _TrainedBytes], ...]:
+    """Trained numbers of the copied layers, and of the head."""
+    shape = demand.shape
+    own, head = (_TrainedBytes.of(demand, number_bytes=n) for n in (demand.number_bytes, _FULL))
+    return (shape.parameters - shape.output_parameters, own), (shape.hidden + 1, head)
+
+
+def _state_bytes(demand: Demand) -> int:
+    """Masters and moments of all that is trained, on all devices together."""
+    critic = _critic_numbers(demand) if demand.has_critic else ()
+    numbers = ((demand.trained_parameters, _policy_bytes(demand)), *critic)
+    return sum(int(count * each.state) for count, each in numbers)
 
 
 def _activations(demand: Demand) -> int:

@@ -425,7 +425,7 @@ def _memory_lines(plan: RunPlan) -> list[str]:
         least = size(memory.least)
         update = f"an update, while the engine sleeps; with the smallest cache at least {least}"
         rows.append(("update", memory.update_bytes, update))
-        rows.append(("generation", memory.rollout_bytes, "what the trainer holds at the same time"))
+        rows.append(("generation", memory.rollout_bytes, "with the models of the trainer"))
     elif demand.is_separated:
         least = size(parts.generation + demand.least_cache_bytes)
         engine = f"engine, rollout and cache; at least {least}, with the smallest cache"
@@ -434,8 +434,9 @@ def _memory_lines(plan: RunPlan) -> list[str]:
     else:
         least = size(memory.least)
         rows.append(("all", memory.total, f"at least {least}, with the smallest cache"))
-    if demand.optimiser_state == "offload":
-        rows.append(("main memory", memory.host_bytes, "masters and moments, pinned"))
+    if memory.host_bytes:
+        when = "" if demand.optimiser_state == "offload" else ", while engines write"
+        rows.append(("main memory", memory.host_bytes, f"masters and moments, pinned{when}"))
     return [f"{name:<11} {size(num_bytes):>11}  {note}" for name, num_bytes, note in rows]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from zlib import crc32
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -81,9 +82,11 @@ class ShardedTrainer:
         return self.trainer.flush()
 
     def offload(self) -> None:
-        """Move what only an update needs to main memory."""
+        """Move what only an update needs to main memory, and give the rest of it back."""
         for optimiser in self._optimisers:
             optimiser.offload()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Move it back to the device."""

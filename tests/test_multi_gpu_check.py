@@ -1,0 +1,51 @@
+"""The check for machines with GPUs: `train` takes what it runs, and CPUs can try it."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_worlds import said
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "multi_gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("multi_gpu_check", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        # A child process finds what it runs by this name.
+        patch.setitem(sys.modules, "multi_gpu_check", module)
+        patch.syspath_prepend(SCRIPT.parent)
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.mark.parametrize("gpus", [0, 2, 8])
+def test_train_plans_the_run_of_every_part_that_its_gpus_allow(check, capsys, tmp_path, gpus):
+    names = [
+        name
+        for name in check.CLUSTERS
+        if check.PARTS[name].can_use_cpus or check.PARTS[name].gpus <= gpus
+    ]
+    assert len(names) >= 4
+    for name in names:
+        words = check.run_words(name, tmp_path / name, gpus=gpus)
+        card = ["--card", "h100"] if gpus else []
+        out, _ = said(capsys, ["train", *words, "--dry-run", *card])
+        assert "trainer rank" in out or name == "controller"
+
+
+@pytest.mark.slow
+def test_without_gpus_a_part_says_what_it_needs_or_is_tried_on_cpus(check, capsys, tmp_path):
+    given = ["--cpu", "--parts", "ipc", "bits", "broadcast", "--json", str(tmp_path / "found.json")]
+    assert check.main(given) == 0
+    out = capsys.readouterr().out
+    assert "skipped  ipc" in out
+    assert "is about GPUs alone" in out
+    parts = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert [part["verdict"] for part in parts] == ["skipped", "ok", "ok"]
+    assert parts[2]["words"].endswith("over gloo")
