@@ -231,7 +231,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
         (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "rihgt=1"], "'rihgt'"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "right"], "name=value"),
-        (["no/such/model", "--tasks", PUZZLES], "cannot load a tokenizer from no/such/model"),
+        (["no/such/model", "--tasks", PUZZLES], "no/such/model: no such file or folder"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(
