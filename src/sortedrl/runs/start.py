@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,8 @@ def _cut_off(out: Path) -> str:
     return (
         f"sortedrl: the run in {out} was cut short: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends every process that loses them. "
-        f"Everything that was saved is intact; resume with: sortedrl train {out} --resume"
+        "Everything that was saved is intact; resume with: "
+        f"sortedrl train {quote(str(out))} --resume"
     )
 
 
