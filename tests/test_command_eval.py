@@ -124,6 +124,22 @@ def test_two_evaluations_of_one_model_are_told_apart(evaluated, two_models):
     assert Path("evals/seed0-before-and-seed1-before.html").exists()
 
 
+def test_the_models_of_runs_are_called_after_their_runs(evaluated, two_models, capsys, tmp_path):
+    runs = []
+    for name, model in zip(("a", "b"), two_models, strict=True):
+        (tmp_path / name).mkdir()
+        runs.append(tmp_path / name / "model")
+        runs[-1].symlink_to(model)
+    evaluated(str(runs[1]), "--tasks", PUZZLES)
+    assert Path("evals/b-model/page.html").exists()
+    # Refused before the first model is evaluated.
+    assert "evals/b-model: already holds 6" in refused(capsys, *map(str, runs), "--tasks", PUZZLES)
+    (tmp_path / "b" / "run.json").touch()
+    words = (str(runs[0]), str(tmp_path / "b"), "--tasks", PUZZLES)
+    assert f"is the folder of a run; its model is {runs[1]}" in refused(capsys, *words)
+    assert not Path("evals/a-model").exists()
+
+
 def test_the_same_seed_gives_the_same_answers_whatever_else_is_asked(evaluated, two_models):
     def answers(*words):
         evaluated(two_models[0], *words, "--samples", "2")

@@ -147,18 +147,27 @@ def read_results(folder: Path) -> Evaluation:
     return replace(head, answers=tuple(_read_samples(folder / SAMPLES)))
 
 
-def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
-    """The answers already there; refused where they belong to something else."""
-    if not (folder / SAMPLES).exists():
-        return []
-    answers = list(_read_samples(folder / SAMPLES))
-    if not answers:
-        return []
-    if not resume:
+def refuse_answers(folder: Path) -> None:
+    """Refuse a folder with answers in it, which only a resumed evaluation continues."""
+    if answers := _answers_in(folder):
         raise DataError(
             folder,
             f"already holds {len(answers)} answers; resume it (--resume), or choose another folder",
         )
+
+
+def _answers_in(folder: Path) -> list[Answer]:
+    return list(_read_samples(folder / SAMPLES)) if (folder / SAMPLES).exists() else []
+
+
+def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
+    """The answers already there; refused where they belong to something else."""
+    if not resume:
+        refuse_answers(folder)
+        return []
+    answers = _answers_in(folder)
+    if not answers:
+        return []
     before = _read_head(folder / SUMMARY)
     if before is not None:
         _check_same(folder, before, head)

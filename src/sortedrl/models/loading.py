@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import DataError, ModelError
-from sortedrl.models.shape import first_line, gguf_config, not_here, refuse_missing
+from sortedrl.models.shape import first_line, gguf_config, not_here, refuse_wrong_path
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:
@@ -103,7 +103,7 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
         tiny_settings(str(name))  # a spec that is wrong is refused here as well
         return tiny_tokenizer()
     folder, gguf = folder_and_gguf(name)
-    refuse_missing(name)
+    refuse_wrong_path(name)
     _refuse_without_gguf(gguf)
     try:
         with without_bars():
@@ -183,7 +183,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         torch.nn.Module.to(made, dtype)
         return made
     folder, gguf = folder_and_gguf(name)
-    refuse_missing(name)
+    refuse_wrong_path(name)
     _refuse_without_gguf(gguf)
     unpacked = None if gguf is None else _unpacking()
     try:
