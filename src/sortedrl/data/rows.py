@@ -346,6 +346,8 @@ def _row(record: Record, settings: DataSettings) -> Row:
 
 
 def _taken(fields: dict[str, object], name: str, record: Record) -> object:
+    if not record.values:
+        raise DataError(record.place, "the row is empty; drop it")
     if name not in fields:
         hint = "; the column with the question is named by data.prompt_field"
         raise DataError(

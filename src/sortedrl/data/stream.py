@@ -168,8 +168,9 @@ def tokenized(
             advance(number)
     if not kept:
         raise ConfigError(
-            f"no prompt has at most max_prompt_tokens = {max_prompt_tokens} tokens "
-            f"({num_too_long} are longer); raise it"
+            f"no prompt has at most {max_prompt_tokens} tokens ({num_too_long} are longer), the "
+            "smaller of max_prompt_tokens and what the context of the model holds; shorten the "
+            "prompts, raise max_prompt_tokens, or take a model with a longer context"
             if num_too_long
             else "the data set has no rows; check the path and the split"
         )
