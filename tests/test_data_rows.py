@@ -157,7 +157,7 @@ def test_no_prompt_that_fits_is_refused():
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_no_tokens_is_not_no_limit(limit):
-    with pytest.raises(ConfigError, match=f"max_prompt_tokens = {limit} tokens"):
+    with pytest.raises(ConfigError, match=f"no prompt has at most {limit} tokens"):
         tokenized([row("how many")], tokenizer(), max_prompt_tokens=limit)
 
 

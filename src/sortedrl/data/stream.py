@@ -14,6 +14,7 @@ prompts under the same ids, also in the middle of an epoch.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -199,7 +200,8 @@ class PromptStream:
         require(
             0 <= position <= self._total,
             f"position must lie in 0..{self._total} ({epochs} epochs of {len(rows)} rows), "
-            f"got {position}; check that the data is the same as before",
+            f"got {position}; set epochs to at least {math.ceil(position / max(1, len(rows)))}, "
+            "and check that the data is the same as before",
         )
         self.position = position
 

@@ -26,7 +26,7 @@ from shlex import quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from sortedrl.config.checks import require_native
+from sortedrl.config.checks import require, require_native
 from sortedrl.config.data import DataSettings, PeriodicEvaluation
 from sortedrl.config.sizes import Chosen, size_line, sized
 from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSettings
@@ -87,6 +87,9 @@ def train(
     settings name. On a cluster that lost its trainer, or all of its workers, the run resumes
     automatically.
     """
+    require(
+        not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
+    )
     _refuse_early(settings)
     # First of all: to read many rows, and to load the model, takes a while.
     tell(f"{settings.out}: {settings.model} on {settings.task}")
