@@ -140,6 +140,21 @@ def test_the_models_of_runs_are_called_after_their_runs(evaluated, two_models, c
     assert not Path("evals/a-model").exists()
 
 
+def test_a_model_that_was_trained_on_is_not_resumed(evaluated, capsys, tmp_path):
+    model = save_model(tmp_path / "run" / "model", seed=0)
+    words = (model, "--tasks", PUZZLES)
+    first = evaluated(*words)
+    assert evaluated(*words, "--resume") == first
+    save_model(tmp_path / "run" / "model", seed=1)
+    again = refused(capsys, *words, "--resume", "--max-tokens", "12")
+    assert "the weights of the model have changed; choose another folder" in again
+    old = Path("evals/run-model/summary.json")  # of before there were fingerprints
+    head = json.loads(old.read_text())
+    assert head["settings"].pop("weights")
+    old.write_text(json.dumps(head, indent=2))
+    assert evaluated(*words, "--resume") == first
+
+
 def test_the_same_seed_gives_the_same_answers_whatever_else_is_asked(evaluated, two_models):
     def answers(*words):
         evaluated(two_models[0], *words, "--samples", "2")

@@ -40,6 +40,8 @@ from sortedrl.types import FinishReason
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PAGE = "page.html"
+WEIGHTS = "weights"
+"""The setting that has a fingerprint of the model's weights; results of old have none."""
 
 _NAMES = tuple(field.name for field in fields(Answer))
 _VALUES = attrgetter(*_NAMES)
@@ -234,9 +236,11 @@ def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:
     old = {"model": before.label, **before.settings}
     new = {"model": now.label, **now.settings}
     changed = [
-        f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+        "the weights of the model have changed"
+        if name == WEIGHTS
+        else f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
         for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and (name != WEIGHTS or WEIGHTS in old)
     ]
     if changed:
         raise DataError(
