@@ -117,6 +117,9 @@ def test_a_model_object_is_copied_and_trained_with_siblings():
 def test_a_callback_ends_the_run_and_resume_goes_on():
     run = train(callbacks=[lambda row: "stop"])
     assert run.ending.reason == "asked"
+    assert repr(run).endswith("; stopped, resume() continues)")
+    with pytest.raises(ConfigError, match=r"callbacks must be a list of functions"):
+        train(callbacks=lambda row: "stop")
     with pytest.raises(ModelError, match=r"the run has not finished; continue it with run.resume"):
         run.model  # noqa: B018
     assert run.resume(callbacks=[]).ending.reason == "data"

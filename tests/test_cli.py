@@ -128,6 +128,15 @@ def test_tune_keeps_to_its_constraints(capsys):
     assert {row["mode"] for row in found["tried"]} == {"on_policy", "coupled"}
 
 
+def test_tune_says_that_the_present_settings_break_the_constraints(capsys):
+    words = "tune picture --workers 1 --modes on_policy --lookaheads 0 --update-batches 8"
+    assert main(words.split()) == 0
+    yours, gain = capsys.readouterr().out.splitlines()[2:4]
+    assert yours.endswith("; does not meet the constraints")  # the preset's mode is partial
+    assert gain.startswith("# gain:  0.")
+    assert "within the error" not in gain
+
+
 def test_tune_says_when_nothing_meets_the_constraints(refused):
     words = "tune picture --workers 1 --modes on_policy --lookaheads 0 --max-length-bias 0.001"
     assert "meets the constraints" in refused(*words.split())

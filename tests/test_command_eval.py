@@ -124,6 +124,37 @@ def test_two_evaluations_of_one_model_are_told_apart(evaluated, two_models):
     assert Path("evals/seed0-before-and-seed1-before.html").exists()
 
 
+def test_the_models_of_runs_are_called_after_their_runs(evaluated, two_models, capsys, tmp_path):
+    runs = []
+    for name, model in zip(("a", "b"), two_models, strict=True):
+        (tmp_path / name).mkdir()
+        runs.append(tmp_path / name / "model")
+        runs[-1].symlink_to(model)
+    evaluated(str(runs[1]), "--tasks", PUZZLES)
+    assert Path("evals/b-model/page.html").exists()
+    # Refused before the first model is evaluated.
+    assert "evals/b-model: already holds 6" in refused(capsys, *map(str, runs), "--tasks", PUZZLES)
+    (tmp_path / "b" / "run.json").touch()
+    words = (str(runs[0]), str(tmp_path / "b"), "--tasks", PUZZLES)
+    assert f"is the folder of a run; its model is {runs[1]}" in refused(capsys, *words)
+    assert not Path("evals/a-model").exists()
+
+
+def test_a_model_that_was_trained_on_is_not_resumed(evaluated, capsys, tmp_path):
+    model = save_model(tmp_path / "run" / "model", seed=0)
+    words = (model, "--tasks", PUZZLES)
+    first = evaluated(*words)
+    assert evaluated(*words, "--resume") == first
+    save_model(tmp_path / "run" / "model", seed=1)
+    again = refused(capsys, *words, "--resume", "--max-tokens", "12")
+    assert "the weights of the model have changed; choose another folder" in again
+    old = Path("evals/run-model/summary.json")  # of before there were fingerprints
+    head = json.loads(old.read_text())
+    assert head["settings"].pop("weights")
+    old.write_text(json.dumps(head, indent=2))
+    assert evaluated(*words, "--resume") == first
+
+
 def test_the_same_seed_gives_the_same_answers_whatever_else_is_asked(evaluated, two_models):
     def answers(*words):
         evaluated(two_models[0], *words, "--samples", "2")
@@ -231,7 +262,7 @@ def test_the_table_is_for_people(two_models, capsys, tmp_path, monkeypatch):
         (["some/model", "--tasks", PUZZLES, "--samples", "2", "--temperature", "0"], "same"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "rihgt=1"], "'rihgt'"),
         (["some/model", "--tasks", PUZZLES, "--reward-options", "right"], "name=value"),
-        (["no/such/model", "--tasks", PUZZLES], "cannot load a tokenizer from no/such/model"),
+        (["no/such/model", "--tasks", PUZZLES], "no/such/model: no such file or folder"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(

@@ -67,5 +67,8 @@ def test_a_run_torn_in_the_middle_of_a_line_gives_a_trace_as_far_as_it_came(fold
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="must be the folder of a run"):
-        trace.run([str(tmp_path)])
+    (tmp_path / "lengths.jsonl").write_text('{"length":3}\n')
+    (tmp_path / "mine.toml").write_text("groups = 2\n")
+    for path in (tmp_path, tmp_path / "lengths.jsonl", tmp_path / "mine.toml"):
+        with pytest.raises(DataError, match="must be the folder of a run"):
+            trace.run([str(path)])

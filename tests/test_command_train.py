@@ -247,10 +247,12 @@ def test_json_is_one_object_and_nothing_else_on_standard_output(world, tmp_path)
 
 
 def test_the_table_at_the_end_says_where_the_model_is(capsys, tmp_path):
-    out, _ = said(capsys, run_words(tmp_path / "run", "--max-updates", "1"))
+    run = tmp_path / "my run"
+    out, _ = said(capsys, run_words(run, "--max-updates", "1"))
     for words in ("updates", "bubble", "goodput", "staleness", "reached max_updates"):
         assert words in out
-    assert f"The model is in {tmp_path / 'run' / 'model'}" in out
+    assert f"The model is in {run / 'model'}" in out
+    assert f"to train longer: sortedrl train '{run}' --resume --max-updates N\n" in out
 
 
 def test_tensorboard_has_the_numbers_of_every_update_once(capsys, tmp_path):

@@ -4,13 +4,14 @@ import datetime
 import decimal
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sortedrl.data.rows import read_hub, read_records
+from sortedrl.data.rows import read_hub, read_records, record_of
 from sortedrl.errors import DataError
 
 VALUES = st.recursive(
@@ -35,6 +36,13 @@ def test_a_json_list_comes_back_as_it_was_written(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("data") / "rows.json"
     path.write_text(json.dumps(records, indent=1))
     assert [record.values for record in read_records(path)] == records
+
+
+def test_numbers_of_numpy_are_numbers():
+    values = {"n": np.int64(3), "x": np.float32(0.5), "list": [np.uint8(1)]}
+    assert record_of(values, "row 1").values == {"n": 3, "x": 0.5, "list": [1]}
+    with pytest.raises(DataError, match="row 1: the column 'x'"):
+        record_of({"x": np.float64("inf")}, "row 1")
 
 
 def test_parquet_comes_back_with_values_json_can_hold(tmp_path):

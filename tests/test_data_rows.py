@@ -77,6 +77,7 @@ def test_a_system_message_is_put_before_the_prompt():
 @pytest.mark.parametrize(
     ("values", "settings", "words"),
     [
+        ({}, {}, "the row is empty; drop it"),
         ({"promt": "x"}, {}, "unknown column 'prompt'; did you mean 'promt'"),
         ({"prompt": "x"}, {"answer_field": "gold"}, "unknown column 'gold'"),
         ({"prompt": " "}, {}, "the prompt is empty"),
@@ -148,7 +149,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted():
 
 
 def test_no_prompt_that_fits_is_refused():
-    with pytest.raises(ConfigError, match=r"max_prompt_tokens = 2 tokens \(1 are longer\)"):
+    with pytest.raises(ConfigError, match=r"no prompt has at most 2 tokens \(1 are longer\)"):
         tokenized([row("how many")], tokenizer(), max_prompt_tokens=2)
     with pytest.raises(ConfigError, match="no rows"):
         tokenized([], tokenizer())
@@ -156,7 +157,7 @@ def test_no_prompt_that_fits_is_refused():
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_no_tokens_is_not_no_limit(limit):
-    with pytest.raises(ConfigError, match=f"max_prompt_tokens = {limit} tokens"):
+    with pytest.raises(ConfigError, match=f"no prompt has at most {limit} tokens"):
         tokenized([row("how many")], tokenizer(), max_prompt_tokens=limit)
 
 

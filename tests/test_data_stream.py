@@ -61,6 +61,8 @@ def test_epochs_and_seeds_differ_in_their_order():
 def test_a_position_outside_the_data_is_refused():
     with pytest.raises(ConfigError, match=r"position must lie in 0..6 \(2 epochs of 3 rows\)"):
         PromptStream(rows(3), epochs=2, position=7)
+    with pytest.raises(ConfigError, match="set epochs to at least 3"):
+        PromptStream(rows(3), epochs=2, position=7)
 
 
 def test_other_rows_have_another_fingerprint():

@@ -185,9 +185,13 @@ def test_fit_takes_slots_and_schedule_from_events(capsys, tmp_path):
     assert found.schedule.group_prompts == true.schedule.group_prompts
     assert found.schedule.update_batch == true.schedule.update_batch
     assert main(["fit", str(events), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "coupled"
-    with pytest.raises(DataError, match=r"sortedrl fit events\.jsonl"):
-        simulation_from(str(events))
+    of_the_file = capsys.readouterr().out
+    assert json.loads(of_the_file)["schedule"]["mode"] == "coupled"
+    assert main(["fit", str(tmp_path), "--json"]) == 0  # the folder of the run will do
+    assert capsys.readouterr().out == of_the_file
+    for run in (events, tmp_path):
+        with pytest.raises(DataError, match=rf"sortedrl fit {run} > mine\.toml"):
+            simulation_from(str(run))
 
 
 def test_fit_counts_interrupted_answers_as_far_as_they_were_seen(capsys, tmp_path):

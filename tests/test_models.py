@@ -179,14 +179,15 @@ def load_weights(folder):
     return load_model(folder, dtype=None, device="cpu")
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path):
-    nowhere = tmp_path / "nothing"
-    with pytest.raises(ModelError, match="as a causal language model"):
-        load_model(nowhere, dtype=None, device="cpu")
-    with pytest.raises(ModelError, match="cannot load a tokenizer"):
-        load_tokenizer(nowhere)
-    with pytest.raises(ModelError, match=r"cannot read the sizes.*config\.json"):
-        shape_of(nowhere)
+@pytest.mark.parametrize("load", [load_weights, load_tokenizer, shape_of])
+def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_name(load, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path / "nothing", "./nothing/", "~/nothing", "a/b/c", tmp_path / "no.gguf"):
+        with pytest.raises(ModelError, match="no such file or folder; give the folder of a model"):
+            load(str(name))
+    with pytest.raises(ModelError, match="nor is there a folder runs/nothing"):
+        load("runs/nothing")
 
 
 def test_what_is_no_causal_language_model_is_refused_in_one_line(tmp_path):

@@ -760,6 +760,10 @@ def test_what_needs_an_idle_engine_or_a_tokenizer_says_so():
     (stopped,) = engine.interrupt()
     with pytest.raises(RequestError, match="no tokenizer; give it one, or prompts as tokens"):
         engine.generate(["text"], progress=False)
+    with pytest.raises(RequestError, match=r"must be a list, got one text; write generate"):
+        engine.generate("text", progress=False)
+    with pytest.raises(RequestError, match=r"text or token ids, got .*apply_chat_template"):
+        engine.generate([[{"role": "user", "content": "hi"}]], progress=False)
     with pytest.raises(RequestError, match="no tokenizer"):
         engine.text(stopped)
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):

@@ -536,6 +536,7 @@ def test_where_no_prompt_fits_that_is_said_and_nothing_is_written(capsys, tmp_pa
     assert "no prompt has at most" in err
     assert "255" in err
     assert "8 are longer" in err
+    assert "take a model with a longer context" in err
     assert not (tmp_path / "run").exists()
 
 

@@ -30,7 +30,7 @@ from sortedrl.data.catalogue import Task, reward_from
 from sortedrl.environments.builtin import environment_source
 from sortedrl.errors import ConfigError
 from sortedrl.evaluation.comparison import Comparison, compare
-from sortedrl.evaluation.results import PAGE, SAMPLES, read_results
+from sortedrl.evaluation.results import PAGE, SAMPLES, read_results, refuse_answers
 from sortedrl.evaluation.statistics import Evaluation, Summary, summarise
 from sortedrl.evaluation.tables import (
     Table,
@@ -39,6 +39,7 @@ from sortedrl.evaluation.tables import (
     summary_rows,
     summary_table,
 )
+from sortedrl.models.shape import refuse_wrong_path
 from sortedrl.report.evaluation import evaluation_page, notes
 from sortedrl.report.terminal import PAGE as PAGE_MARK
 from sortedrl.report.terminal import one_line, refuse_unwritable_folder, table, tell, write_text
@@ -115,6 +116,12 @@ def run(arguments: Sequence[str]) -> None:
     ]
     for path in pages:
         refuse_foreign(path, mark=PAGE_MARK)
+    # What is wrong with the last model shows before the first is evaluated.
+    for model, label, saved in zip(given.models, labels, is_saved, strict=True):
+        if not saved:
+            refuse_wrong_path(model)
+            if not given.resume:
+                refuse_answers(given.out / label)
     exam = None if all(is_saved) else _exam(given)
     evaluations = [
         replace(read_results(Path(model)), label=label)
@@ -251,12 +258,18 @@ def _is_saved(model: str) -> bool:
 
 
 def _labels(models: Sequence[str]) -> list[str]:
-    """Short names that tell the models apart: as much of the end of their paths as it takes."""
+    """Short names that tell the models apart: as much of the end of their paths as it takes.
+
+    The model of a run is called after the run too, since all of them are in a folder `model`.
+    """
     parts = [
         [part for part in Path(model).parts if part not in ("/", "..", ".")] for model in models
     ]
     for length in range(1, max(len(part) for part in parts) + 1):
-        labels = ["-".join(part[-length:]).removesuffix(".gguf") for part in parts]
+        labels = [
+            "-".join(part[-length - (part[-1:] == ["model"]) :]).removesuffix(".gguf")
+            for part in parts
+        ]
         if len(set(labels)) == len(labels):
             return labels
     raise ConfigError(f"each model can be given once, got {', '.join(models)}")

@@ -15,13 +15,19 @@ from sortedrl.core.events import read_events
 from sortedrl.errors import DataError
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit, fitted_shape
-from sortedrl.simulate.lengths import LengthSettings, is_event_log, stretches, written_lengths
+from sortedrl.simulate.lengths import (
+    LengthSettings,
+    event_log,
+    is_event_log,
+    stretches,
+    written_lengths,
+)
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
 from sortedrl.simulate.settings import Simulation, observed_simulation, simulation_to_toml
 
 HELP = """Turn a run into settings for the simulator: lengths, slots, schedule and costs.
 
-  sortedrl fit runs/mine/events.jsonl > mine.toml    then: sortedrl compare mine.toml
+  sortedrl fit runs/mine > mine.toml                 then: sortedrl compare mine.toml
   sortedrl fit events.jsonl --json                   for a script
   sortedrl fit rollouts/ > mine.toml                 verl: trainer.rollout_data_dir=rollouts
   sortedrl fit output/completions/ > mine.toml       TRL: log_completions=True
@@ -40,7 +46,7 @@ class Arguments:
     """What to read and how to print."""
 
     events: tyro.conf.Positional[Path]
-    """The events.jsonl of a run, or a log of answers: a file or a folder."""
+    """The folder of a run, its events.jsonl, or a log of answers: a file or a folder."""
     json: bool = False
     """Print one JSON object instead of TOML."""
 
@@ -58,7 +64,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _print_fitted(given: Arguments) -> None:
-    events = list(read_events(given.events))
+    events = list(read_events(event_log(given.events)))
     fitted = fit(events, name=str(given.events))
     costs = asdict(fitted.costs)
     shape = fitted_shape(events)

@@ -220,8 +220,9 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
     path = folder.config if folder.holds_run else source
     if path.suffix != ".toml":
         raise ConfigError(
-            f"the first word must be a .toml file or the folder of a run, got {str(source)!r}; "
-            "see sortedrl train --help"
+            f"the first word must be a .toml file or the folder of a run, got {str(source)!r}"
+            + ("" if source.exists() else ", which does not exist")
+            + "; see sortedrl train --help"
         )
     table = read_toml(path)
     if not folder.holds_run:

@@ -76,11 +76,12 @@ def _words(tuned: Tuned) -> list[str]:
     words = [
         f"{len(tuned.tried)} settings simulated, {len(tuned.allowed)} meet the constraints",
         f"best:  {_describe(tuned.best)}",
-        f"yours: {_describe(tuned.current)}",
+        f"yours: {_describe(tuned.current)}"
+        + ("" if tuned.is_current_allowed else "; does not meet the constraints"),
         f"gain:  {tuned.gain:.2f} x trained tokens per second of the whole run"
         + (
             f", within the error of such predictions ({PREDICTION_ERROR:.0%})"
-            if tuned.gain < 1 + PREDICTION_ERROR
+            if abs(tuned.gain - 1) < PREDICTION_ERROR
             else ""
         ),
         "",

@@ -13,6 +13,7 @@ import datetime
 import decimal
 import json
 import math
+import numbers
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -142,8 +143,8 @@ def _plain(value: object, levels: int) -> object:
         return value
     if isinstance(value, str):
         return _text(value)
-    if isinstance(value, float):
-        return _finite(value)
+    if isinstance(value, numbers.Real):  # numpy's as well
+        return int(value) if isinstance(value, numbers.Integral) else _finite(float(value))
     if isinstance(value, bytes):
         return _decoded(value)
     if isinstance(value, _WRITTEN_AS_TEXT):
@@ -346,6 +347,8 @@ def _row(record: Record, settings: DataSettings) -> Row:
 
 
 def _taken(fields: dict[str, object], name: str, record: Record) -> object:
+    if not record.values:
+        raise DataError(record.place, "the row is empty; drop it")
     if name not in fields:
         hint = "; the column with the question is named by data.prompt_field"
         raise DataError(

@@ -14,6 +14,7 @@ prompts under the same ids, also in the middle of an epoch.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,8 +169,9 @@ def tokenized(
             advance(number)
     if not kept:
         raise ConfigError(
-            f"no prompt has at most max_prompt_tokens = {max_prompt_tokens} tokens "
-            f"({num_too_long} are longer); raise it"
+            f"no prompt has at most {max_prompt_tokens} tokens ({num_too_long} are longer), the "
+            "smaller of max_prompt_tokens and what the context of the model holds; shorten the "
+            "prompts, raise max_prompt_tokens, or take a model with a longer context"
             if num_too_long
             else "the data set has no rows; check the path and the split"
         )
@@ -198,7 +200,8 @@ class PromptStream:
         require(
             0 <= position <= self._total,
             f"position must lie in 0..{self._total} ({epochs} epochs of {len(rows)} rows), "
-            f"got {position}; check that the data is the same as before",
+            f"got {position}; set epochs to at least {math.ceil(position / max(1, len(rows)))}, "
+            "and check that the data is the same as before",
         )
         self.position = position
 

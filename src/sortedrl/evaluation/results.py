@@ -40,6 +40,8 @@ from sortedrl.types import FinishReason
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
 PAGE = "page.html"
+WEIGHTS = "weights"
+"""The setting that has a fingerprint of the model's weights; results of old have none."""
 
 _NAMES = tuple(field.name for field in fields(Answer))
 _VALUES = attrgetter(*_NAMES)
@@ -147,18 +149,27 @@ def read_results(folder: Path) -> Evaluation:
     return replace(head, answers=tuple(_read_samples(folder / SAMPLES)))
 
 
-def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
-    """The answers already there; refused where they belong to something else."""
-    if not (folder / SAMPLES).exists():
-        return []
-    answers = list(_read_samples(folder / SAMPLES))
-    if not answers:
-        return []
-    if not resume:
+def refuse_answers(folder: Path) -> None:
+    """Refuse a folder with answers in it, which only a resumed evaluation continues."""
+    if answers := _answers_in(folder):
         raise DataError(
             folder,
             f"already holds {len(answers)} answers; resume it (--resume), or choose another folder",
         )
+
+
+def _answers_in(folder: Path) -> list[Answer]:
+    return list(_read_samples(folder / SAMPLES)) if (folder / SAMPLES).exists() else []
+
+
+def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
+    """The answers already there; refused where they belong to something else."""
+    if not resume:
+        refuse_answers(folder)
+        return []
+    answers = _answers_in(folder)
+    if not answers:
+        return []
     before = _read_head(folder / SUMMARY)
     if before is not None:
         _check_same(folder, before, head)
@@ -225,9 +236,11 @@ def _check_same(folder: Path, before: Evaluation, now: Evaluation) -> None:
     old = {"model": before.label, **before.settings}
     new = {"model": now.label, **now.settings}
     changed = [
-        f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+        "the weights of the model have changed"
+        if name == WEIGHTS
+        else f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
         for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and (name != WEIGHTS or WEIGHTS in old)
     ]
     if changed:
         raise DataError(

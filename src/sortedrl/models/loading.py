@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.errors import DataError, ModelError
-from sortedrl.models.shape import first_line, gguf_config
+from sortedrl.models.shape import first_line, gguf_config, not_here, refuse_wrong_path
 from sortedrl.models.tiny import is_tiny, tiny_model, tiny_settings, tiny_tokenizer
 
 try:
@@ -103,6 +103,7 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
         tiny_settings(str(name))  # a spec that is wrong is refused here as well
         return tiny_tokenizer()
     folder, gguf = folder_and_gguf(name)
+    refuse_wrong_path(name)
     _refuse_without_gguf(gguf)
     try:
         with without_bars():
@@ -117,7 +118,9 @@ def load_tokenizer(name: str | Path) -> Any:  # noqa: ANN401
                 )
             tokenizer.encode("a")  # some damage shows with the first text
     except Exception as error:  # damaged files make libraries raise of every kind
-        raise ModelError(f"cannot load a tokenizer from {name}: {first_line(error)}") from error
+        raise ModelError(
+            f"cannot load a tokenizer from {name}: {first_line(error)}{not_here(name)}"
+        ) from error
     # Decoded text keeps the spaces before punctuation.
     tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
@@ -180,6 +183,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         torch.nn.Module.to(made, dtype)
         return made
     folder, gguf = folder_and_gguf(name)
+    refuse_wrong_path(name)
     _refuse_without_gguf(gguf)
     unpacked = None if gguf is None else _unpacking()
     try:
@@ -193,7 +197,7 @@ def _in_memory(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         raise
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
-            f"cannot load {name} as a causal language model: {first_line(error)}"
+            f"cannot load {name} as a causal language model: {first_line(error)}{not_here(name)}"
         ) from error
     return model
 

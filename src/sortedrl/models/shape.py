@@ -183,6 +183,7 @@ def shape_of(name: str | Path) -> Shape:
     from sortedrl.models.loading import folder_and_gguf
 
     folder, gguf = folder_and_gguf(name)
+    refuse_wrong_path(name)
     try:
         if gguf is None:
             config = AutoConfig.from_pretrained(folder)
@@ -192,8 +193,9 @@ def shape_of(name: str | Path) -> Shape:
             config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
     except Exception as error:  # damaged files make libraries raise of every kind
         raise ModelError(
-            f"cannot read the sizes of {name}: {first_line(error)}; give the folder of a model "
-            "(with its config.json), a GGUF file, tiny, or a hub name that can be reached"
+            f"cannot read the sizes of {name}: {first_line(error)}{not_here(name)}; give the "
+            "folder of a model (with its config.json), a GGUF file, tiny, or a hub name that can "
+            "be reached"
         ) from error
     return shape_of_config(config, name=str(name))
 
@@ -248,6 +250,25 @@ def first_line(error: Exception) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def refuse_wrong_path(name: str | Path) -> None:
+    """Refuse a path that does not exist, which transformers would take for a name of the hub."""
+    path = Path(name)
+    folder = path.parent if path.suffix == ".gguf" else path
+    is_path = str(name).startswith((".", "/", "~")) or len(folder.parts) > 2
+    if is_path and not path.exists():
+        raise ModelError(
+            f"{name}: no such file or folder; give the folder of a model (with its config.json), "
+            "a GGUF file, or a hub name (owner/name)"
+        )
+    if (path / "run.json").is_file() and not (path / "config.json").exists():
+        raise ModelError(f"{name} is the folder of a run; its model is {path / 'model'}")
+
+
+def not_here(name: str | Path) -> str:
+    """The end of a message about a hub name: it may have been meant as a folder."""
+    return "" if Path(name).exists() else f"; nor is there a folder {name}"
 
 
 class _Decoder(NamedTuple):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from sortedrl.evaluation.comparison import Comparison, Contrast, Difference, Flip
+from sortedrl.evaluation.results import WEIGHTS
 from sortedrl.evaluation.statistics import (
     Answer,
     Estimate,
@@ -381,7 +382,7 @@ def different_settings(before: Evaluation, after: Evaluation) -> Iterator[str]:
     """What makes a comparison one of settings as well as of models."""
     for name in dict.fromkeys([*before.settings, *after.settings]):
         old, new = before.settings.get(name), after.settings.get(name)
-        if old != new:
+        if old != new and name != WEIGHTS:
             yield f"{name} differs: {old!r} for {before.label}, {new!r} for {after.label}."
 
 

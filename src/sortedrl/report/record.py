@@ -92,16 +92,23 @@ def read_run(path: Path, *, name: str | None = None) -> RunRecord:
     Its name is that of the folder or the file by default.
     """
     called = run_names([path])[0] if name is None else name
-    if path.is_file():
-        return RunRecord(name=called, events=_events(path))
-    log = path / "events.jsonl"
-    if not log.is_file():
+    log = path if path.is_file() else path / "events.jsonl"
+    if not log.is_file() or (path.is_file() and not _may_be_events(log)):
         raise DataError(
             path,
             "must be the folder of a run, with events.jsonl in it, or a log of events; "
             "check the path",
         )
+    if path.is_file():
+        return RunRecord(name=called, events=_events(path))
     return with_files(RunRecord(name=called, events=_events(log)), path)
+
+
+def _may_be_events(file: Path) -> bool:
+    """Whether a file is empty or opens with an event, unlike a log of lengths or a TOML file."""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        opening = text.readline(64)
+    return not opening.strip() or '"event"' in opening
 
 
 def with_files(record: RunRecord, folder: Path) -> RunRecord:

@@ -227,7 +227,9 @@ class Run:
         last = (
             f", {rows[-1]['update']} updates, reward {rows[-1]['reward/mean']:.3f}" if rows else ""
         )
-        return f"Run({str(self.folder)!r}{last})"
+        is_stopped = self.ending is not None and self.ending.reason == "asked"
+        stopped = "; stopped, resume() continues" if is_stopped else ""
+        return f"Run({str(self.folder)!r}{last}{stopped})"
 
 
 def evaluate(

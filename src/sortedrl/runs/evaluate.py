@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,13 +18,16 @@ from sortedrl.config.data import (
 from sortedrl.data.catalogue import Task
 from sortedrl.data.stream import tokenized
 from sortedrl.environments.pool import opened_rows
-from sortedrl.evaluation.results import PAGE, ResultsWriter
+from sortedrl.evaluation.results import PAGE, WEIGHTS, ResultsWriter
 from sortedrl.evaluation.runner import Question, Runner, gold_of
 from sortedrl.evaluation.statistics import Asked, Evaluation
 from sortedrl.report.evaluation import evaluation_page
 from sortedrl.report.terminal import progress, tell, write_text
 from sortedrl.rewards.pool.pool import RewardPool
 from sortedrl.runs.tasks import environment_pool, evaluation_engine, threads, tokenizer_of
+
+_WINDOWS = 256
+_WINDOW_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ def evaluated(
             ResultsWriter(
                 folder,
                 label=label,
-                settings={"model": model, **exam.described},
+                settings={"model": model, **_weights(model), **exam.described},
                 asked={t.name: Asked(prompts=len(t.rows), samples=settings.samples) for t in tasks},
                 questions={
                     t.name: [(row.text, gold_of(row.fields)) for row in t.rows] for t in tasks
@@ -91,6 +95,26 @@ def evaluated(
 def write_page(evaluation: Evaluation, folder: Path) -> None:
     """The page that shows the answers, in the folder that keeps them."""
     write_text(folder / PAGE, evaluation_page([evaluation], None))
+
+
+def _weights(model: str) -> dict[str, object]:
+    """A fingerprint of weights that lie here, from a part of them; a hub name has none.
+
+    A run that goes on writes its model to the same path, and old answers are not the new model's.
+    """
+    path = Path(model)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        if not file.is_file():
+            return {}
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as weights:
+            for window in range(_WINDOWS):
+                weights.seek(size * window // _WINDOWS)
+                digest.update(weights.read(_WINDOW_BYTES))
+    return {WEIGHTS: digest.hexdigest()[:16]} if files else {}
 
 
 def _pools(

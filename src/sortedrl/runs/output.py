@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
@@ -106,6 +107,11 @@ _REASONS = {
     "target": "Finished: reached the target score",
     "asked": "Stopped on request",
 }
+_LONGER = {
+    "data": "--epochs N",
+    "updates": "--max-updates N",
+    "target": "--evaluation.target SCORE",
+}
 
 
 def rows(ending: Ending) -> list[tuple[str, str]]:
@@ -134,14 +140,13 @@ def rows(ending: Ending) -> list[tuple[str, str]]:
 
 def words(ending: Ending, folder: Path) -> list[str]:
     """Why it ended, and what to do next."""
-    lines = [f"{_REASONS[ending.reason]}."]
+    resume = f"sortedrl train {quote(str(folder))} --resume"
     if ending.reason == "asked":
-        lines.append(f"Saved; resume with: sortedrl train {folder} --resume")
+        advice = f"Saved; resume with: {resume}"
     else:
-        lines.append(
-            f"The model is in {folder / 'model'}; resume with: sortedrl train {folder} --resume"
-        )
-    return lines
+        longer = _LONGER[ending.reason]
+        advice = f"The model is in {folder / 'model'}; to train longer: {resume} {longer}"
+    return [f"{_REASONS[ending.reason]}.", advice]
 
 
 def as_row(ending: Ending, folder: Path) -> dict[str, object]:

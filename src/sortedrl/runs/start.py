@@ -22,10 +22,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from sortedrl.config.checks import require_native
+from sortedrl.config.checks import require, require_native
 from sortedrl.config.data import DataSettings, PeriodicEvaluation
 from sortedrl.config.sizes import Chosen, size_line, sized
 from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSettings
@@ -86,6 +87,9 @@ def train(
     settings name. On a cluster that lost its trainer, or all of its workers, the run resumes
     automatically.
     """
+    require(
+        not callable(callbacks), "callbacks must be a list of functions, got one; give [callback]"
+    )
     _refuse_early(settings)
     # First of all: to read many rows, and to load the model, takes a while.
     tell(f"{settings.out}: {settings.model} on {settings.task}")
@@ -159,7 +163,8 @@ def _cut_off(out: Path) -> str:
     return (
         f"sortedrl: the run in {out} was cut short: its process was killed, or Ray's own processes "
         "on this machine were (gcs_server, raylet), and Ray ends every process that loses them. "
-        f"Everything that was saved is intact; resume with: sortedrl train {out} --resume"
+        "Everything that was saved is intact; resume with: "
+        f"sortedrl train {quote(str(out))} --resume"
     )
 
 

@@ -116,11 +116,18 @@ def _from_events(path: Path) -> list[int]:
     return [tokens for _, tokens in sorted(finished.items())]
 
 
+def event_log(path: Path) -> Path:
+    """The log of events that a path stands for: of the folder of a run, the one in it."""
+    log = path / "events.jsonl"
+    return log if log.is_file() else path
+
+
 def is_event_log(path: Path) -> bool:
-    """Whether a file is the log of a run of ours."""
-    if path.suffix != ".jsonl" or path.is_dir():
+    """Whether this is the log of a run of ours, or the folder of a run."""
+    log = event_log(path)
+    if log.suffix != ".jsonl" or log.is_dir():
         return False
-    with path.open(encoding=_TEXT, errors="replace") as file:
+    with log.open(encoding=_TEXT, errors="replace") as file:
         return file.readline(64).startswith('{"event":"begin"')
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 from sortedrl.config.checks import (
@@ -358,8 +359,8 @@ def observed_simulation(path: Path) -> Simulation:
     if is_event_log(path):
         raise DataError(
             path,
-            "is the log of a run of ours, which says more than lengths; write its settings to a "
-            "file first: sortedrl fit events.jsonl > mine.toml",
+            "is a run of ours, which says more than lengths; write its settings to a file first: "
+            f"sortedrl fit {quote(str(path))} > mine.toml",
         )
     found = read_observed(path)
     step = found.answers_per_step

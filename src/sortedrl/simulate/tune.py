@@ -51,6 +51,8 @@ class Tuned:
     tried: tuple[SimulationResult, ...]
     allowed: tuple[SimulationResult, ...]
     front: tuple[SimulationResult, ...]
+    is_current_allowed: bool
+    """Whether the current settings meet the constraints themselves."""
 
     @property
     def gain(self) -> float:
@@ -93,6 +95,8 @@ def tune(
         tried=tuple(tried),
         allowed=tuple(allowed),
         front=tuple(pareto_front(allowed)),
+        is_current_allowed=simulation.schedule.mode in _modes(search)
+        and _is_allowed(current, simulation, search),
     )
 
 
@@ -112,8 +116,9 @@ def _candidates(simulation: Simulation, search: Search) -> Iterator[Simulation]:
     batches = search.update_batches or tuple(
         sorted({max(1, batch // 4), max(1, batch // 2), batch})
     )
-    modes = [m for m in search.modes if not (search.on_policy_only and m == "partial")]
-    for mode, size, update_batch, lookahead in product(modes, sizes, batches, search.lookaheads):
+    for mode, size, update_batch, lookahead in product(
+        _modes(search), sizes, batches, search.lookaheads
+    ):
         groups = math.ceil(simulation.num_prompts / size)
         if update_batch > size * schedule.samples_per_prompt or lookahead >= groups:
             continue
@@ -133,6 +138,10 @@ def _candidates(simulation: Simulation, search: Search) -> Iterator[Simulation]:
                 max_staleness=schedule.max_staleness if mode == "partial" else None,
             ),
         )
+
+
+def _modes(search: Search) -> list[ModeName]:
+    return [m for m in search.modes if not (search.on_policy_only and m == "partial")]
 
 
 def _simulate_all(

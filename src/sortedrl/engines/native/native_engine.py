@@ -9,7 +9,7 @@ the next pass before the results of the last one are read, so its device never w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -311,6 +311,8 @@ class NativeEngine:
         `max_tokens` may be one number for each prompt. The engine must be idle.
         """
         self._require_idle("generate")
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list, got one text; write generate([text])")
         rows = [self._encoded(prompt) for prompt in prompts]
         trajectories = fresh_trajectories(rows, samples_per_prompt=samples_per_prompt, seed=seed)
         if not isinstance(max_tokens, Sequence):
@@ -421,6 +423,12 @@ class NativeEngine:
 
     def _encoded(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
+            if any(isinstance(token, Mapping | str) for token in prompt):
+                raise RequestError(
+                    f"a prompt must be text or token ids, got {str(prompt)[:80]}; make text of "
+                    "chat messages with tokenizer.apply_chat_template(messages, tokenize=False, "
+                    "add_generation_prompt=True)"
+                )
             return prompt
         if self._tokenizer is None:
             raise RequestError("the engine has no tokenizer; give it one, or prompts as tokens")
