@@ -32,7 +32,7 @@ from typing import IO, TYPE_CHECKING, Any
 from sortedrl import __version__
 from sortedrl.config.parsing import under_new_keys
 from sortedrl.core.files import write_whole
-from sortedrl.errors import CheckpointError, ConfigError, DataError
+from sortedrl.errors import CheckpointError, ConfigError, DataError, os_errors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -165,11 +165,6 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
-    def tensorboard(self) -> Path:
-        """The numbers as curves."""
-        return self.root / "tensorboard"
-
-    @property
     def model(self) -> Path:
         """The trained model."""
         return self.root / "model"
@@ -218,13 +213,12 @@ class RunFolder:
         the block, or with the process, however that ends.
         """
         self.refuse_second_run()
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            file = self.mark.open("x")
-        except FileExistsError as error:
-            raise self._refusal_of_second() from error
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
+        with os_errors(self.root, "cannot be written"):
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                file = self.mark.open("x")
+            except FileExistsError as error:
+                raise self._refusal_of_second() from error
         with file:
             self._lock(file)
             try:
@@ -238,10 +232,8 @@ class RunFolder:
     @contextmanager
     def taken_up(self) -> Iterator[None]:
         """Lock the folder of a run that was begun before."""
-        try:
+        with os_errors(self.root, "cannot be written"):
             file = self.mark.open("a")
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
         with file:
             self._lock(file)
             self._write_mark({})
@@ -249,10 +241,8 @@ class RunFolder:
 
     def write(self, config: str) -> None:
         """Write the settings down, in place of older ones."""
-        try:
+        with os_errors(self.root, "cannot be written"):
             write_whole(self.config, config.encode())
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
 
     def refuse_gone(self) -> None:
         """Refuse to save into a folder that was moved or removed while its run went on."""
