@@ -17,8 +17,8 @@ from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ModelError
 from sortedrl.models.shape import KNOWN_SHAPES, Shape, shape_of
-from sortedrl.runs.plan.cards import CARDS, Card, Precision, card_named
-from sortedrl.runs.plan.memory import MemoryPlan, memory_plan
+from sortedrl.runs.plan.cards import CARDS, Card, Demand, Precision, card_named
+from sortedrl.runs.plan.memory import MemoryPlan, planned
 from sortedrl.runs.plan.page import RunPlan
 from sortedrl.runs.plan.prediction import Prediction, guessed_lengths, predict
 from sortedrl.runs.tasks import tokenizer_of
@@ -144,8 +144,8 @@ def run_memory(
 ) -> MemoryPlan:
     """The memory of a run, from which `train` takes the size of its caches too."""
     cache_gib, engine = settings.rollout.cache_gib, settings.engine
-    return memory_plan(
-        shape,
+    demand = Demand(
+        shape=shape,
         slots=engine.slots,
         max_tokens=engine.max_tokens,
         prompt_tokens=prompt_tokens,
@@ -162,6 +162,7 @@ def run_memory(
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
         cluster=settings.cluster,
     )
+    return planned(demand)
 
 
 def _prediction(
