@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -163,13 +164,16 @@ def _nccl() -> str:
     child.start()
     tensors = {f"{n}": torch.full((1 << 22,), float(n), device="cuda:0") for n in range(64)}
     sender = BroadcastSender("cuda:0")
-    sent = sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+    start = time.perf_counter()
+    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+    seconds = time.perf_counter() - start
     found = answers.get(timeout=120)
     child.join(60)
     expected = [float(n) for n in range(64)]
     _require(found["values"] == expected, "the second GPU must have what the first one sent")
     _require(found["device"] == "cuda", f"weights must stay on GPUs (NCCL), got {found['device']}")
-    return f"{sent.bytes / 1e9:.1f} GB in {sent.seconds:.2f} s, the first time, over NCCL"
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return f"{size / 1e9:.1f} GB in {seconds:.2f} s, the first time, over NCCL"
 
 
 def _receive(rendezvous: object, answers: Queue[dict[str, object]]) -> None:
@@ -177,7 +181,8 @@ def _receive(rendezvous: object, answers: Queue[dict[str, object]]) -> None:
     from sortedrl.cluster.weight_transport import Rendezvous
 
     assert isinstance(rendezvous, Rendezvous)
-    received = BroadcastReceiver("cuda:1").receive(rendezvous, 1).tensors
+    receiver = BroadcastReceiver("cuda:1")
+    received = {n: t for bucket in receiver.buckets(rendezvous, 1) for n, t in bucket.items()}
     values = [float(received[f"{n}"][-1]) for n in range(64)]
     answers.put({"values": values, "device": received["0"].device.type})
 
