@@ -335,13 +335,7 @@ class _Spans:
             self._land(min(self._begun + event.took_seconds, event.seconds))
 
     def _add(
-        self,
-        kind: SpanKind,
-        name: str,
-        *,
-        start: float,
-        end: float,
-        args: Mapping[str, object],
+        self, kind: SpanKind, name: str, *, start: float, end: float, args: Mapping[str, object]
     ) -> None:
         self._found[kind].append(Span(kind=kind, name=name, start=start, end=end, args=args))
 

@@ -23,7 +23,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -128,46 +128,26 @@ _MAY_FALL = ("engine.slots",)
 _FORMAT = "sortedrl-run"
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The places in a run's folder."""
 
-    root: Path
-
-    @property
-    def mark(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        """Nothing is read or written."""
+        self.root = root
+        self.mark = root / "run.json"
         """What tells the folder of a run from any other; locked while the run is in progress."""
-        return self.root / "run.json"
-
-    @property
-    def config(self) -> Path:
+        self.config = root / "config.toml"
         """Every setting, as resolved."""
-        return self.root / "config.toml"
-
-    @property
-    def events(self) -> Path:
+        self.events = root / "events.jsonl"
         """Everything that happened."""
-        return self.root / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = root / "metrics.jsonl"
         """One line of numbers for each update."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def answers(self) -> Path:
+        self.answers = root / "answers.jsonl"
         """Some answers of each update, as text."""
-        return self.root / "answers.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
         """The last complete checkpoints, and the best."""
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
+        self.model = root / "model"
         """The trained model."""
-        return self.root / "model"
 
     @property
     def holds_run(self) -> bool:

@@ -462,9 +462,9 @@ class PolicyTrainer:
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
         refuse = partial(_refuse_not_finite, trajectories, answers)
-        refuse(proximal_T, "the trained model")
-        refuse(reference_T, "the reference")
-        refuse(values_T, "the critic")
+        refuse(proximal_T, what="the trained model")
+        refuse(reference_T, what="the reference")
+        refuse(values_T, what="the critic")
         found = estimate(
             answers,
             algorithm,
@@ -474,8 +474,8 @@ class PolicyTrainer:
             last_values_N=self._values_at_cut(trajectories, answers),
             moments=self.moments,
         )
-        refuse(found.advantages_T, "the advantages")
-        refuse(found.returns_T, "the returns")
+        refuse(found.advantages_T, what="the advantages")
+        refuse(found.returns_T, what="the returns")
         return _Prepared(
             answers=answers,
             sequences=sequences,
@@ -653,7 +653,7 @@ def _write_held(held: tuple[Trajectory, ...], folder: Path) -> None:
 
 
 def _refuse_not_finite(
-    trajectories: Sequence[Trajectory], answers: Answers, numbers_T: Tensor | None, what: str
+    trajectories: Sequence[Trajectory], answers: Answers, numbers_T: Tensor | None, *, what: str
 ) -> None:
     """Raise where a number of a token is not finite, naming the answers it belongs to."""
     if numbers_T is not None and not bool(numbers_T.isfinite().all()):
