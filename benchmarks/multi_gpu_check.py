@@ -18,6 +18,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -210,20 +211,23 @@ def _broadcast(on_cpu: bool) -> str:
     devices = ("cpu", "cpu") if on_cpu else ("cuda:0", "cuda:1")
     child = context.Process(target=_receive, args=(rendezvous, devices[1], answers))
     child.start()
-    size = 1 << (16 if on_cpu else 22)
+    length = 1 << (16 if on_cpu else 22)
     tensors = {
-        f"{n}": torch.full((size,), float(n), device=devices[0]) for n in range(_SYNC_TENSORS)
+        f"{n}": torch.full((length,), float(n), device=devices[0]) for n in range(_SYNC_TENSORS)
     }
     sender = BroadcastSender(devices[0])
-    sent = sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+    start = time.perf_counter()
+    sender.send(rendezvous, parts(tensors.items(), bucket_bytes=BROADCAST_BYTES))
+    seconds = time.perf_counter() - start
     found = answers.get(timeout=120)
     child.join(60)
     expected = [float(n) for n in range(_SYNC_TENSORS)]
     _require(found["values"] == expected, "the second process must have what the first one sent")
     kind = torch.device(devices[1]).type
     _require(found["device"] == kind, f"weights must arrive on {kind}, got {found['device']}")
+    size = sum(tensor.nbytes for tensor in tensors.values())
     over = "gloo" if on_cpu else "NCCL"
-    return f"{sent.bytes / 1e9:.2f} GB in {sent.seconds:.2f} s, the first time, over {over}"
+    return f"{size / 1e9:.2f} GB in {seconds:.2f} s, the first time, over {over}"
 
 
 def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]]) -> None:
@@ -231,7 +235,8 @@ def _receive(rendezvous: object, device: str, answers: Queue[dict[str, object]])
     from sortedrl.cluster.weight_transport import Rendezvous
 
     assert isinstance(rendezvous, Rendezvous)
-    received = BroadcastReceiver(device).receive(rendezvous, 1).tensors
+    receiver = BroadcastReceiver(device)
+    received = {n: t for bucket in receiver.buckets(rendezvous, 1) for n, t in bucket.items()}
     values = [float(received[f"{n}"][-1]) for n in range(_SYNC_TENSORS)]
     answers.put({"values": values, "device": received["0"].device.type})
 

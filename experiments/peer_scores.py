@@ -15,6 +15,7 @@ from experiments.peer_job import Job
 from experiments.peer_numbers import number
 from sortedrl.config.checks import require
 from sortedrl.core.files import MetricsFile, read_metrics
+from sortedrl.engines.sampling import Sampling
 
 if TYPE_CHECKING:
     from sortedrl.config.train import TrainSettings
@@ -73,12 +74,12 @@ def scored(settings: TrainSettings, weights: Mapping[int, Path]) -> dict[int, Sc
             pool = RewardPool(task.reward, settings.rewards, folder=settings.out)
             rows = tokenized(task.rows, tokenizer, chat=settings.data.chat).rows
             questions.append(Question(task, rows, stack.enter_context(pool)))
+        temperature = 0.0 if asked.temperature is None else asked.temperature
         evaluator = Evaluator(
-            questions,
-            engine,
+            questions=questions,
+            engine=engine,
             text=engine.text,
-            temperature=0.0 if asked.temperature is None else asked.temperature,
-            max_tokens=settings.engine.max_tokens,
+            sampling=Sampling(temperature=temperature, max_tokens=settings.engine.max_tokens),
             samples=asked.samples,
             seed=settings.seed,
         )

@@ -46,7 +46,7 @@ from sortedrl.cluster.placement import (
 )
 from sortedrl.cluster.remote_engine import BESIDE, once_ready
 from sortedrl.cluster.weight_transport import LocalSource
-from sortedrl.cluster.worker import LogFolder, _children, kill_children
+from sortedrl.cluster.worker import LogFolder
 from sortedrl.cluster.worker_pool import WorkerPool
 from sortedrl.config.cluster import Cluster
 from sortedrl.config.schedule import Schedule
@@ -60,6 +60,7 @@ from sortedrl.core.recorder import Journal
 from sortedrl.engines import conformance
 from sortedrl.engines.native import NativeEngine
 from sortedrl.errors import ConfigError, DataError, EngineError, EngineLost
+from sortedrl.rewards.pool.process import children_of, kill_descendants
 from sortedrl.simulate.costs import ticks
 from sortedrl.simulate.engine import SimulatedPrompts, SimulatedTrainer
 from sortedrl.simulate.lengths import LengthSettings
@@ -222,7 +223,7 @@ def test_two_workers_write_what_one_engine_writes_to_the_bit(open_pool):
 
 
 def test_tensors_of_every_kind_arrive_as_they_were():
-    from sortedrl.cluster.broadcast import buckets, num_bytes, unpacked
+    from sortedrl.cluster.broadcast import bucket, parts, unpacked
 
     tensors = {
         "half": torch.randn(3, 5).bfloat16(),
@@ -231,13 +232,14 @@ def test_tensors_of_every_kind_arrive_as_they_were():
         "none": torch.empty(0, 3),
         "long": torch.arange(1000),
     }
-    parts = list(buckets(tensors, bucket_bytes=200))
-    assert [[p.name for p in part] for part in parts] == [
+    packed = [bucket(part) for part in parts(tensors.items(), bucket_bytes=200)]
+    assert [[one.name for one in part] for part in packed] == [
         ["half", "turned", "number", "none"],
         ["long"],
     ]
-    assert sum(map(num_bytes, parts)) == sum(t.nbytes for t in tensors.values())
-    for name, tensor in unpacked(parts).items():
+    sizes = [one.buffer.nbytes for part in packed for one in part]
+    assert sum(sizes) == sum(t.nbytes for t in tensors.values())
+    for name, tensor in unpacked(packed).items():
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
 
@@ -697,10 +699,10 @@ def test_no_process_below_a_worker_is_left_when_it_is_abandoned():
     above = subprocess.Popen([sys.executable, "-c", deep], stdin=subprocess.PIPE)
     try:
         until = time.monotonic() + 30
-        while not (children := _children(above.pid)):
+        while not (children := children_of(above.pid)):
             assert time.monotonic() < until
             time.sleep(0.05)
-        kill_children(above.pid)
+        kill_descendants(above.pid)
         above.wait(30)
         assert not any(Path(f"/proc/{child}/cmdline").exists() for child in children)
     finally:

@@ -12,10 +12,14 @@ from sortedrl.data.knights_puzzle import (
     Puzzle,
     canonical_key,
     parse_puzzle,
-    split_of,
+    split_of_key,
 )
 from sortedrl.errors import ConfigError
 from test_knights_puzzle import puzzles
+
+
+def split_of(puzzle, test_share):
+    return split_of_key(canonical_key(puzzle), test_share)
 
 
 def renamed(statement, places, shuffle):

@@ -10,14 +10,13 @@ from sortedrl.data.knights_puzzle import (
     Compound,
     Puzzle,
     canonical_key,
-    depth,
     holds,
     solutions,
-    split_of,
 )
 from sortedrl.data.knights_rows import FORMS, Shape, generate
 from sortedrl.errors import ConfigError
-from test_knights_canonical import brute_force_key
+from test_knights_canonical import brute_force_key, split_of
+from test_knights_puzzle import depth
 from test_knights_solver import brute_force
 
 

@@ -10,13 +10,18 @@ from sortedrl.data.knights_puzzle import (
     Claim,
     Compound,
     Puzzle,
-    depth,
     holds,
     mentioned,
     parse_puzzle,
 )
 
 KINDS = ("not", "and", "or", "->", "<=>")
+
+
+def depth(statement):
+    """Connectives on the longest way down to a claim; 0 for a claim."""
+    parts = () if isinstance(statement, Claim) else statement.parts
+    return max((1 + depth(part) for part in parts), default=0)
 
 
 def random_statement(people, generator, *, depth):

@@ -21,7 +21,7 @@ from sortedrl.models.shape import Shape, shape_of, shape_of_config
 from sortedrl.runs import build_training
 from sortedrl.runs.plan.cards import CARDS, card_named
 from sortedrl.runs.plan.dry_run import Expected, card_of, planned_run
-from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, memory_plan, planned
+from sortedrl.runs.plan.memory import BLOCK_TOKENS, Demand, planned
 from sortedrl.runs.plan.page import RunPlan, advice, lines, refuse_too_big, to_json
 from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.runs.start import train
@@ -320,14 +320,15 @@ def test_a_pass_is_at_least_as_long_as_the_longest_answer():
 
 
 def test_a_model_too_big_is_refused_with_what_would_fit():
-    plan = memory_plan(
-        LLAMA,
+    demand = Demand(
+        shape=LLAMA,
         slots=128,
         max_tokens=8192,
         prompt_tokens=512,
         pass_tokens=16384,
         precision="bfloat16",
     )
+    plan = planned(demand)
     device = 80 * GIB
     with pytest.raises(ConfigError, match=r"lora\.rank = 16") as caught:
         refuse_too_big(plan, device)

@@ -524,7 +524,7 @@ def test_what_failed_in_the_background_is_raised_by_the_next_call(tmp_path, call
     checkpoints = checkpoints_in(tmp_path)
     old = checkpoints.save(1, writer(1))
     checkpoints.save_later(2, full)
-    checkpoints._writing.wait()
+    checkpoints._writing.exception()
     with pytest.raises(CheckpointError, match=r"No space left.*update-000001; free space"):
         getattr(checkpoints, call)(*(() if call in ("check", "finish") else (3, writer(3))))
     assert checkpoints.newest() == old

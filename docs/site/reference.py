@@ -1,7 +1,7 @@
-"""The generated parts of the reference: commands, settings, metrics, events, engine versions.
+"""The generated parts of the reference: commands, settings, events, engine versions.
 
 Each is Markdown made from the code: the flags and settings from the dataclasses and the strings
-under their fields, the metrics from their table, the events from their classes.
+under their fields, the events from their classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from sortedrl.cli import COMMANDS
 from sortedrl.cli.arguments import field_text
 from sortedrl.config.train import SupervisedSettings, TrainSettings
 from sortedrl.core import events
-from sortedrl.core.files import METRIC_KEYS
 from sortedrl.engines.installed import SGLANG, VLLM
 from sortedrl.simulate.settings import Simulation
 
@@ -43,14 +42,6 @@ def config() -> str:
 def simulation() -> str:
     """The settings of `simulate`, `compare` and `tune`."""
     return "\n".join(_sections(Simulation, heading="top of the file", level=3))
-
-
-def metrics() -> str:
-    """The keys of metrics.jsonl."""
-    return "\n".join(
-        f"### {section}\n\n" + _table(("key", "meaning"), [(f"`{k}`", v) for k, v in keys.items()])
-        for section, keys in METRIC_KEYS.items()
-    )
 
 
 def event_log() -> str:
@@ -77,7 +68,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "cli": cli,
     "config": config,
     "simulation": simulation,
-    "metrics": metrics,
     "events": event_log,
     "engine-versions": engine_versions,
 }

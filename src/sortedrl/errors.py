@@ -20,11 +20,12 @@ The command line prints the message without a traceback and exits with code 2.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 _SHOWN_NAMES = 60
@@ -46,6 +47,15 @@ class DataError(SortedRLError, ValueError):
         """Name the place as editors do: `file:line: reason`."""
         place = f"{path}:{line}" if line is not None else str(path)
         super().__init__(f"{place}: {reason}")
+
+
+@contextmanager
+def os_errors(path: Path | str, what: str, *, advice: str = "") -> Iterator[None]:
+    """Raise an error of the operating system as a `DataError`: `what` cannot be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, f"{what} ({error.strerror or error}){advice}") from error
 
 
 class ModelError(SortedRLError, ValueError):

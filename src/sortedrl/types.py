@@ -158,6 +158,21 @@ class Trajectory:
         return 1 + replies + bool(self.given)
 
     @property
+    def turns(self) -> list[list[int]]:
+        """The tokens of each turn of the policy so far."""
+        turns: list[list[int]] = []
+        for segment in self.segments:
+            if segment.given or not turns:
+                turns.append([])
+            turns[-1] += segment.tokens
+        return turns
+
+    @property
+    def replies(self) -> list[list[int]]:
+        """The tokens of each reply that a turn of the policy followed."""
+        return [list(segment.given) for segment in self.segments if segment.given]
+
+    @property
     def logprobs(self) -> list[float]:
         """For each token, its log-probability under the policy that sampled it."""
         return [logprob for segment in self.segments for logprob in segment.logprobs]

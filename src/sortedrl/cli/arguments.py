@@ -232,7 +232,6 @@ class _Option:
         return self.flag.removeprefix("--").upper() if self.is_positional else self.flag
 
     def value(self, words: Sequence[str]) -> object:
-        """The value that the words after the flag stand for."""
         kind, is_optional = field_type(self.hint)
         if is_optional and list(words) == [NO_VALUE]:
             return None
@@ -254,7 +253,6 @@ class _Option:
 
 
 def _from_word(word: str, kind: Any, called: str) -> object:  # noqa: ANN401
-    """A word of a command line as the field wants it."""
     check_text(word, called)
     if get_origin(kind) is Literal:
         if word not in get_args(kind):

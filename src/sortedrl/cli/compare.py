@@ -145,18 +145,19 @@ def _compare_agents(given: Arguments) -> None:
         for number, (name, variant) in enumerate(chosen):
             advance(name, number)
             results.append((name, simulate(variant)))
-    base = dict(results)[_LOCK_STEP].metrics.run.goodput
+    figures = {name: result.metrics.run for name, result in results}
+    base = figures[_LOCK_STEP].goodput
     rows: list[dict[str, object]] = [
         {
             "name": name,
-            "bubble": result.metrics.run.bubble,
-            "outside_bubble": result.metrics.run.outside_bubble,
-            "goodput": result.metrics.run.goodput,
-            "goodput_vs_lock_step": result.metrics.run.goodput / base,
-            "mean_staleness": result.metrics.run.mean_staleness,
-            "staleness_max": result.metrics.run.staleness_max,
+            "bubble": run.bubble,
+            "outside_bubble": run.outside_bubble,
+            "goodput": run.goodput,
+            "goodput_vs_lock_step": run.goodput / base,
+            "mean_staleness": run.mean_staleness,
+            "staleness_max": run.staleness_max,
         }
-        for name, result in results
+        for name, run in figures.items()
     ]
     if given.plot is not None:
         write_text(given.plot, _panels([(name, dict(results)[name]) for name in _DRAWN_AGENTS]))
@@ -166,13 +167,13 @@ def _compare_agents(given: Arguments) -> None:
     lines = [
         [
             name,
-            percent(result.metrics.run.bubble),
-            percent(result.metrics.run.outside_bubble),
-            thousands(result.metrics.run.goodput),
-            f"{result.metrics.run.goodput / base:.2f} x",
-            f"{result.metrics.run.mean_staleness:.1f} / {result.metrics.run.staleness_max}",
+            percent(run.bubble),
+            percent(run.outside_bubble),
+            thousands(run.goodput),
+            f"{run.goodput / base:.2f} x",
+            f"{run.mean_staleness:.1f} / {run.staleness_max}",
         ]
-        for name, result in results
+        for name, run in figures.items()
     ]
     table(_AGENT_HEADINGS, lines)
     print(

@@ -201,7 +201,6 @@ def _stats(tasks: Sequence[Task], tokenizer: Tokenizer | None, given: Arguments)
 
 
 def _measured(task: Task, tokenizer: Tokenizer | None, given: Arguments) -> dict[str, object]:
-    """Counts and lengths of a task's rows."""
     require(
         given.max_prompt_tokens is None or given.max_prompt_tokens >= 1,
         f"max_prompt_tokens must be at least 1, got {given.max_prompt_tokens}; leave it out for "

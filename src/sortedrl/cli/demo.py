@@ -20,7 +20,7 @@ from sortedrl.config.train import Saving, SupervisedSettings, TrainSettings
 from sortedrl.core.events import Start, read_events
 from sortedrl.core.files import refuse_foreign
 from sortedrl.core.meter import Figures
-from sortedrl.errors import ConfigError, DataError
+from sortedrl.errors import ConfigError, DataError, os_errors
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.terminal import (
     PAGE,
@@ -184,13 +184,11 @@ def _make_room(out: Path) -> None:
     for folder in folders:
         _refuse_foreign_folder(folder)
     for folder in folders:
-        try:
+        with os_errors(folder, "cannot be replaced"):
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
             (folder / _MARK).write_text(json.dumps(_MARKED) + "\n")
-        except OSError as error:
-            raise DataError(folder, f"cannot be replaced ({error.strerror})") from error
 
 
 def _refuse_foreign_folder(folder: Path) -> None:
@@ -218,7 +216,6 @@ def _warm_start(given: Arguments) -> None:
 
 
 def _both_trained(given: Arguments) -> dict[str, Ending]:
-    """Both runs, in halves that take turns."""
     endings: dict[str, Ending] = {}
     for number, name in enumerate(_TURNS, start=2):
         schedule = schedules(given)[name]

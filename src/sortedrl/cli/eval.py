@@ -231,7 +231,6 @@ def _print(
 
 
 def _table(shown: Table) -> None:
-    """Print a table with its levels under their tasks."""
     (first, _, *columns), lines = shown
     rows = [[f"  {level}" if level else task, *numbers] for task, level, *numbers in lines]
     table([first, *columns], rows)

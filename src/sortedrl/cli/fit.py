@@ -11,10 +11,11 @@ import tyro
 
 from sortedrl.cli.arguments import parse
 from sortedrl.config.schedule import EngineSettings
-from sortedrl.core.events import read_events
-from sortedrl.errors import DataError
+from sortedrl.core.events import Begin, Load, read_events
+from sortedrl.errors import os_errors
+from sortedrl.report.advice.simulation import observed_schedule
 from sortedrl.simulate.costs import CostSettings
-from sortedrl.simulate.fit import fit, fitted_shape
+from sortedrl.simulate.fit import fit
 from sortedrl.simulate.lengths import (
     LengthSettings,
     event_log,
@@ -54,27 +55,29 @@ class Arguments:
 def run(arguments: Sequence[str]) -> None:
     """Run the command."""
     given = parse(Arguments, arguments, prog="sortedrl fit", description=HELP)
-    try:
+    with os_errors(given.events, "cannot be read"):
         if is_log(given.events) and not is_event_log(given.events):
             _print_observed(given)
         else:
             _print_fitted(given)
-    except OSError as error:
-        raise DataError(given.events, f"cannot be read ({error.strerror})") from error
 
 
 def _print_fitted(given: Arguments) -> None:
     events = list(read_events(event_log(given.events)))
     fitted = fit(events, name=str(given.events))
     costs = asdict(fitted.costs)
-    shape = fitted_shape(events)
+    begin = next(event for event in events if isinstance(event, Begin))
+    schedule = observed_schedule(events)
+    assert schedule is not None, "what can be fitted shows its schedule"
+    prompts = sum(event.prompts for event in events if isinstance(event, Load))
+    groups = -(-prompts // schedule.group_prompts)
     if given.json:
         found = {
             "costs": costs,
             "relative_error": fitted.relative_error,
-            "slots": shape.slots,
-            "groups": shape.groups,
-            "schedule": asdict(shape.schedule),
+            "slots": begin.slots,
+            "groups": groups,
+            "schedule": asdict(schedule),
         }
         print(json.dumps(found, indent=2))
         return
@@ -85,9 +88,9 @@ def _print_fitted(given: Arguments) -> None:
     written = written_lengths(stretches(events))
     values = written.sample_lengths(_KEPT_LENGTHS)
     simulation = Simulation(
-        groups=shape.groups,
-        schedule=shape.schedule,
-        engine=EngineSettings(slots=shape.slots, max_tokens=max(values)),
+        groups=groups,
+        schedule=schedule,
+        engine=EngineSettings(slots=begin.slots, max_tokens=max(values)),
         costs=CostSettings(**costs),
         lengths=LengthSettings(values=values),
     )

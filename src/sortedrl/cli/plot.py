@@ -19,7 +19,7 @@ import tyro
 from sortedrl.cli.arguments import parse
 from sortedrl.core.events import Update
 from sortedrl.core.files import refuse_foreign, write_whole
-from sortedrl.errors import ConfigError, DataError
+from sortedrl.errors import ConfigError, os_errors
 from sortedrl.evaluation.tables import percent
 from sortedrl.report.charts.comparison import Point, pareto
 from sortedrl.report.charts.curves import curves
@@ -301,10 +301,8 @@ def run(arguments: Sequence[str]) -> None:
     scheme: Scheme = "light" if given.scheme == "auto" else given.scheme
     refuse_foreign(given.out, mark=b"\x89PNG")
     content = png(_draw(given, runs, scheme=scheme), width=_width(given))
-    try:
+    with os_errors(given.out, "cannot be written"):
         write_whole(given.out, content)
-    except OSError as error:
-        raise DataError(given.out, f"cannot be written ({error.strerror})") from error
     tell(f"wrote {given.out}")
 
 

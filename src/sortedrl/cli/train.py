@@ -19,7 +19,13 @@ from sortedrl.cli.arguments import (
 )
 from sortedrl.config.checks import require
 from sortedrl.config.parsing import read_toml, settings_over, under_new_keys
-from sortedrl.config.sizes import Chosen, names_in, size_line, sized, with_siblings
+from sortedrl.config.sizes import (
+    Chosen,
+    names_in,
+    settings_of_file,
+    size_line,
+    sized,
+)
 from sortedrl.config.train import TrainSettings
 from sortedrl.data.rows import Row
 from sortedrl.errors import ConfigError, DataError
@@ -224,11 +230,9 @@ def _settings_from(source: Path) -> tuple[TrainSettings, Chosen]:
             + ("" if source.exists() else ", which does not exist")
             + "; see sortedrl train --help"
         )
-    table = read_toml(path)
     if not folder.holds_run:
-        settings = settings_over(TrainSettings(), with_siblings(table), path=path)
-        return settings, frozenset(names_in(table))
-    table = under_new_keys(table)
+        return settings_of_file(path)
+    table = under_new_keys(read_toml(path))
     settings = settings_over(TrainSettings(), table, path=path)
     return replace(settings, out=source), frozenset(names_in(table))
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from time import perf_counter
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -40,6 +40,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 
 from sortedrl.cluster.weight_transport import Rendezvous, TransportFailed, first_line
 from sortedrl.errors import ModelError
+from sortedrl.models.offload import in_buckets
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -68,25 +69,8 @@ def parts(
 
     They are taken one after the other, so they may be gathered while they are asked for.
     """
-    part: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, given in tensors:
-        tensor = as_tensor(name, given)
-        if part and size + tensor.nbytes > bucket_bytes:
-            yield part
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
-def buckets(
-    tensors: Mapping[str, object], *, bucket_bytes: int = _BUCKET_BYTES
-) -> Iterator[Bucket]:
-    """The same as bytes, on the CPU."""
-    for part in parts(tensors.items(), bucket_bytes=bucket_bytes):
-        yield bucket(part)
+    named = ((name, as_tensor(name, given)) for name, given in tensors)
+    return in_buckets(((pair, pair[1].nbytes) for pair in named), max_bytes=bucket_bytes)
 
 
 def bucket(part: Iterable[tuple[str, Tensor]]) -> Bucket:
@@ -97,11 +81,6 @@ def bucket(part: Iterable[tuple[str, Tensor]]) -> Bucket:
 def unpacked(parts: Iterable[Bucket]) -> dict[str, Tensor]:
     """The tensors, over the very same bytes: they must be read only."""
     return {packed.name: _tensor(packed) for part in parts for packed in part}
-
-
-def num_bytes(part: Bucket) -> int:
-    """Bytes of all tensors of a part."""
-    return sum(packed.buffer.nbytes for packed in part)
 
 
 def as_tensor(name: str, given: object) -> Tensor:
@@ -216,24 +195,6 @@ _SPARE_GPU_BYTES = 2 << 30
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """What was sent."""
-
-    bytes: int
-    buckets: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """What was received."""
-
-    tensors: dict[str, Tensor]
-    bytes: int
-    buckets: int
-
-
 class RendezvousStore:
     """The store over which sender and workers find each other; kept by the controller."""
 
@@ -269,24 +230,20 @@ class BroadcastSender:
         places = (tensor.device for tensor in tensors.values() if isinstance(tensor, Tensor))
         return cls(next(places, torch.device("cpu")))
 
-    def send(self, rendezvous: Rendezvous, buckets: Iterable[Part]) -> Sent:
+    def send(self, rendezvous: Rendezvous, buckets: Iterable[Part]) -> None:
         """Broadcast all buckets to the workers; raises `TransportFailed` if one of them is gone.
 
         The buckets are always taken to their end, so ranks that gather them together stay in step.
         """
-        start = perf_counter()
         coming = iter(buckets)
-        size = count = 0
         try:
             group = self._membership.group(rendezvous, rank=0)
-            buffers = [Buffer(group.device), Buffer(group.device)]
+            buffers = cycle((Buffer(group.device), Buffer(group.device)))
             for part in coming:
                 # The other buffer may be on its way still: a front and a flat.
                 group.wait(leaving=2)
-                for tensor in buffers[count % len(buffers)].packed(part):
+                for tensor in next(buffers).packed(part):
                     group.start(tensor)
-                size += sum(tensor.nbytes for _, tensor in part)
-                count += 1
             group.start(front(group.device))
             group.wait()
         except BaseException:
@@ -294,7 +251,6 @@ class BroadcastSender:
             raise
         finally:
             deque(coming, maxlen=0)
-        return Sent(bytes=size, buckets=count, seconds=perf_counter() - start)
 
     def close(self) -> None:
         """Leave the group; ranks that still wait for it see that."""
@@ -308,18 +264,11 @@ class BroadcastReceiver:
         """The device that the weights shall be on; without NCCL they come to the CPU."""
         self._membership = _Membership(torch.device(device))
 
-    def receive(self, rendezvous: Rendezvous, rank: int) -> Received:
-        """All tensors that are sent; raises `TransportFailed` if another rank is gone."""
-        tensors: dict[str, Tensor] = {}
-        count = 0
-        for bucket in self.buckets(rendezvous, rank):
-            tensors |= bucket
-            count += 1
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        return Received(tensors=tensors, bytes=size, buckets=count)
-
     def buckets(self, rendezvous: Rendezvous, rank: int) -> Iterator[dict[str, Tensor]]:
-        """The same, one bucket after the other; who stops before the end leaves the group."""
+        """All tensors that are sent, bucket by bucket; who stops before the end leaves the group.
+
+        Raises `TransportFailed` if another rank is gone.
+        """
         try:
             group = self._membership.group(rendezvous, rank=rank)
             while True:

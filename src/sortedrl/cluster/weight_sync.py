@@ -106,8 +106,6 @@ def transports_from(first: WeightTransport) -> Sequence[WeightTransport]:
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """One push so far."""
-
     weights: Weights
     left: list[SyncTarget]
     """Workers that do not have the weights yet."""
@@ -118,7 +116,6 @@ class _Progress:
     """Why a transport did not reach some worker."""
 
     def report(self) -> SyncReport:
-        """What the push was, now that it is over."""
         used = [load.transport for load in self.loads if load.transport is not None]
         transport = max(used, key=_TRANSPORTS.index, default=None)
         return SyncReport(

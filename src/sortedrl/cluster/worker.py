@@ -14,7 +14,6 @@ local file, and the controller fetches the text when it closes the worker.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from sortedrl.cluster.weight_transport import Delivery, WeightReceiver
 from sortedrl.engines.generation import RolloutEngine, Scoring, Sleeping, TokenScores
 from sortedrl.engines.sampling import RequestLimits, Sampling
 from sortedrl.errors import EngineLost
+from sortedrl.rewards.pool.process import children_of, kill_descendants
 from sortedrl.types import Step, Trajectory, Weights
 
 if TYPE_CHECKING:
@@ -82,14 +82,6 @@ def show_gpus(names: Sequence[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
-def kill_children(process: int) -> None:
-    """Kill all processes below one, so that no engine is left behind when it ends."""
-    for child in _children(process):
-        kill_children(child)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-
-
 def cpu_seconds_of(process: int) -> float:
     """Seconds of CPU of a process and of all below it: vLLM and SGLang load models in children."""
     own = 0.0
@@ -98,16 +90,7 @@ def cpu_seconds_of(process: int) -> float:
         after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         # User and system time, its own and that of the children that it has waited for.
         own = sum(map(int, after_name[11:15])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(map(cpu_seconds_of, _children(process)))
-
-
-def _children(process: int) -> list[int]:
-    found = []
-    for thread in Path(f"/proc/{process}/task").glob("*/children"):
-        # It may be gone by now.
-        with suppress(OSError):
-            found += [int(child) for child in thread.read_text().split()]
-    return found
+    return own + sum(map(cpu_seconds_of, children_of(process)))
 
 
 class WorkerLog:
@@ -334,7 +317,7 @@ class RolloutWorker:
 
     def abandon(self) -> None:
         """Kill the processes of the engine, if it has some; the worker itself is killed next."""
-        kill_children(os.getpid())
+        kill_descendants(os.getpid())
 
     def score(self, trajectories: Sequence[Trajectory]) -> Sequence[TokenScores] | None:
         """The tokens of answers under the present weights; `None` if the engine cannot score."""

@@ -53,16 +53,12 @@ _MOST_SKIPPED_SYNCS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """The bundle of a worker."""
-
     claim: Claim
     placement: BundlePlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Starting:
-    """A worker that makes its engine."""
-
     number: int
     actor: Actor
     info: ObjectRef[WorkerInfo]

@@ -182,7 +182,6 @@ class _Rule:
 
     @property
     def words(self) -> str:
-        """The types, for a message."""
         return " or ".join(sorted(_KIND_WORDS[kind] for kind in self.kinds))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sortedrl.config.algorithm import Algorithm, AlgorithmName
+from sortedrl.config.parsing import read_toml, settings_over
 from sortedrl.config.schedule import EngineSettings, Schedule
 from sortedrl.config.train import TrainSettings
 
@@ -66,6 +67,13 @@ def _different(
             yield from _different(value, default[name], f"{section}{name}.")
         elif value != default[name]:
             yield section + name
+
+
+def settings_of_file(path: Path) -> tuple[TrainSettings, Chosen]:
+    """The settings of a TOML file, and which of them it names."""
+    table = read_toml(path)
+    settings = settings_over(TrainSettings(), with_siblings(table), path=path)
+    return settings, frozenset(names_in(table))
 
 
 def with_siblings(tables: Mapping[str, Any], *, chosen: Chosen = frozenset()) -> dict[str, Any]:

@@ -392,7 +392,6 @@ class Order:
         self._follow(event)
 
     def _follow(self, event: Event) -> None:
-        """Track groups and answers."""
         if isinstance(event, Load):
             self._refuse(event.group in self._groups, event)
             self._groups.add(event.group)

@@ -6,9 +6,9 @@ it. A resumed run truncates its files to their lengths at the checkpoint, so wha
 the checkpoint is written again, once.
 
 `metrics.jsonl` has one JSON object of numbers per update; a number that is not finite is written as
-null, so any JSON reader can read the file. `METRIC_KEYS` says what its numbers mean: the reference
-page is made from it. `answers.jsonl` has some answers of every update as text, one JSON object
-each; nothing is computed from it.
+null, so any JSON reader can read the file; docs/reference/metrics.md says what its numbers mean.
+`answers.jsonl` has some answers of every update as text, one JSON object each; nothing is computed
+from it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from sortedrl.errors import DataError
+from sortedrl.errors import DataError, os_errors
 
 _LOOKED_AT = 512
 _GZIP = b"\x1f\x8b"
@@ -59,6 +60,11 @@ def writing_whole(path: Path) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
 
 
+def free_path(folder: Path, names: Iterable[str]) -> Path:
+    """The first of these names in the folder at which nothing lies."""
+    return next(path for name in names if not (path := folder / name).exists())
+
+
 def refuse_foreign(path: Path, *, mark: bytes | None) -> None:
     """Refuse to replace a file that we did not write, recognised by `mark` near its beginning.
 
@@ -84,7 +90,8 @@ class LineFile:
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
         """Create the file, replacing an older one; or keep its first bytes and append to them."""
-        self._path = path
+        advice = "; check the path and the free disk space"
+        self._os_errors = partial(os_errors, path, "cannot be written", advice=advice)
         with self._os_errors():
             if keep_bytes:
                 _cut(path, keep_bytes)
@@ -111,15 +118,6 @@ class LineFile:
         """Write out what is buffered."""
         with self._os_errors():
             self._file.close()
-
-    @contextmanager
-    def _os_errors(self) -> Iterator[None]:
-        """Raise an error of the operating system as a `DataError`."""
-        try:
-            yield
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror}); check the path and the free disk space"
-            raise DataError(self._path, reason) from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -245,7 +243,6 @@ def _answer(path: Path, number: int, line: str) -> LoggedAnswer:
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """Whether every field has a value of its type."""
     counts = [row[name] for name in ("update", "prompt", "sample", "group", "tokens")]
     parts, reward = row["parts"], row["reward"]
     if not isinstance(parts, dict) or len(row["versions"]) != 2:
@@ -257,104 +254,3 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
         and isinstance(row["is_truncated"], bool)
         and all(isinstance(row[name], str) for name in ("question", "response"))
     )
-
-
-METRIC_KEYS: Mapping[str, Mapping[str, str]] = {
-    "Where the run is": {
-        "update": "update batches so far",
-        "version": "how often the weights have changed",
-        "total/seconds": "seconds since the run began, evaluations excluded",
-        "total/samples": "answers trained on so far",
-        "total/trained_tokens": "tokens trained on so far",
-        "total/decoded_tokens": "tokens generated so far",
-    },
-    "Answers of the update": {
-        "reward/mean": "mean reward, before overlong shaping",
-        "reward/std": "standard deviation of the rewards (divided by n)",
-        "reward/PART": "mean of a part that the reward names",
-        "length/mean": "tokens per answer",
-        "length/truncated": "share of the answers that reached the token limit",
-        "advantage/std": "standard deviation of the advantages over tokens",
-        "unusable_answers": "answers left out: reward or a log-probability not finite",
-        "held": "answers held back by dynamic sampling; such a row has no numbers of an update",
-    },
-    "The update": {
-        "loss": "mean loss of the optimiser steps",
-        "grad_norm": "gradient norm before clipping, the largest of several steps",
-        "learning_rate": "learning rate of the last step",
-        "value_loss": "loss of the critic (ppo)",
-        "skipped_steps": "steps skipped because loss or gradient was not finite",
-        "loss_scale": "float16 only: factor on the loss in the backward pass",
-        "fill": "how full the packed micro-batches were",
-        "update_seconds": "time of the update alone",
-        "entropy/mean": "entropy of the policy in nats, where it is computed",
-        "kl/mean": "KL divergence from the reference, where there is one",
-        "kl/reference_age": "updates since the reference was refreshed (reference_refresh)",
-        "policy/ratio_p1": "quantile of the clipped ratio: 1 % of the tokens lie below",
-        "policy/ratio_p50": "median of the clipped ratio",
-        "policy/ratio_p99": "quantile of the clipped ratio: 99 % of the tokens lie below",
-        "policy/ratio_max": "largest clipped ratio",
-        "policy/clipped_low": "share of the tokens whose gradient stopped at the lower clip bound",
-        "policy/clipped_high": "share of the tokens whose gradient stopped at the upper one",
-        "policy/clipped_dual": "share of the tokens at the dual clip",
-    },
-    "Engine against trainer, and stale tokens": {
-        "gap/mean": "mean absolute difference of log-probabilities between engine and trainer "
-        "on fresh tokens, in nats",
-        "gap/max": "the largest such difference; below 1e-4 in fp32 on a CPU",
-        "correction/ess": "effective sample size of the importance weights, as a share of tokens",
-        "correction/ratio_p1": "quantile of the importance ratio: 1 % of the tokens lie below",
-        "correction/ratio_p50": "median importance ratio",
-        "correction/ratio_p99": "quantile of the importance ratio: 99 % of the tokens lie below",
-        "correction/ratio_max": "largest importance ratio",
-        "correction/held_back": "share of the tokens whose weight is truncated or masked",
-        "correction/masked": "share of the tokens that correction.mask masks; only with a mask",
-        "correction/step_scale": "factor of scale_by_ess on the learning rate; only with it",
-        "stale_AGE/share": "share of the tokens of this staleness: 0 to 3, 4_up",
-        "stale_AGE/ratio": "their mean importance ratio",
-        "stale_AGE/ess": "their effective sample size, as a share",
-    },
-    "Rollout since the update before": {
-        "rollout/bubble": "idle share of the slots while answers were generated",
-        "rollout/outside_bubble": "the part of it in which an environment was awaited",
-        "rollout/idle_share": "idle share of the slots over all time, updates included",
-        "rollout/goodput": "trained tokens per second of rollout",
-        "rollout/throughput": "decoded tokens per second of rollout",
-        "rollout/trained_per_second": "trained tokens per second, updates included",
-        "rollout/mean_length": "tokens per answer trained on",
-        "rollout/decoded_tokens": "tokens generated",
-        "rollout/trained_tokens": "tokens trained on",
-        "rollout/discarded_tokens": "tokens discarded: redrawn, too old, or not verified",
-        "rollout/cached_tokens": "tokens neither trained nor discarded yet",
-        "rollout/kept_tokens": "tokens reused from the cache at a resume",
-        "rollout/prefilled_again_tokens": "tokens prefilled to resume answers",
-        "rollout/mean_staleness": "mean staleness of the tokens trained on",
-        "rollout/max_staleness": "largest staleness of a token trained on",
-        "rollout/mean_trajectory_staleness": "mean staleness of the oldest token of an answer",
-        "rollout/updates": "updates in this window",
-        "rollout/trajectories": "answers trained on in this window",
-        "rollout/rollout_seconds": "seconds of rollout",
-        "rollout/seconds": "seconds in all",
-    },
-    "Clusters": {
-        "hand_over/seconds": "seconds of the weight sync",
-        "hand_over/bytes": "bytes of one copy of the weights",
-        "hand_over/buckets": "buckets the weights were sent in",
-        "hand_over/workers": "workers that received them",
-        "hand_over/put_seconds": "seconds until the slowest bucket was on its way",
-        "hand_over/fetch_seconds": "seconds until the slowest worker had them",
-        "hand_over/load_seconds": "seconds until the slowest worker generated with them",
-        "overlap/update_seconds": "cluster.overlap: how long the update took",
-        "overlap/beside_seconds": "the part of it that overlapped the rollout",
-        "overlap/waited_seconds": "the rest, which the run waited for",
-    },
-    "Evaluation": {
-        "evaluation/score": "share of right answers, mean over the held-out tasks",
-        "evaluation/TASK": "share of right answers of one task",
-        "evaluation/reward/TASK": "mean reward of one task, if rewards are not 1 and 0",
-        "evaluation/length": "tokens per held-out answer",
-        "evaluation/turns": "turns of the policy per held-out conversation",
-        "evaluation/outside_seconds": "seconds that one waited for its environment",
-    },
-}
-"""Section -> key -> meaning."""

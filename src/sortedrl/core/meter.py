@@ -244,19 +244,16 @@ class _Sums:
     trajectory_staleness_sum: int = 0
 
     def since(self, start: _Sums) -> _Sums:
-        """What was added after `start`."""
         pairs = zip(astuple(self), astuple(start), strict=True)
         return _Sums(*(now - before for now, before in pairs))
 
     def train(self, trained: Trained) -> None:
-        """Add one trained answer."""
         self.trained += trained.tokens
         self.trajectories += 1
         self.staleness_sum += trained.staleness_sum
         self.trajectory_staleness_sum += trained.staleness_max
 
     def figures(self, *, slots: int, staleness_max: int) -> Figures:
-        """The metrics of a window with these sums."""
         sums = asdict(self)
         ledger = Ledger(**{entry.name: sums.pop(entry.name) for entry in fields(Ledger)})
         return Figures(**sums, ledger=ledger, slots=slots, staleness_max=staleness_max)

@@ -122,7 +122,6 @@ def _unpacked_entry(entry: object) -> dict[str, Any]:
 
 
 def _entries(settings: GymSettings) -> list[Mapping[str, Any]]:
-    """The entries of these settings."""
     dataset = _dataset(settings, options_from(settings.options))
     # One task prints dots, and one runs programs that write files to the current folder.
     with redirect_stdout(StringIO()), TemporaryDirectory() as folder, chdir(folder):
@@ -158,7 +157,6 @@ def _fair_entries(dataset: Any, settings: GymSettings) -> Iterator[Mapping[str, 
 
 
 def _dataset(settings: GymSettings, options: Mapping[str, object]) -> Any:  # noqa: ANN401
-    """The library's generator of the task."""
     name = settings.name
     try:
         import reasoning_gym

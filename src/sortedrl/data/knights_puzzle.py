@@ -125,13 +125,6 @@ def holds(statement: Statement, assignment: Assignment) -> bool:
             return values[0] == values[1]
 
 
-def depth(statement: Statement) -> int:
-    """Connectives on the longest way down to a claim; 0 for a claim."""
-    if isinstance(statement, Claim):
-        return 0
-    return 1 + max(depth(part) for part in statement.parts)
-
-
 def mentioned(statement: Statement) -> frozenset[int]:
     """The people the statement speaks of."""
     if isinstance(statement, Claim):
@@ -270,15 +263,6 @@ def canonical_key(puzzle: Puzzle) -> str:
     return min(search.text(places) for places in search.leaves([0] * puzzle.people))
 
 
-def split_of(puzzle: Puzzle, test_share: float) -> Split:
-    """Where the puzzle belongs, decided by its key alone.
-
-    A puzzle in the test set of some share is in that of every larger share too, so keep to one
-    share: a puzzle tested under 0.2 may be trained on under 0.1.
-    """
-    return split_of_key(canonical_key(puzzle), test_share)
-
-
 def split_of_key(key: str, test_share: float) -> Split:
     """The same, for a key already at hand."""
     require_share(test_share)
@@ -323,7 +307,6 @@ class _Search:
             yield from self.leaves(singled_out)
 
     def text(self, places: list[int]) -> str:
-        """The puzzle with everyone at their place."""
         labels = [str(place) for place in places]
         texts = [""] * len(places)
         for place, statement in zip(places, self._statements, strict=True):

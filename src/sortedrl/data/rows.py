@@ -24,7 +24,7 @@ from typing import NoReturn
 from sortedrl.config.checks import is_utf8
 from sortedrl.config.data import DataSettings
 from sortedrl.core.files import write_whole
-from sortedrl.errors import ConfigError, DataError, unknown_name
+from sortedrl.errors import ConfigError, DataError, os_errors, unknown_name
 
 Message = Mapping[str, str]
 """A chat message: `role` and `content`."""
@@ -86,10 +86,8 @@ def read_records(path: Path) -> Iterator[Record]:
         raise DataError(repr(str(path)), "a path cannot hold the character NUL")
     if path.is_dir():
         raise DataError(path, "must be a file, is a folder; name the file inside it")
-    try:
+    with os_errors(path, "cannot be read"):
         yield from reader(path)
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror or error})") from error
 
 
 def records_from(rows: Iterable[object]) -> Iterator[Record]:

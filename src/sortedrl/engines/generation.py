@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from sortedrl.core.protocols import Engine
 from sortedrl.core.randomness import mix
 from sortedrl.engines.sampling import RequestLimits, Sampling
-from sortedrl.types import Key, Prompt, Step, Trajectory, Weights
+from sortedrl.types import Key, Prompt, Trajectory
 
 
 class RolloutEngine(Engine, Protocol):
@@ -82,48 +82,6 @@ class Scoring(Protocol):
         """Score the tokens of answers under the present weights; the engine must be idle."""
 
 
-class SamplingOverride:
-    """An `Engine` that submits to another one with its own sampling."""
-
-    def __init__(self, engine: RolloutEngine, sampling: Sampling) -> None:
-        """The engine must be idle whenever this one is used."""
-        self._engine = engine
-        self._sampling = sampling
-
-    @property
-    def slots(self) -> int:
-        """Slots of the engine."""
-        return self._engine.slots
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        return self._engine.version
-
-    def submit(self, trajectories: Sequence[Trajectory], *, tolerance: float | None) -> None:
-        """Queue work with this sampling."""
-        self._engine.submit(trajectories, tolerance=tolerance, sampling=self._sampling)
-
-    def step(self) -> Step:
-        """Step the engine."""
-        return self._engine.step()
-
-    def interrupt(self) -> Sequence[Trajectory]:
-        """Stop, and give back every unfinished trajectory."""
-        return self._engine.interrupt()
-
-    def load_weights(self, weights: Weights) -> None:
-        """Load weights into the engine."""
-        self._engine.load_weights(weights)
-
-
-class Stepper(Protocol):
-    """Whatever can be stepped until it is done."""
-
-    def step(self) -> Step:
-        """Work until at least one token was decoded or an answer is complete."""
-
-
 def fresh_trajectories(
     prompts: Sequence[Sequence[int]], *, samples_per_prompt: int, seed: int
 ) -> list[Trajectory]:
@@ -140,7 +98,7 @@ def fresh_trajectories(
     ]
 
 
-def run_to_end(engine: Stepper, keys: Sequence[Key], *, show_progress: bool) -> list[Trajectory]:
+def run_to_end(engine: Engine, keys: Sequence[Key], *, show_progress: bool) -> list[Trajectory]:
     """Step until every trajectory is complete; returns them in the order of their keys."""
     done: dict[Key, Trajectory] = {}
     columns = (

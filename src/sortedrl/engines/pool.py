@@ -258,7 +258,6 @@ class ReplicaSet:
     def _mark_lost(
         self, replica: Replica, rescued: Sequence[Trajectory] | None, *, reason: str
     ) -> None:
-        """Requeue the work of a lost replica."""
         count = len(replica.assigned)
         self._reclaim(replica, rescued or ())
         replica.is_alive = False

@@ -208,10 +208,9 @@ class EnvironmentPool:
 
     def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
         """What the policy wrote, turn by turn, without turns that were answered by an error."""
-        turns = self._renderer.turns(trajectory)
-        replies = [list(s.given) for s in trajectory.segments if s.given]
+        turns = trajectory.turns
         found: list[Turn] = [self._renderer.text(turn) for turn in turns]
-        for place, reply in enumerate(replies):
+        for place, reply in enumerate(trajectory.replies):
             if reply in self._error_replies(turns[place][-1]):
                 found[place] = None
         return tuple(found)
@@ -273,8 +272,7 @@ class EnvironmentPool:
         """Whether a replayed conversation is the one that was held."""
         replayed = result.replies[:-1]
         self.stats.replayed_turns += len(replayed)
-        kept = [list(s.given) for s in trajectory.segments if s.given]
-        turns = self._renderer.turns(trajectory)
+        kept, turns = trajectory.replies, trajectory.turns
         for place in range(len(kept) - len(replayed), len(kept)):
             reply = replayed[place - len(kept) + len(replayed)]
             if not reply.messages and not reply.is_done:

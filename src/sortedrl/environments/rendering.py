@@ -22,7 +22,6 @@ from sortedrl.config.data import ChatUse
 from sortedrl.data.stream import Tokenizer
 from sortedrl.environments.protocol import Message
 from sortedrl.errors import ConfigError
-from sortedrl.types import Trajectory
 
 _THOUGHT, _ANSWER, _REPLY = "PROBED THOUGHT", "PROBED ANSWER", "PROBED REPLY"
 _PROBE = (
@@ -49,15 +48,6 @@ class Renderer:
         tokens = self._tail(tuple(tuple(sorted(message.items())) for message in messages))
         # The template closes the turn; the model has written that token already.
         return list(tokens[1:] if tokens[:1] == (last_token,) else tokens)
-
-    def turns(self, trajectory: Trajectory) -> list[list[int]]:
-        """The tokens of each turn of the policy."""
-        turns: list[list[int]] = []
-        for segment in trajectory.segments:
-            if segment.given or not turns:
-                turns.append([])
-            turns[-1] += segment.tokens
-        return turns
 
     def text(self, turn: Sequence[int]) -> str:
         """What the policy wrote in a turn, without the token that ended it."""

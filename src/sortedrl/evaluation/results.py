@@ -15,15 +15,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, NoReturn, Self, get_args
+from typing import NoReturn, Self, get_args
 
-from sortedrl.core.files import refuse_foreign, write_whole
-from sortedrl.errors import DataError, unknown_name
+from sortedrl.core.files import LineFile, read_lines, refuse_foreign, write_whole
+from sortedrl.errors import DataError, os_errors, unknown_name
 from sortedrl.evaluation.statistics import (
     Answer,
     AnswerKey,
@@ -77,10 +76,12 @@ class ResultsWriter:
         self._answers = _taken_up(folder, head=self._head, resume=resume)
         _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
-        with _unwritable(folder):
+        samples = folder / SAMPLES
+        with os_errors(folder, "cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
             _write_summary(folder, self._head, summary=None)
-            self._file: IO[str] = _opened(folder / SAMPLES)
+            whole = samples.read_bytes() if samples.exists() else b""
+        self._file = LineFile(samples, keep_bytes=whole.rfind(b"\n") + 1)
 
     def is_done(self, key: AnswerKey) -> bool:
         """Whether the folder holds this answer: `(task, prompt_id, sample_index)`."""
@@ -102,9 +103,8 @@ class ResultsWriter:
             raise DataError(
                 path, f"the answer {answer.key} cannot be written as JSON ({error})"
             ) from error
-        with _unwritable(path):
-            self._file.write(line + "\n")
-            self._file.flush()
+        self._file.write(line)
+        self._file.flush()
         self._answers.append(answer)
         self._done.add(answer.key)
 
@@ -113,7 +113,7 @@ class ResultsWriter:
         self.close()
         evaluation = replace(self._head, answers=tuple(self._answers))
         summary = summarise(evaluation)
-        with _unwritable(self._folder):
+        with os_errors(self._folder, "cannot be written"):
             _write_summary(self._folder, self._head, summary=summary)
         return evaluation, summary
 
@@ -126,15 +126,6 @@ class ResultsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _unwritable(path: Path) -> Iterator[None]:
-    """What the system refuses to write is an error of the user's data."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
 
 
 def read_results(folder: Path) -> Evaluation:
@@ -259,14 +250,6 @@ def _plain(folder: Path, settings: Mapping[str, object]) -> dict[str, object]:
     return plain
 
 
-def _opened(path: Path) -> IO[str]:
-    """The file at its end, without a last line that was cut off."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-    return path.open("a", encoding="utf-8", newline="\n")
-
-
 def _write_summary(folder: Path, head: Evaluation, *, summary: Summary | None) -> None:
     content = {
         "label": head.label,
@@ -299,22 +282,17 @@ def _read_head(path: Path) -> Evaluation | None:
 
 def _read_samples(path: Path) -> Iterator[Answer]:
     seen: dict[AnswerKey, int] = {}
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    return
-                try:
-                    answer = _answer(json.loads(line, parse_constant=_refuse))
-                except (ValueError, RecursionError) as error:
-                    raise DataError(path, str(error), line=number) from error
-                if answer.key in seen:
-                    reason = f"the answer {answer.key} is already in line {seen[answer.key]}"
-                    raise DataError(path, reason, line=number)
-                seen[answer.key] = number
-                yield answer
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror})") from error
+    with os_errors(path, "cannot be read"):
+        for number, line in read_lines(path):
+            try:
+                answer = _answer(json.loads(line, parse_constant=_refuse))
+            except (ValueError, RecursionError) as error:
+                raise DataError(path, str(error), line=number) from error
+            if answer.key in seen:
+                reason = f"the answer {answer.key} is already in line {seen[answer.key]}"
+                raise DataError(path, reason, line=number)
+            seen[answer.key] = number
+            yield answer
 
 
 def _row(answer: Answer) -> dict[str, object]:

@@ -60,17 +60,19 @@ class Runner:
         questions: Sequence[Question],
         *,
         engine: Engine,
+        submit: Callable[[Sequence[Trajectory]], None],
         text: Callable[[Trajectory], str],
         samples: int,
         seed: int,
         is_done: Callable[[AnswerKey], bool] = lambda _: False,
         environments: EnvironmentPool | None = None,
     ) -> None:
-        """Answers for which `is_done` holds are left out.
+        """`submit` gives work to the engine; answers for which `is_done` holds are left out.
 
         With `environments`, which must be idle, all answers are conversations.
         """
         self._engine = engine
+        self._submit = submit
         self._text = text
         self._environments = environments
         pools = {id(question.pool): question.pool for question in questions}
@@ -147,7 +149,7 @@ class Runner:
                 break
         self._running += len(started)
         if started:
-            self._engine.submit(started, tolerance=None)
+            self._submit(started)
 
     def _end_turn(self, trajectory: Trajectory) -> Iterator[Answer]:
         self._running -= 1
@@ -171,7 +173,6 @@ class Runner:
             yield from self._score_cut()  # they hold the environments that others wait for
 
     def _finish(self, trajectory: Trajectory) -> Iterator[Answer]:
-        """Score what is complete."""
         question, _ = self._questions[trajectory.prompt.id]
         self._written += 1
         if question.pool is not None:

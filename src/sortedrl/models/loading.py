@@ -154,11 +154,7 @@ def stop_tokens_of(name: str | Path) -> tuple[int, ...]:
         stop = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
         # A model without such a file has what its config says.
-        config = (
-            AutoConfig.from_pretrained(folder)
-            if gguf is None
-            else AutoConfig.from_pretrained(folder, gguf_file=gguf)
-        )
+        config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
         stop = GenerationConfig.from_model_config(config).eos_token_id
     return () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
 
@@ -215,11 +211,7 @@ def _as_configured(name: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     _refuse_without_gguf(gguf)
     try:
         with without_bars():
-            config = (
-                AutoConfig.from_pretrained(folder)
-                if gguf is None
-                else AutoConfig.from_pretrained(folder, gguf_file=gguf)
-            )
+            config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
             _refuse_quantized(name, config)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except ModelError:

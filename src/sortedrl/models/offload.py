@@ -7,12 +7,32 @@ Offloaded tensors stay the same objects, so references to them stay valid. Betwe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+def in_buckets(sized: Iterable[tuple[T, int]], *, max_bytes: int) -> Iterator[list[T]]:
+    """Things with their bytes in lists of at most `max_bytes`; a larger one has its own list.
+
+    They are taken one after the other, so they may be made as they are asked for.
+    """
+    bucket: list[T] = []
+    size = 0
+    for thing, num_bytes in sized:
+        if bucket and size + num_bytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(thing)
+        size += num_bytes
+    if bucket:
+        yield bucket
 
 
 class Offloader:

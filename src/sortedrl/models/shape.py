@@ -185,9 +185,7 @@ def shape_of(name: str | Path) -> Shape:
     folder, gguf = folder_and_gguf(name)
     refuse_wrong_path(name)
     try:
-        if gguf is None:
-            config = AutoConfig.from_pretrained(folder)
-        elif Path(name).is_file():
+        if gguf is not None and Path(name).is_file():
             config = gguf_config(Path(name))
         else:
             config = AutoConfig.from_pretrained(folder, gguf_file=gguf)

@@ -156,7 +156,11 @@ def shortened(text: str, limit: int) -> str | list[str | int]:
 
 
 def table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, quiet: Sequence[bool]
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    caption: str,
+    quiet: Sequence[bool] | None = None,
 ) -> str:
     """A table that scrolls sideways where it is too wide; `quiet` rows are set back.
 
@@ -164,7 +168,7 @@ def table(
     """
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     lines = []
-    for row, is_quiet in zip(rows, quiet, strict=True):
+    for row, is_quiet in zip(rows, quiet or [False] * len(rows), strict=True):
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
         mark = ' class="quiet"' if is_quiet else ""
         lines.append(f'<tr{mark}><th scope="row">{escape(row[0])}</th>{cells}</tr>')

@@ -205,7 +205,6 @@ class _Tracer:
         self._bands: list[Band] = []
 
     def take(self, event: Event) -> None:
-        """Take in the next event."""
         self._now = event.seconds
         if isinstance(event, SyncWeights | Load | Start) and self._rollout_since is None:
             self._rollout_since = event.seconds

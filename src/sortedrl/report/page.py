@@ -201,7 +201,10 @@ def numbers_section(runs: Sequence[Run]) -> str:
         ("bubble", lambda run: percent(run.metrics.run.bubble)),
         ("goodput", lambda run: f"{short(run.metrics.run.goodput)} tokens/s"),
         ("mean length", lambda run: f"{short(run.metrics.run.mean_length)} tokens"),
-        ("staleness, mean and maximum", _staleness),
+        (
+            "staleness, mean and maximum",
+            lambda r: f"{r.metrics.run.mean_staleness:.2f} and {r.metrics.run.staleness_max}",
+        ),
         ("training time, total", lambda run: f"{short(run.metrics.run.seconds)} s"),
     ]
     cells = [[name, *(cell(run) for run in runs)] for name, cell in rows]
@@ -232,10 +235,6 @@ def _best(run: Run) -> str:
         return _NONE
     best = max(run.scores, key=lambda held_out: held_out.score)
     return f"{percent(best.score)} after update {best.update:,}"
-
-
-def _staleness(run: Run) -> str:
-    return f"{run.metrics.run.mean_staleness:.2f} and {run.metrics.run.staleness_max}"
 
 
 def _beside(run: Run) -> float:
@@ -374,7 +373,7 @@ def _forecast_table(headings: Sequence[str], columns: Sequence[Forecast]) -> str
     ]
     cells = [[unbroken(cell) for cell in row] for row in rows]
     caption = "Total time: rollouts, updates and weight syncs"
-    return table(headings, cells, caption=caption, quiet=[False] * len(rows))
+    return table(headings, cells, caption=caption)
 
 
 def _notes(found: Diagnosis) -> str:
@@ -421,7 +420,6 @@ def _compared(known: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
             ["", *(name for name, _ in known)],
             [[name, *shown[name]] for name in different],
             caption=f"Settings that differ ({_NONE} means not set)",
-            quiet=[False] * len(different),
         )
     else:
         differences = paragraph("All settings are the same.")

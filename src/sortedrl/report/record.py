@@ -560,9 +560,10 @@ def _group_names(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
     names: dict[int, str] = {}
     for place in sorted(range(len(groups)), key=lambda place: len(groups[place]) > 1):
         group = groups[place]
-        wanted = [_common_name([record.name for record in group]), _schedule_name(group[0])]
-        if len(group) == 1:
-            wanted = [group[0].name]
+        wanted = [group[0].name]
+        if len(group) > 1:
+            schedule = next(e.schedule for e in group[0].events if isinstance(e, Begin))
+            wanted = [_common_name([record.name for record in group]), schedule]
         candidates = chain(wanted, (f"{wanted[-1]} ({number})" for number in count(2)))
         names[place] = next(name for name in candidates if name and name not in names.values())
     return [names[place] for place in range(len(groups))]
@@ -592,7 +593,3 @@ def _shared(rows: Sequence[Sequence[str]]) -> list[str]:
     """The beginning that all rows share."""
     columns = zip(*rows, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-
-
-def _schedule_name(record: RunRecord) -> str:
-    return next(event.schedule for event in record.events if isinstance(event, Begin))

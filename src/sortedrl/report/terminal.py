@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.core.files import refuse_foreign, write_whole
-from sortedrl.errors import DataError
+from sortedrl.errors import DataError, os_errors
 
 Advance = Callable[[str, float], None]
 """Tell what is being done, and how much of the total is done by now."""
@@ -121,11 +121,9 @@ def write_text(path: Path, text: str) -> None:
     marks = {"<!DOCTYPE html>": PAGE, "<svg": _PICTURE}
     found = [mark for beginning, mark in marks.items() if text.startswith(beginning)]
     refuse_foreign(path, mark=found[0] if found else None)
-    try:
+    with os_errors(path, "cannot be written"):
         # Half a surrogate pair, in a path or an answer, has no UTF-8.
         write_whole(path, text.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise DataError(path, f"cannot be written ({error.strerror})") from error
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -35,7 +35,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.core.files import refuse_foreign, writing_whole
 from sortedrl.core.meter import Meter
-from sortedrl.errors import DataError
+from sortedrl.errors import os_errors
 from sortedrl.report.lanes import Bar
 from sortedrl.report.record import Run, RunRecord, measured
 from sortedrl.types import Key
@@ -67,20 +67,19 @@ def write_trace(record: RunRecord, path: Path) -> TraceSummary:
     run = measured(record)
     about = {"run": run.name, "schedule": run.metrics.schedule, "slots": run.metrics.slots}
     counts = dict.fromkeys((*get_args(SpanKind), "counters", "resumes", "names"), 0)
-    try:
-        with writing_whole(path) as file, _packed_or_plain(path, file) as write:
-            head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
-            write(f'{head[:-1]}, "traceEvents": [\n'.encode())
-            for number, event in enumerate(trace_events(run)):
-                counts[_counted_as(event)] += 1
-                line = json.dumps(event, allow_nan=False, separators=(",", ":"))
-                write(f"{',' if number else ''}{line}\n".encode())
-            write(b"]}\n")
-    except OSError as error:
-        raise DataError(
-            path,
-            f"cannot be written ({error.strerror}); check the path and the free disk space",
-        ) from error
+    advice = "; check the path and the free disk space"
+    with (
+        os_errors(path, "cannot be written", advice=advice),
+        writing_whole(path) as file,
+        _packed_or_plain(path, file) as write,
+    ):
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
+        write(f'{head[:-1]}, "traceEvents": [\n'.encode())
+        for number, event in enumerate(trace_events(run)):
+            counts[_counted_as(event)] += 1
+            line = json.dumps(event, allow_nan=False, separators=(",", ":"))
+            write(f"{',' if number else ''}{line}\n".encode())
+        write(b"]}\n")
     del counts["names"]
     return TraceSummary(seconds=run.lanes.end - run.lanes.start, counts=counts)
 
@@ -336,13 +335,7 @@ class _Spans:
             self._land(min(self._begun + event.took_seconds, event.seconds))
 
     def _add(
-        self,
-        kind: SpanKind,
-        name: str,
-        *,
-        start: float,
-        end: float,
-        args: Mapping[str, object],
+        self, kind: SpanKind, name: str, *, start: float, end: float, args: Mapping[str, object]
     ) -> None:
         self._found[kind].append(Span(kind=kind, name=name, start=start, end=end, args=args))
 

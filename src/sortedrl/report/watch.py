@@ -335,6 +335,10 @@ _LOCKED = "default-src 'none'; sandbox; frame-ancestors 'none'"
 """The policy of everything that is no page."""
 
 
+class NotFree(ConfigError):
+    """An address or a port that cannot be listened on."""
+
+
 class LocalServer(ThreadingHTTPServer):
     """An HTTP server that knows whether only this machine can reach it."""
 
@@ -350,9 +354,16 @@ class LocalServer(ThreadingHTTPServer):
     ) -> None:
         """Listen; `tell` hears of requests that broke."""
         self._tell = tell
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
-        super().__init__((str(address[0]), port), handler)
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        try:
+            found = socket.getaddrinfo(host, port, type=kind, flags=flags)
+            self.address_family, _, _, _, address = found[0]
+            super().__init__((str(address[0]), port), handler)
+        except OSError as error:
+            raise NotFree(
+                f"must listen on an address and a port that are free on this machine, but {host}, "
+                f"port {port} gave: {error.strerror}; choose others with --host and --port"
+            ) from error
 
     def server_bind(self) -> None:
         """Bind, without asking a name server what this machine is called."""
@@ -425,24 +436,30 @@ def open_server(
     for number in ports:
         try:
             return PageServer(host, number, pages=pages, folders=folders, tell=tell)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and number != ports[-1]:
-                continue
-            raise ConfigError(
-                f"must listen on an address and a port that are free on this machine, but {host}, "
-                f"port {number} gave: {error.strerror}; choose others with --host and --port"
-            ) from error
+        except NotFree as error:
+            cause = error.__cause__
+            is_taken = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+            if number == ports[-1] or not is_taken:
+                raise
     raise AssertionError("the last port is given or refused")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Says neither what it runs on nor what it was asked."""
 
+    def version_string(self) -> str:
+        """What the server calls itself."""
+        return "sortedrl"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing about requests."""
+
+
+class _Handler(QuietHandler):
     server: PageServer
     timeout = 30
 
     def do_GET(self) -> None:
-        """Answer."""
         if not self.server.is_asked_by_name(self.headers):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -457,7 +474,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def do_HEAD(self) -> None:
-        """Answer, without the body."""
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
@@ -467,13 +483,6 @@ class _Handler(BaseHTTPRequestHandler):
         text = f"{HTTPStatus(status).phrase}\n".encode()
         extra = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
         self._send(text, kind="text/plain; charset=utf-8", status=status, extra=extra)
-
-    def version_string(self) -> str:
-        """What the server calls itself."""
-        return "sortedrl"
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing about requests."""
 
     def _send_page(self) -> None:
         snapshot = self.server.pages.newest(timeout_seconds=_TIMEOUT_SECONDS)

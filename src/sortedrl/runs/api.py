@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,9 @@ from sortedrl.config.data import (
     RewardSettings,
 )
 from sortedrl.config.parsing import read_toml, settings_over, settings_with
-from sortedrl.config.sizes import Chosen, changed_names, names_in, with_siblings
+from sortedrl.config.sizes import Chosen, changed_names, names_in, settings_of_file, with_siblings
 from sortedrl.config.train import TrainSettings
-from sortedrl.core.files import Value, read_metrics
+from sortedrl.core.files import Value, free_path, read_metrics
 from sortedrl.data.catalogue import reward_from
 from sortedrl.data.rows import records_from, write_records
 from sortedrl.environments.builtin import environment_source
@@ -363,10 +363,7 @@ def _settings(config: TrainSettings | str | Path | None) -> tuple[TrainSettings,
         raise ConfigError(
             f"config must be a TrainSettings or the path of a TOML file, got {config!r:.80}"
         )
-    path = Path(config)
-    table = read_toml(path)
-    settings = settings_over(TrainSettings(), with_siblings(table), path=path)
-    return settings, frozenset(names_in(table))
+    return settings_of_file(Path(config))
 
 
 def _tables(values: Mapping[str, object]) -> dict[str, Any]:
@@ -391,9 +388,8 @@ def _only_here(source: RewardSource | None) -> RewardSource | None:
 def _folder(out: str | Path | None, base: TrainSettings, *, is_chosen: bool) -> Path:
     """The folder of a new run: the one that is asked for, or a free one."""
     if out is None and not is_chosen:
-        first = base.out
-        numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
-        return first if not first.exists() else next(p for p in numbered if not p.exists())
+        numbered = (f"{base.out.name}-{number}" for number in count(2))
+        return free_path(base.out.parent, chain([base.out.name], numbered))
     folder = base.out if out is None else Path(out)
     if RunFolder(folder).holds_run:
         raise ConfigError(

@@ -301,7 +301,6 @@ def opened_cluster(settings: TrainSettings, *, tell: Tell) -> Iterator[RunningCl
 
 
 def _dtype(model: ModelSettings, *, is_gpu: bool) -> torch.dtype:
-    """The precision of the weights of a run."""
     return PRECISIONS[model.precision] or (torch.bfloat16 if is_gpu else torch.float32)
 
 

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -81,7 +81,6 @@ class _Fields:
         return value
 
     def refused(self, name: str, must: str, value: object) -> Refused:
-        """An error about one field."""
         return Refused(400, f"{self._within}{name} must be {must}, got {value!r:.80}")
 
     def number(self, name: str, default: float) -> float:
@@ -131,7 +130,6 @@ class _Fields:
         return tuple(listed)
 
     def tokens(self, name: str, *, vocabulary: int) -> list[int]:
-        """A list of token ids."""
         return self.checked_tokens(name, self.take(name) or [], vocabulary=vocabulary)
 
     def checked_tokens(self, name: str, value: object, *, vocabulary: int) -> list[int]:
@@ -401,15 +399,9 @@ class Endpoint:
         counts = self.scheduler.counts
         return {
             "model": self._name,
-            "weight_version": counts.weight_version,
             "max_model_len": self._limits.max_length,
             "max_tokens": self._max_tokens,
-            "slots": counts.slots,
-            "running": counts.running,
-            "waiting": counts.waiting,
-            "sessions": counts.sessions,
-            "answered": counts.answered,
-            "cancelled": counts.cancelled,
+            **asdict(counts),
         }
 
     def _check_model(self, fields: _Fields) -> None:

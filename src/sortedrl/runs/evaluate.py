@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from sortedrl.config.data import (
@@ -81,6 +82,7 @@ def evaluated(
         runner = Runner(
             questions,
             engine=engine,
+            submit=partial(engine.submit, tolerance=None),
             text=engine.text,
             samples=settings.samples,
             seed=settings.seed,
@@ -121,7 +123,7 @@ def _pools(
     tasks: Sequence[Task], exam: Examination, folder: Path, stack: ExitStack
 ) -> list[RewardPool | None]:
     """A pool for each task; tasks with the same reward share one. Environments need none."""
-    if exam.environment.is_used and exam.environment.reward == "environment":
+    if exam.environment.gives_rewards:
         return [None for _ in tasks]
     pools: list[RewardPool | None] = []
     for number, task in enumerate(tasks):

@@ -23,7 +23,7 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +32,7 @@ from typing import IO, TYPE_CHECKING, Any
 from sortedrl import __version__
 from sortedrl.config.parsing import under_new_keys
 from sortedrl.core.files import write_whole
-from sortedrl.errors import CheckpointError, ConfigError, DataError
+from sortedrl.errors import CheckpointError, ConfigError, DataError, os_errors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -128,51 +128,26 @@ _MAY_FALL = ("engine.slots",)
 _FORMAT = "sortedrl-run"
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The places in a run's folder."""
 
-    root: Path
-
-    @property
-    def mark(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        """Nothing is read or written."""
+        self.root = root
+        self.mark = root / "run.json"
         """What tells the folder of a run from any other; locked while the run is in progress."""
-        return self.root / "run.json"
-
-    @property
-    def config(self) -> Path:
+        self.config = root / "config.toml"
         """Every setting, as resolved."""
-        return self.root / "config.toml"
-
-    @property
-    def events(self) -> Path:
+        self.events = root / "events.jsonl"
         """Everything that happened."""
-        return self.root / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
+        self.metrics = root / "metrics.jsonl"
         """One line of numbers for each update."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def answers(self) -> Path:
+        self.answers = root / "answers.jsonl"
         """Some answers of each update, as text."""
-        return self.root / "answers.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
         """The last complete checkpoints, and the best."""
-        return self.root / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The numbers as curves."""
-        return self.root / "tensorboard"
-
-    @property
-    def model(self) -> Path:
+        self.model = root / "model"
         """The trained model."""
-        return self.root / "model"
 
     @property
     def holds_run(self) -> bool:
@@ -218,13 +193,12 @@ class RunFolder:
         the block, or with the process, however that ends.
         """
         self.refuse_second_run()
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            file = self.mark.open("x")
-        except FileExistsError as error:
-            raise self._refusal_of_second() from error
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
+        with os_errors(self.root, "cannot be written"):
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                file = self.mark.open("x")
+            except FileExistsError as error:
+                raise self._refusal_of_second() from error
         with file:
             self._lock(file)
             try:
@@ -238,10 +212,8 @@ class RunFolder:
     @contextmanager
     def taken_up(self) -> Iterator[None]:
         """Lock the folder of a run that was begun before."""
-        try:
+        with os_errors(self.root, "cannot be written"):
             file = self.mark.open("a")
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
         with file:
             self._lock(file)
             self._write_mark({})
@@ -249,10 +221,8 @@ class RunFolder:
 
     def write(self, config: str) -> None:
         """Write the settings down, in place of older ones."""
-        try:
+        with os_errors(self.root, "cannot be written"):
             write_whole(self.config, config.encode())
-        except OSError as error:
-            raise DataError(self.root, f"cannot be written ({error.strerror})") from error
 
     def refuse_gone(self) -> None:
         """Refuse to save into a folder that was moved or removed while its run went on."""

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,11 @@ from sortedrl.config.data import EvaluationSettings
 from sortedrl.config.parsing import settings_to_toml
 from sortedrl.config.train import TrainSettings
 from sortedrl.core.events import Event, EventFile, Finish, read_events
-from sortedrl.core.files import AnswerFile, MetricsFile, Value, read_metrics
+from sortedrl.core.files import AnswerFile, MetricsFile, Value, free_path, read_metrics
 from sortedrl.core.meter import Meter
 from sortedrl.data.catalogue import Task
-from sortedrl.data.rows import Row
 from sortedrl.data.stream import TokenizedRow, Tokenizer, tokenized
+from sortedrl.engines.sampling import Sampling
 from sortedrl.environments.pool import EnvironmentPool, opened_rows
 from sortedrl.errors import CheckpointError, ConfigError, DataError
 from sortedrl.evaluation.runner import Question
@@ -71,36 +72,33 @@ def opened_run(
     with ExitStack() as stack:
         stack.enter_context(threads(settings.threads, workers=settings.rewards.num_workers))
         stack.enter_context(folder.left_as_found())
+        opening = _Opening(settings, folder, stack, tell=tell)
         saved = None
         is_begun = is_resumed and folder.holds_run
         if is_begun:
             stack.enter_context(folder.taken_up())
-            saved = _saved(settings, folder, checkpoints, tell=tell)
+            saved = opening.saved(checkpoints)
         else:
             folder.refuse_second_run()
         if is_resumed and not is_begun:
             tell(f"{folder.root} holds no run to resume; starting a new one")
-        tokenizer = tokenizer_of(settings.model)
-        environments, task = _conversations(settings, task, tokenizer, stack)
-        pool = None
-        if environments is None or settings.environment.reward == "function":
-            pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
-            stack.enter_context(pool)
-        rows = _readable(task.rows, tokenizer, settings, name=task.name, tell=tell)
+        environments, task = opening.conversations(task)
+        pool = opening.rewards(task)
+        rows = opening.readable(task)
         data = identity_of(task)
         if saved is not None:
-            _refuse_other_data(saved, data, name=settings.task, tell=tell)
-        asked = _held_out(held_out, tokenizer, settings, folder, stack, tell=tell)
+            opening.refuse_other_data(saved, data)
+        asked = opening.held_out(held_out)
         watch = _Watch()
         parts = training_parts(
             settings,
             rows,
-            tokenizer=tokenizer,
+            tokenizer=opening.tokenizer,
             pool=pool,
             environments=environments,
             record=watch,
             saved=saved,
-            cluster=_cluster(settings, stack, tell=tell),
+            cluster=opening.cluster(),
             held_out_tokens=max(
                 (len(row.tokens) for q in asked.questions for row in q.rows), default=0
             ),
@@ -118,13 +116,12 @@ def opened_run(
         meter = Meter()
         view.watch(_source(settings, parts, meter))
         _replay(folder, saved, meter=meter, view=view)
-        logs = _logs(settings, folder, saved, stack=stack, meter=meter, tell=tell)
         run = TrainingRun(
             settings=settings,
             parts=parts,
-            tokenizer=tokenizer,
+            tokenizer=opening.tokenizer,
             folder=folder,
-            logs=logs,
+            logs=opening.logs(saved, meter),
             checkpoints=checkpoints,
             evaluator=_evaluator(settings, asked, parts) if asked.questions else None,
             view=view,
@@ -153,32 +150,6 @@ class _Watch:
             run.show(f"{ready} answers ready, {event.running} being written")
 
 
-def _saved(
-    settings: TrainSettings, folder: RunFolder, checkpoints: Checkpoints, *, tell: Tell
-) -> Saved | None:
-    """The checkpoint to resume from; `None` where none was saved before the run ended."""
-    newest = checkpoints.newest()
-    if newest is None:
-        if checkpoints.num_named:
-            raise CheckpointError(
-                f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints is "
-                "usable, for the reasons above; repair one, or start a new run (another --out)"
-            )
-        tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
-        return None
-    saved = Saved.read(newest)
-    if "settings" not in saved.state:
-        raise CheckpointError(
-            f"{newest}: was saved by an older version of sortedrl, without its settings; "
-            "resume with that version, or start a new run from its model "
-            f"(--model {newest / 'model'}, another --out)"
-        )
-    for words in refuse_other_settings(saved.state["settings"], settings):
-        tell(f"resumed with a changed setting: {words}")
-    tell(f"resuming from {newest}")
-    return saved
-
-
 def identity_of(task: Task) -> dict[str, Any]:
     """What a run must find again on resume, beside the prompts: golds, and how they are scored."""
     digest = hashlib.sha256()
@@ -194,62 +165,6 @@ def identity_of(task: Task) -> dict[str, Any]:
     }
 
 
-def _refuse_other_data(saved: Saved, data: Mapping[str, Any], *, name: str, tell: Tell) -> None:
-    before = saved.state["data"]
-    advice = "resume with the original data and reward, or start a new run (another --out)"
-    if before["fields"] != data["fields"]:
-        raise CheckpointError(
-            f"{saved.folder}: the rows of {name} are not those the run started with: their "
-            f"answers or other fields have changed; {advice}"
-        )
-    for key in ("reward", "options"):
-        if before[key] != data[key]:
-            raise CheckpointError(
-                f"{saved.folder}: answers must be scored as before, but the {key} of {name} was "
-                f"{before[key]!r}, is {data[key]!r}; {advice}"
-            )
-    if before["reward_file"] != data["reward_file"]:
-        tell(
-            f"the file of the reward {data['reward']} has changed since the checkpoint; answers "
-            "are scored with the new code from now on"
-        )
-
-
-def _readable(
-    rows: Sequence[Row], tokenizer: Tokenizer, settings: TrainSettings, *, name: str, tell: Tell
-) -> Sequence[TokenizedRow]:
-    """The rows whose prompts leave room for an answer."""
-    most = shape_of(settings.model).context - 1
-    if settings.max_prompt_tokens is not None:
-        most = min(most, settings.max_prompt_tokens)
-    found = tokenized(rows, tokenizer, chat=settings.data.chat, max_prompt_tokens=most)
-    if found.num_too_long:
-        tell(
-            f"{name}: {found.num_too_long} of {len(rows)} prompts are skipped: "
-            f"they are longer than {most} tokens"
-        )
-    return found.rows
-
-
-def _conversations(
-    settings: TrainSettings, task: Task, tokenizer: Tokenizer, stack: ExitStack
-) -> tuple[EnvironmentPool | None, Task]:
-    """The environments of a run, and its task with the prompts that they open with."""
-    if not settings.environment.is_used:
-        return None, task
-    pool = environment_pool(settings.environment, tokenizer, data=settings.data)
-    stack.enter_context(pool)
-    rows = opened_rows(pool, task.rows)
-    schedule = settings.schedule
-    if schedule.mode == "coupled" and not schedule.never_interrupts and not pool.is_replayable:
-        raise ConfigError(
-            f"schedule.mode 'coupled' verifies turns and replays them, but the environment "
-            f"{settings.environment.name!r} is not replayable; set schedule.mode to 'partial', "
-            "'redraw' or 'on_policy'"
-        )
-    return pool, replace(task, rows=rows)
-
-
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
     """The held-out tasks, and the environments that answer in them."""
@@ -258,45 +173,157 @@ class _HeldOut:
     environments: EnvironmentPool | None = None
 
 
-def _held_out(
-    tasks: Sequence[Task],
-    tokenizer: Tokenizer,
-    settings: TrainSettings,
-    folder: RunFolder,
-    stack: ExitStack,
-    *,
-    tell: Tell,
-) -> _HeldOut:
-    """What is asked between two updates.
+class _Opening:
+    """What is opened before the parts of a run, with what all of it needs."""
 
-    Its conversations have environments of their own: those of the training may be outside then.
-    """
-    if not tasks:
-        return _HeldOut()
-    environments = None
-    if settings.environment.is_used:
-        environments = environment_pool(settings.environment, tokenizer, data=settings.data)
-        stack.enter_context(environments)
-    questions = []
-    for task in tasks:
-        short = replace(task, rows=task.rows[: settings.evaluation.limit])
-        if environments is not None:
-            short = replace(short, rows=opened_rows(environments, short.rows))
-        rows = _readable(short.rows, tokenizer, settings, name=task.name, tell=tell)
-        pool = None
-        if environments is None or settings.environment.reward == "function":
-            pool = RewardPool(task.reward, settings.rewards, folder=folder.root)
-            stack.enter_context(pool)
-        questions.append(Question(short, rows, pool))
-    return _HeldOut(questions, environments)
+    def __init__(
+        self, settings: TrainSettings, folder: RunFolder, stack: ExitStack, *, tell: Tell
+    ) -> None:
+        self._settings, self._folder, self._stack, self._tell = settings, folder, stack, tell
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer_of(self._settings.model)
 
-def _cluster(settings: TrainSettings, stack: ExitStack, *, tell: Tell) -> RunningCluster | None:
-    if not settings.cluster.is_used:
-        return None
-    from sortedrl.runs.build_cluster import opened_cluster
+    def saved(self, checkpoints: Checkpoints) -> Saved | None:
+        """The checkpoint to resume from; `None` where none was saved before the run ended."""
+        newest, folder = checkpoints.newest(), self._folder
+        if newest is None:
+            if checkpoints.num_named:
+                raise CheckpointError(
+                    f"{folder.checkpoints}: none of the {checkpoints.num_named} checkpoints is "
+                    "usable, for the reasons above; repair one, or start a new run (another --out)"
+                )
+            self._tell(f"{folder.root} has no complete checkpoint yet; starting from the beginning")
+            return None
+        saved = Saved.read(newest)
+        if "settings" not in saved.state:
+            raise CheckpointError(
+                f"{newest}: was saved by an older version of sortedrl, without its settings; "
+                "resume with that version, or start a new run from its model "
+                f"(--model {newest / 'model'}, another --out)"
+            )
+        for words in refuse_other_settings(saved.state["settings"], self._settings):
+            self._tell(f"resumed with a changed setting: {words}")
+        self._tell(f"resuming from {newest}")
+        return saved
 
-    return stack.enter_context(opened_cluster(settings, tell=tell))
+    def refuse_other_data(self, saved: Saved, data: Mapping[str, Any]) -> None:
+        before, name = saved.state["data"], self._settings.task
+        advice = "resume with the original data and reward, or start a new run (another --out)"
+        if before["fields"] != data["fields"]:
+            raise CheckpointError(
+                f"{saved.folder}: the rows of {name} are not those the run started with: their "
+                f"answers or other fields have changed; {advice}"
+            )
+        for key in ("reward", "options"):
+            if before[key] != data[key]:
+                raise CheckpointError(
+                    f"{saved.folder}: answers must be scored as before, but the {key} of {name} "
+                    f"was {before[key]!r}, is {data[key]!r}; {advice}"
+                )
+        if before["reward_file"] != data["reward_file"]:
+            self._tell(
+                f"the file of the reward {data['reward']} has changed since the checkpoint; "
+                "answers are scored with the new code from now on"
+            )
+
+    def readable(self, task: Task) -> Sequence[TokenizedRow]:
+        """The rows whose prompts leave room for an answer."""
+        settings, most = self._settings, shape_of(self._settings.model).context - 1
+        if settings.max_prompt_tokens is not None:
+            most = min(most, settings.max_prompt_tokens)
+        chat = settings.data.chat
+        found = tokenized(task.rows, self.tokenizer, chat=chat, max_prompt_tokens=most)
+        if found.num_too_long:
+            self._tell(
+                f"{task.name}: {found.num_too_long} of {len(task.rows)} prompts are skipped: "
+                f"they are longer than {most} tokens"
+            )
+        return found.rows
+
+    def rewards(self, task: Task) -> RewardPool | None:
+        """The pool that scores a task; `None` where the environments do."""
+        if self._settings.environment.gives_rewards:
+            return None
+        pool = RewardPool(task.reward, self._settings.rewards, folder=self._folder.root)
+        return self._stack.enter_context(pool)
+
+    def environments(self) -> EnvironmentPool | None:
+        """Environments for one use at a time; `None` where answers are no conversations."""
+        settings = self._settings
+        if not settings.environment.is_used:
+            return None
+        pool = environment_pool(settings.environment, self.tokenizer, data=settings.data)
+        return self._stack.enter_context(pool)
+
+    def conversations(self, task: Task) -> tuple[EnvironmentPool | None, Task]:
+        """The environments of a run, and its task with the prompts that they open with."""
+        pool, schedule = self.environments(), self._settings.schedule
+        if pool is None:
+            return None, task
+        rows = opened_rows(pool, task.rows)
+        if schedule.mode == "coupled" and not schedule.never_interrupts and not pool.is_replayable:
+            raise ConfigError(
+                f"schedule.mode 'coupled' verifies turns and replays them, but the environment "
+                f"{self._settings.environment.name!r} is not replayable; set schedule.mode to "
+                "'partial', 'redraw' or 'on_policy'"
+            )
+        return pool, replace(task, rows=rows)
+
+    def held_out(self, tasks: Sequence[Task]) -> _HeldOut:
+        """What is asked between two updates.
+
+        Its conversations have environments of their own: those of the training may be outside then.
+        """
+        environments = self.environments() if tasks else None
+        questions = []
+        for task in tasks:
+            short = replace(task, rows=task.rows[: self._settings.evaluation.limit])
+            if environments is not None:
+                short = replace(short, rows=opened_rows(environments, short.rows))
+            rows = self.readable(short)
+            questions.append(Question(short, rows, self.rewards(task)))
+        return _HeldOut(questions, environments)
+
+    def cluster(self) -> RunningCluster | None:
+        if not self._settings.cluster.is_used:
+            return None
+        from sortedrl.runs.build_cluster import opened_cluster
+
+        return self._stack.enter_context(opened_cluster(self._settings, tell=self._tell))
+
+    def logs(self, saved: Saved | None, meter: Meter) -> Logs:
+        settings, folder, stack = self._settings, self._folder, self._stack
+        lengths = {} if saved is None else saved.state
+        kept = {name: lengths.get(f"{name}_bytes") for name in ("events", "metrics", "answers")}
+        answers = stack.enter_context(closing(self._answers(kept["answers"])))
+        metrics = MetricsFile(folder.metrics, keep_bytes=kept["metrics"])
+        stack.enter_context(closing(metrics))
+        events = EventFile(folder.events, keep_bytes=kept["events"], is_watched=True)
+        stack.enter_context(closing(events))
+        tracked = TrackedRun(
+            folder=folder.root,
+            settings=as_saved(settings),
+            resumed_step=None if saved is None else saved.state["run"]["updates"],
+        )
+        trackers = open_trackers(settings.tracking, tracked, warn=self._tell)
+        stack.callback(trackers.close)
+        return Logs(events=events, metrics=metrics, answers=answers, trackers=trackers, meter=meter)
+
+    def _answers(self, keep_bytes: int | None) -> AnswerFile:
+        """The answers as text; nothing is computed from them: a run goes on without older ones."""
+        path = self._folder.answers
+        try:
+            return AnswerFile(path, keep_bytes=keep_bytes)
+        except DataError as error:
+            if keep_bytes is None:
+                raise
+            if path.exists():
+                names = (f"answers-older-{number}.jsonl" for number in count(1))
+                path.rename(free_path(self._folder.root, names))
+            self._tell(f"{error}. The run continues; its report shows the answers from here on")
+            return AnswerFile(path)
 
 
 def _source(settings: TrainSettings, parts: TrainingParts, meter: Meter) -> Source:
@@ -327,59 +354,15 @@ def _replay(folder: RunFolder, saved: Saved | None, *, meter: Meter, view: View)
         view.updated(row)
 
 
-def _logs(
-    settings: TrainSettings,
-    folder: RunFolder,
-    saved: Saved | None,
-    *,
-    stack: ExitStack,
-    meter: Meter,
-    tell: Tell,
-) -> Logs:
-    lengths = {} if saved is None else saved.state
-    kept = {name: lengths.get(f"{name}_bytes") for name in ("events", "metrics", "answers")}
-    answers = stack.enter_context(closing(_answers(folder, kept["answers"], tell=tell)))
-    metrics = MetricsFile(folder.metrics, keep_bytes=kept["metrics"])
-    stack.enter_context(closing(metrics))
-    events = EventFile(folder.events, keep_bytes=kept["events"], is_watched=True)
-    stack.enter_context(closing(events))
-    tracked = TrackedRun(
-        folder=folder.root,
-        settings=as_saved(settings),
-        resumed_step=None if saved is None else saved.state["run"]["updates"],
-    )
-    trackers = open_trackers(settings.tracking, tracked, warn=tell)
-    stack.callback(trackers.close)
-    return Logs(events=events, metrics=metrics, answers=answers, trackers=trackers, meter=meter)
-
-
-def _answers(folder: RunFolder, keep_bytes: int | None, *, tell: Tell) -> AnswerFile:
-    """The answers as text; nothing is computed from them, so a run continues without older ones."""
-    try:
-        return AnswerFile(folder.answers, keep_bytes=keep_bytes)
-    except DataError as error:
-        if keep_bytes is None:
-            raise
-        if folder.answers.exists():
-            folder.answers.rename(_free_name(folder.answers))
-        tell(f"{error}. The run continues; its report shows the answers from here on")
-        return AnswerFile(folder.answers)
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}-older-{number}{path.suffix}") for number in count(1))
-    return next(name for name in names if not name.exists())
-
-
 def _evaluator(settings: TrainSettings, asked: _HeldOut, parts: TrainingParts) -> Evaluator:
     periodic = settings.evaluation
-    sampling = EvaluationSettings(samples=periodic.samples, temperature=periodic.temperature)
+    drawn = EvaluationSettings(samples=periodic.samples, temperature=periodic.temperature)
+    max_tokens = settings.engine.max_tokens
     return Evaluator(
-        asked.questions,
-        parts.engine,
+        questions=asked.questions,
+        engine=parts.engine,
         text=parts.text,
-        temperature=sampling.sampling_temperature,
-        max_tokens=settings.engine.max_tokens,
+        sampling=Sampling(temperature=drawn.sampling_temperature, max_tokens=max_tokens),
         samples=periodic.samples,
         seed=settings.seed,
         environments=asked.environments,

@@ -14,7 +14,6 @@ reach the server under a name of its own (DNS rebinding).
 
 from __future__ import annotations
 
-import errno
 import hmac
 import ipaddress
 import json
@@ -22,7 +21,6 @@ import os
 import re
 import secrets
 import select
-import signal
 import socket
 import threading
 import time
@@ -30,9 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from sortedrl.config.checks import PositiveFloat, PositiveInt, check_device, check_values, require
@@ -40,10 +36,11 @@ from sortedrl.core.clock import WallClock
 from sortedrl.core.events import Event, EventFile, Record
 from sortedrl.core.files import refuse_foreign
 from sortedrl.data.stream import Tokenizer
-from sortedrl.errors import ConfigError, DataError
+from sortedrl.errors import ConfigError, DataError, os_errors
 from sortedrl.report.terminal import one_line
-from sortedrl.report.watch import LocalServer
+from sortedrl.report.watch import LocalServer, QuietHandler
 from sortedrl.runs.endpoint import Answer, Endpoint, WeightReader, is_name
+from sortedrl.runs.start import Stopping
 from sortedrl.runs.tasks import threads, tokenizer_of
 from sortedrl.runs.turns import Refused, Turn, TurnLog, TurnScheduler
 from sortedrl.types import Trajectory
@@ -160,7 +157,7 @@ def serve(
             else WeightReader(settings.weights_folder, loaded.model),
         )
         server = stack.enter_context(listening(endpoint, settings, tell=tell))
-        stack.enter_context(_stopped_by_signals(scheduler, tell=tell))
+        stack.enter_context(Stopping(tell, words="stopping", then=scheduler.close))
         on_ready(server.url.rstrip("/"))
         scheduler.run()
 
@@ -213,10 +210,8 @@ def _log_file(out: Path | None, *, tell: Tell) -> Iterator[Record]:
         return
     path = out / EVENTS
     refuse_foreign(path, mark=None)
-    try:
+    with os_errors(out, "cannot be made"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(out, f"cannot be made ({error.strerror})") from error
     with closing(EventFile(path, is_watched=True)) as file:
         is_broken = False
 
@@ -231,30 +226,6 @@ def _log_file(out: Path | None, *, tell: Tell) -> Iterator[Record]:
                 tell(f"{error}; the log ends here, and the server goes on without it")
 
         yield record
-
-
-@contextmanager
-def _stopped_by_signals(scheduler: TurnScheduler, *, tell: Tell) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the server; the second Ctrl-C at once."""
-    is_asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal is_asked
-        if is_asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        is_asked = True
-        tell("stopping (Ctrl-C again: at once)")
-        scheduler.close()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class EndpointServer(LocalServer):
@@ -321,17 +292,7 @@ def listening(
     endpoint: Endpoint, settings: ServeSettings, *, tell: Tell
 ) -> Iterator[EndpointServer]:
     """The server, answering inside the block; at its end the last answers are sent."""
-    try:
-        server = EndpointServer(endpoint, settings, tell=tell)
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
-            raise
-        raise ConfigError(
-            f"must listen on an address and a port that are free on this machine, but "
-            f"{settings.host}, port {settings.port} gave: {error.strerror}; choose others with "
-            "--host and --port"
-        ) from error
-    with server:
+    with EndpointServer(endpoint, settings, tell=tell) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
         thread.start()
         try:
@@ -342,7 +303,7 @@ def listening(
             server.drain()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     """Answers the requests of one connection."""
 
     server: EndpointServer
@@ -350,7 +311,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a question about the server."""
         # A body that nobody reads must not be taken for the next request.
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True
@@ -358,16 +318,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Answer a turn, or load weights."""
         with self.server.busy():
             self._answer(self._post)
-
-    def version_string(self) -> str:
-        """What the server calls itself."""
-        return "sortedrl"
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing about requests."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """A refusal by the base class, which repeats nothing from the request."""

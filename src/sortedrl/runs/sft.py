@@ -11,9 +11,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +31,7 @@ from sortedrl.runs.build_training import ModelSettings, trained_model
 from sortedrl.runs.folder import RunFolder
 from sortedrl.runs.output import duration
 from sortedrl.runs.start import Stopping
-from sortedrl.runs.tasks import threads, tokenizer_of
+from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.training.batch import TokenSequence, packs
 from sortedrl.training.checkpoint import write_model
 from sortedrl.training.forward import PackedModel
@@ -146,18 +145,6 @@ def supervised_run(
     tell: Callable[[str], None],
 ) -> SupervisedEnding:
     """Train on the responses of a task's rows, and leave the model in the run's folder."""
-    with threads(settings.threads, workers=1):
-        return _supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)
-
-
-def _supervised_run(
-    settings: SupervisedSettings,
-    task: Task,
-    *,
-    stopping: Stopping,
-    advance: Advance,
-    tell: Callable[[str], None],
-) -> SupervisedEnding:
     folder = RunFolder(settings.out)
     folder.refuse_second_run()
     tokenizer = tokenizer_of(settings.model)
@@ -191,7 +178,7 @@ def _supervised_run(
             max_bad=settings.optimiser.max_bad_updates,
         ):
             done.append(step)
-            metrics(_row(step))
+            metrics(asdict(step))
             line = _line(done, len(rows))
             advance(line, step.step / len(rows))
             if step.step % _LINE_EVERY == 0 or step.step == len(rows):
@@ -259,19 +246,6 @@ def _response_tokens(row: TokenizedRow, tokenizer: Tokenizer) -> Sequence[int]:
     tokens = tokenizer.encode(str(row.fields["response"]), add_special_tokens=False)
     end = tokenizer.eos_token_id
     return tokens if end is None else [*tokens, end]
-
-
-def _row(step: SupervisedStep) -> dict[str, Any]:
-    return {
-        "step": step.step,
-        "epoch": step.epoch,
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "learning_rate": step.learning_rate,
-        "answer_tokens": step.answer_tokens,
-        "tokens": step.tokens,
-        "seconds": step.seconds,
-    }
 
 
 def _line(done: Sequence[SupervisedStep], total: int) -> str:

@@ -30,7 +30,7 @@ from sortedrl.config.checks import require, require_native
 from sortedrl.config.data import DataSettings, PeriodicEvaluation
 from sortedrl.config.sizes import Chosen, size_line, sized
 from sortedrl.config.train import Saving, SupervisedSettings, Tracking, TrainSettings
-from sortedrl.core.files import Value
+from sortedrl.core.files import Value, free_path
 from sortedrl.data.catalogue import Task
 from sortedrl.errors import EngineLost, TrainerLost
 from sortedrl.models.tiny import is_tiny, tiny_settings
@@ -38,7 +38,7 @@ from sortedrl.report.live import opened_view
 from sortedrl.report.terminal import progress, refuse_unwritable_folder, tell
 from sortedrl.rewards.functions import RewardSource
 from sortedrl.runs.output import is_notebook, notebook_view
-from sortedrl.runs.tasks import opened, training_tasks
+from sortedrl.runs.tasks import opened, threads, training_tasks
 
 if TYPE_CHECKING:
     from sortedrl.runs.sft import SupervisedEnding
@@ -180,17 +180,27 @@ def warm_start(settings: SupervisedSettings) -> SupervisedEnding:
     )
     from sortedrl.runs.sft import supervised_run
 
-    with Stopping(tell) as stopping, progress(1.0) as advance:
+    with (
+        threads(settings.threads, workers=1),
+        Stopping(tell) as stopping,
+        progress(1.0) as advance,
+    ):
         return supervised_run(settings, task, stopping=stopping, advance=advance, tell=tell)
 
 
 class Stopping:
     """Whether a stop was asked for, while it is entered."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` is given a line for the person who asked."""
+    def __init__(
+        self,
+        tell: Callable[[str], None],
+        *,
+        words: str = "stopping after this round is finished and saved",
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`tell` is given a line with these words for the person who asked; `then` follows."""
         self.is_asked = False
-        self._tell = tell
+        self._tell, self._words, self._then = tell, words, then
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stopping:
@@ -209,7 +219,8 @@ class Stopping:
         if self.is_asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.is_asked = True
-        self._tell("stopping after this round is finished and saved (Ctrl-C again: at once)")
+        self._tell(f"{self._words} (Ctrl-C again: at once)")
+        self._then()
 
 
 _TASK = "knights_knaves:people=2,count=128,style=compact"
@@ -233,6 +244,7 @@ def smoke_run(settings: TrainSettings) -> SmokeRun:
     """The layout of a run on the CPUs of this machine."""
     lines = []
     cluster, rollout, schedule = settings.cluster, settings.rollout, settings.schedule
+    out = settings.out
     if not is_tiny(settings.model):
         lines.append(f"model tiny in place of {settings.model}")
     if rollout.is_outside:
@@ -280,7 +292,7 @@ def smoke_run(settings: TrainSettings) -> SmokeRun:
             reward_options=(),
             folder=None,
             data=DataSettings(),
-            out=_free_folder(settings.out),
+            out=free_path(out.parent, (f"{out.name}-smoke-{number}" for number in count(1))),
             epochs=1,
             max_updates=_UPDATES,
             max_prompt_tokens=None,
@@ -311,9 +323,3 @@ def smoke_run(settings: TrainSettings) -> SmokeRun:
         ),
         lines,
     )
-
-
-def _free_folder(out: Path) -> Path:
-    """A folder beside that of the run, which a smoke run neither needs nor touches."""
-    names = (out.with_name(f"{out.name}-smoke-{number}") for number in count(1))
-    return next(name for name in names if not name.exists())

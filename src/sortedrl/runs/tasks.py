@@ -73,7 +73,7 @@ def training_tasks(
     options = options_from(settings.reward_options)
     if reward is None and settings.reward is not None:
         reward = reward_from(settings.reward)
-    if settings.environment.is_used and settings.environment.reward == "environment":
+    if settings.environment.gives_rewards:
         require(
             reward is None,
             "environment.reward is 'environment', so no reward function is used, but one was "

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from sortedrl.core.events import EventFile
 from sortedrl.core.files import AnswerFile, LoggedAnswer, MetricsFile, Value
 from sortedrl.core.meter import Figures, Meter, numbers
 from sortedrl.data.stream import Tokenizer
-from sortedrl.engines.generation import RolloutEngine, SamplingOverride
+from sortedrl.engines.generation import RolloutEngine
 from sortedrl.engines.sampling import Sampling
 from sortedrl.engines.streaming.weight_files import MOST_NATS
 from sortedrl.environments.pool import EnvironmentPool
@@ -33,49 +34,6 @@ from sortedrl.runs.output import Trackers, evaluation_line, update_line
 from sortedrl.runs.start import Stopping
 from sortedrl.training.checkpoint import Checkpoints, write_model, write_state
 from sortedrl.types import TrainBatch, Trajectory, Weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSnapshot:
-    """What a checkpoint has of a run."""
-
-    write: Callable[[Path], None]
-    """Fills the folder of the checkpoint."""
-    is_apart: bool
-    """Whether that may happen while training continues."""
-
-    @classmethod
-    def taken(
-        cls,
-        parts: TrainingParts,
-        *,
-        tokenizer: Tokenizer,
-        counters: Mapping[str, Any],
-        is_last: bool,
-    ) -> RunSnapshot:
-        """Of this moment; `counters` are those of the run itself.
-
-        After the last one nothing is trained, so no copy is made.
-        """
-        save = None if is_last else parts.trainer.snapshot(tokenizer=tokenizer)
-        buffer = parts.loop.buffer.state()
-        state = {
-            **counters,
-            "journal": parts.loop.journal.state().to_json(),
-            "engine_version": parts.engine.version,
-            "position": parts.prompts.position,
-            "fingerprint": parts.prompts.fingerprint,
-        }
-
-        def write(folder: Path) -> None:
-            if save is None:
-                trainer = parts.trainer.save(folder, tokenizer=tokenizer)
-            else:
-                trainer = save(folder)
-            save_buffer(buffer, folder / "buffer.bin")
-            write_state(folder, {**state, "trainer": trainer})
-
-        return cls(write=write, is_apart=save is not None)
 
 
 def spread(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:
@@ -153,24 +111,14 @@ class Counters:
 
     def to_json(self) -> dict[str, Any]:
         """The counters as JSON."""
-        return {
-            "updates": self.updates,
-            "first_scores": _scores_json(self.first_scores),
-            "last_scores": _scores_json(self.last_scores),
-            "best_score": self.best_score,
-            "scored_at": self.scored_at,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Counters:
         """The counters of a checkpoint."""
-        return cls(
-            updates=row["updates"],
-            first_scores=_scores(row["first_scores"]),
-            last_scores=_scores(row["last_scores"]),
-            best_score=row["best_score"],
-            scored_at=row["scored_at"],
-        )
+        names = ("first_scores", "last_scores")
+        scores = {name: None if row[name] is None else Scores(**row[name]) for name in names}
+        return cls(**{**row, **scores})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +217,6 @@ class TrainingRun:
             )
 
     def _keep_answers(self, batch: TrainBatch) -> None:
-        """Write some answers down as text."""
         self.logs.answers(
             logged(
                 batch,
@@ -290,40 +237,49 @@ class TrainingRun:
         counters.last_scores = scores
         counters.first_scores = counters.first_scores or scores
         counters.scored_at = counters.updates
-        self.logs.metrics({"update": counters.updates, **scores.row()})
-        self.view.updated(scores.row())
-        self.logs.trackers.log(scores.row(), step=counters.updates)
+        row = scores.row()
+        self.logs.metrics({"update": counters.updates, **row})
+        self.view.updated(row)
+        self.logs.trackers.log(row, step=counters.updates)
         self.view.tell(evaluation_line(counters.updates, scores.by_task, scores.rewards_by_task))
-        self.on_row({"update": counters.updates, **scores.row()})
+        self.on_row({"update": counters.updates, **row})
         is_best = counters.best_score is None or scores.mean > counters.best_score
         counters.best_score = scores.mean if is_best else counters.best_score
         return is_best
 
     def _save(self, *, is_last: bool = False) -> None:
         """Save a checkpoint, beside what follows where that can be."""
-        counters, logs = self.counters, self.logs
+        counters, logs, parts = self.counters, self.logs, self.parts
         self.folder.refuse_gone()
         # Only one at a time, so that memory has no more than one copy.
         self.checkpoints.finish()
         scores = counters.last_scores if counters.scored_at == counters.updates else None
-        lengths = {
+        # After the last one nothing is trained, so no copy is made.
+        copy = None if is_last else parts.trainer.snapshot(tokenizer=self.tokenizer)
+        buffer = parts.loop.buffer.state()
+        state = {
+            "settings": as_saved(self.settings),
+            "data": dict(self.data),
+            "run": counters.to_json(),
             "events_bytes": logs.events.sync(),
             "metrics_bytes": logs.metrics.sync(),
             "answers_bytes": logs.answers.sync(),
+            "journal": parts.loop.journal.state().to_json(),
+            "engine_version": parts.engine.version,
+            "position": parts.prompts.position,
+            "fingerprint": parts.prompts.fingerprint,
         }
-        snapshot = RunSnapshot.taken(
-            self.parts,
-            tokenizer=self.tokenizer,
-            counters={
-                "settings": as_saved(self.settings),
-                "data": dict(self.data),
-                "run": counters.to_json(),
-                **lengths,
-            },
-            is_last=is_last,
-        )
-        save = self.checkpoints.save_later if snapshot.is_apart else self.checkpoints.save
-        save(counters.updates, snapshot.write, score=None if scores is None else scores.mean)
+
+        def write(folder: Path) -> None:
+            if copy is None:
+                trainer = parts.trainer.save(folder, tokenizer=self.tokenizer)
+            else:
+                trainer = copy(folder)
+            save_buffer(buffer, folder / "buffer.bin")
+            write_state(folder, {**state, "trainer": trainer})
+
+        save = self.checkpoints.save if copy is None else self.checkpoints.save_later
+        save(counters.updates, write, score=None if scores is None else scores.mean)
 
     def _why_stop(self, stopping: Stopping) -> Reason | None:
         counters, target = self.counters, self.settings.evaluation.target
@@ -379,16 +335,6 @@ def _reward_parts(batch: TrainBatch) -> dict[str, float]:
     return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
-def _scores_json(scores: Scores | None) -> dict[str, Any] | None:
-    if scores is None:
-        return None
-    return asdict(scores)
-
-
-def _scores(row: Mapping[str, Any] | None) -> Scores | None:
-    return None if row is None else Scores(**row)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """How right the answers to each task were."""
@@ -420,43 +366,33 @@ class Scores:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Asks the same questions again and again, with the same noise."""
+    """Asks the same questions again and again, with the same noise.
 
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        engine: RolloutEngine,
-        *,
-        text: Callable[[Trajectory], str],
-        temperature: float,
-        max_tokens: int,
-        samples: int,
-        seed: int,
-        environments: EnvironmentPool | None = None,
-    ) -> None:
-        """Engine and environments are lent: they must be idle whenever scores are asked for."""
-        self._questions = questions
-        self._engine = engine
-        self._rollout = SamplingOverride(
-            engine, Sampling(temperature=temperature, max_tokens=max_tokens)
-        )
-        self._text = text
-        self._samples = samples
-        self._seed = seed
-        self._environments = environments
+    Engine and environments are lent: they must be idle whenever scores are asked for.
+    """
+
+    questions: Sequence[Question]
+    engine: RolloutEngine
+    text: Callable[[Trajectory], str]
+    sampling: Sampling
+    samples: int
+    seed: int
+    environments: EnvironmentPool | None = None
 
     def scores(self, weights: Weights, *, advance: Callable[[str], None]) -> Scores:
         """The scores of the weights; `advance` is given the progress."""
-        if self._engine.version != weights.version:
-            self._engine.load_weights(weights)
+        if self.engine.version != weights.version:
+            self.engine.load_weights(weights)
         runner = Runner(
-            self._questions,
-            engine=self._rollout,
-            text=self._text,
-            samples=self._samples,
-            seed=self._seed,
-            environments=self._environments,
+            self.questions,
+            engine=self.engine,
+            submit=partial(self.engine.submit, tolerance=None, sampling=self.sampling),
+            text=self.text,
+            samples=self.samples,
+            seed=self.seed,
+            environments=self.environments,
         )
         right: dict[str, list[bool]] = defaultdict(list)
         rewards: dict[str, list[float]] = defaultdict(list)
@@ -475,7 +411,7 @@ class Evaluator:
                 parts[name] += value
         total = sum(len(answers) for answers in right.values())
         telling = (task for task in sorted(rewards) if rewards[task] != right[task])
-        is_talk = self._environments is not None
+        is_talk = self.environments is not None
         return Scores(
             by_task={task: sum(answers) / len(answers) for task, answers in sorted(right.items())},
             mean_length=tokens / total,

@@ -483,14 +483,11 @@ class TurnScheduler:
         stopped = self._interrupt()
         with self._changed:
             for active in stopped:
-                del self._running[active.key]
-                self._log.interrupted(
-                    active, running=len(self._running), is_dropped=active.is_cancelled
-                )
                 if active.is_cancelled:
-                    self._log.withdrawn(active)
-                    self._leave(active)
+                    self._drop(active)
                     continue
+                del self._running[active.key]
+                self._log.interrupted(active, running=len(self._running))
                 active.trajectory = self._mode.interrupted(active.trajectory)
                 heapq.heappush(self._waiting, active)
         version = self._engine.version + 1
@@ -520,10 +517,7 @@ class TurnScheduler:
         with self._changed:
             for active in stopped:
                 if active.is_cancelled:
-                    del self._running[active.key]
-                    self._log.interrupted(active, running=len(self._running), is_dropped=True)
-                    self._log.withdrawn(active)
-                    self._leave(active)
+                    self._drop(active)
         for active in stopped:
             if active.key in self._running:
                 self._engine.submit(
@@ -557,17 +551,24 @@ class TurnScheduler:
                 self._deliver(answer)
 
     def _deliver(self, answer: Trajectory) -> None:
-        active = self._running.pop(answer.key)
+        active = self._running[answer.key]
         if active.is_cancelled:
             active.trajectory = answer
-            self._log.interrupted(active, running=len(self._running), is_dropped=True)
-            self._log.withdrawn(active)
+            self._drop(active)
         else:
+            del self._running[answer.key]
             self._log.ended(active, answer, running=len(self._running))
             self._num_answered += 1
             active.turn.answer = answer
-        self._leave(active)
+            self._leave(active)
         active.turn.done.set()
+
+    def _drop(self, active: _Active) -> None:
+        """Free the slot of a turn that gets no answer."""
+        del self._running[active.key]
+        self._log.interrupted(active, running=len(self._running), is_dropped=True)
+        self._log.withdrawn(active)
+        self._leave(active)
 
     def _interrupt(self) -> list[_Active]:
         """Stop the engine; gives what ran, with its tokens so far."""
@@ -580,11 +581,8 @@ class TurnScheduler:
 
     def _fail_running(self, status: int, reason: str) -> None:
         with self._changed:
-            for key, active in list(self._running.items()):
-                del self._running[key]
-                self._log.interrupted(active, running=len(self._running), is_dropped=True)
-                self._log.withdrawn(active)
-                self._leave(active)
+            for active in list(self._running.values()):
+                self._drop(active)
                 active.turn.fail(status, reason)
 
     def _fail_all(self, status: int, reason: str) -> None:

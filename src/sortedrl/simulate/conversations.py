@@ -25,7 +25,7 @@ from sortedrl.config.checks import (
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.files import read_lines
 from sortedrl.core.randomness import mix, normal
-from sortedrl.errors import DataError
+from sortedrl.errors import DataError, os_errors
 from sortedrl.simulate.lengths import Lengths, Parting
 from sortedrl.types import Key, Trajectory
 
@@ -102,7 +102,7 @@ class ObservedTurn:
 def read_conversations(path: Path) -> list[tuple[ObservedTurn, ...]]:
     """The conversations of a log; `DataError` names the line that holds none."""
     found = []
-    try:
+    with os_errors(path, "cannot be read", advice="; check the path"):
         for number, line in read_lines(path):
             try:
                 found.append(_observed(json.loads(line)))
@@ -113,8 +113,6 @@ def read_conversations(path: Path) -> list[tuple[ObservedTurn, ...]]:
                     f"seconds and given ({error})",
                     line=number,
                 ) from error
-    except OSError as error:
-        raise DataError(path, f"cannot be read ({error.strerror}); check the path") from error
     if not found:
         raise DataError(path, "holds no conversation; give at least one line")
     return found

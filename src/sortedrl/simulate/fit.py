@@ -11,19 +11,15 @@ This is linear in the four unknowns, and a run has one such equation per finishe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul
-from statistics import median_low
 
-from sortedrl.config.schedule import Schedule
 from sortedrl.core.events import (
-    Begin,
     Event,
     Finish,
     Harvest,
     Interrupt,
     Landed,
-    Load,
     Start,
     SyncWeights,
     Update,
@@ -41,39 +37,6 @@ class Fit:
     intervals: int
     relative_error: float
     """Mean absolute error of an interval's seconds, over the mean interval."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The schedule and the slots that a run shows."""
-
-    schedule: Schedule
-    slots: int
-    groups: int
-
-
-def fitted_shape(events: Sequence[Event]) -> Shape:
-    """The schedule of a run, from its first event, its groups and its updates."""
-    begin = next(event for event in events if isinstance(event, Begin))
-    loads = [event for event in events if isinstance(event, Load)]
-    sizes = [len(event.trained) for event in events if isinstance(event, Update)]
-    strategy, _, mode = begin.schedule.partition("/")
-    mode, _, lookahead = mode.partition(" +")
-    samples = max(1, loads[0].trajectories // max(1, loads[0].prompts))
-    group = max(load.prompts for load in loads)
-    # An update may take more than it waited for: the smallest of the usual ones is nearest.
-    batch = min(median_low(sizes), group * samples)
-    schedule = replace(
-        Schedule(),
-        strategy=strategy,  # type: ignore[arg-type]  # the name is checked
-        mode=mode or Schedule().mode,  # type: ignore[arg-type]
-        lookahead=int(lookahead or 0),
-        group_prompts=group,
-        samples_per_prompt=samples,
-        harvest_unit="prompt" if samples > 1 else "trajectory",
-        update_batch=batch,
-    )
-    return Shape(schedule=schedule, slots=begin.slots, groups=len(loads))
 
 
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:

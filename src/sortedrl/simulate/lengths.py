@@ -25,12 +25,12 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 from sortedrl.config.checks import (
     Fraction,
@@ -239,11 +239,8 @@ class Parting(NamedTuple):
     kept: int
 
 
-class Quantile(Protocol):
-    """A length distribution, read at a standard normal number."""
-
-    def __call__(self, z: float, /) -> float:
-        """The length at the quantile of `z`."""
+Quantile = Callable[[float], float]
+"""A length distribution: the length at the quantile of a standard normal number."""
 
 
 class Lengths:
@@ -302,22 +299,13 @@ class Lengths:
 
 def _quantile(settings: LengthSettings, observed: tuple[int, ...]) -> Quantile:
     if observed:
-        return _Empirical(observed)
+        lengths = sorted(observed)
+        last = len(lengths) - 1
+        return lambda z: lengths[min(int(_NORMAL.cdf(z) * len(lengths)), last)]
     if settings.components:
         return _Mixture(settings.components)
     log_median, sigma = math.log(settings.median), settings.sigma
     return lambda z: math.exp(min(log_median + sigma * z, _MOST_EXPONENT))
-
-
-class _Empirical:
-    """The empirical distribution of observed lengths."""
-
-    def __init__(self, observed: tuple[int, ...]) -> None:
-        self._sorted = sorted(observed)
-
-    def __call__(self, z: float, /) -> float:
-        place = int(_NORMAL.cdf(z) * len(self._sorted))
-        return self._sorted[min(place, len(self._sorted) - 1)]
 
 
 class _Mixture:

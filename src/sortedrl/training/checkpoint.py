@@ -30,9 +30,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sortedrl.core.files import write_whole
+from sortedrl.core.files import free_path, write_whole
 from sortedrl.errors import CheckpointError
 from sortedrl.models.attention_interface import not_finite
 
@@ -406,7 +407,9 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._warn = warn
-        self._writing: _Writing | None = None
+        self._writing: Future[Path] | None = None
+        self._warnings: list[str] = []
+        """Of the save in the background."""
 
     def path_for(self, update: int) -> Path:
         """Where the checkpoint of an update lies."""
@@ -427,11 +430,14 @@ class Checkpoints:
     ) -> None:
         """The same in a thread, once the save before is done; see `check` and `finish`."""
         self.finish()
-        self._writing = _Writing(lambda warn: self._save(update, write, score=score, warn=warn))
+        warn = self._warnings.append
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing = thread.submit(lambda: self._save(update, write, score=score, warn=warn))
+        thread.shutdown(wait=False)
 
     def check(self) -> None:
         """Raise what a save in the background has failed with; one that goes on is left alone."""
-        if self._writing is not None and not self._writing.is_alive:
+        if self._writing is not None and self._writing.done():
             self.finish()
 
     def finish(self) -> None:
@@ -439,9 +445,9 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        error = writing.wait()
-        for text in writing.warnings:
-            self._warn(text)
+        error = writing.exception()
+        while self._warnings:
+            self._warn(self._warnings.pop(0))
         if error is not None:
             raise error
 
@@ -533,39 +539,14 @@ class Checkpoints:
         """Rename checkpoints of later updates, from an abandoned continuation of the run."""
         for folder in self._named():
             if _update(folder) > update:
-                aside = _free_name(folder)
+                name = f"{folder.name}{_ABANDONED}"
+                numbered = (f"{name}-{number}" for number in count(2))
+                aside = free_path(folder.parent, chain([name], numbered))
                 folder.rename(aside)
                 warn(
                     f"checkpoint {folder.name} is later than update {update}, from which this run "
                     f"was resumed; it was renamed to {aside.name}, delete it if you do not need it"
                 )
-
-
-class _Writing:
-    """A save in a thread."""
-
-    def __init__(self, save: Callable[[Callable[[str], None]], object]) -> None:
-        self.warnings: list[str] = []
-        self._save = save
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="checkpoint")
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it goes on."""
-        return self._thread.is_alive()
-
-    def wait(self) -> BaseException | None:
-        """Until it has ended; gives what it failed with."""
-        self._thread.join()
-        return self._error
-
-    def _run(self) -> None:
-        try:
-            self._save(self.warnings.append)
-        except BaseException as error:  # noqa: BLE001 (raised where the thread is waited for)
-            self._error = error
 
 
 def _update(folder: Path) -> int:
@@ -586,12 +567,3 @@ def _score(folder: Path) -> float | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return score if isinstance(score, int | float) and not math.isnan(score) else None
-
-
-def _free_name(folder: Path) -> Path:
-    aside = folder.with_name(folder.name + _ABANDONED)
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"{folder.name}{_ABANDONED}-{number}")
-    return aside

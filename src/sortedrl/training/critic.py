@@ -8,6 +8,7 @@ Axes: T answer tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -69,24 +70,16 @@ class Critic(nn.Module):
             parameter.copy_(tensors[name])
 
 
+@dataclass(frozen=True, slots=True)
 class CriticTrainer:
     """Trains the critic on the returns of an update's answers."""
 
-    def __init__(
-        self,
-        critic: Critic,
-        optimiser: Optimiser,
-        *,
-        settings: Optimisation,
-        micro_batch_tokens: int,
-        ranks: RankGroup = SINGLE_RANK,
-    ) -> None:
-        """The ranks are those of the policy's trainer."""
-        self.critic = critic
-        self.optimiser = optimiser
-        self._settings = settings
-        self._micro_batch_tokens = micro_batch_tokens
-        self._ranks = ranks
+    critic: Critic
+    optimiser: Optimiser
+    settings: Optimisation
+    micro_batch_tokens: int
+    ranks: RankGroup = SINGLE_RANK
+    """Those of the policy's trainer."""
 
     def train(
         self,
@@ -103,7 +96,7 @@ class CriticTrainer:
 
         Masked tokens have no loss and stay in its denominator.
         """
-        parts, epochs = self._settings.mini_batches, self._settings.epochs
+        parts, epochs = self.settings.mini_batches, self.settings.epochs
         losses = []
         for chosen in mini_batches(len(answers), parts=parts, epochs=epochs, seed=seed):
             weight = 1 / int(answers.lengths_N[torch.tensor(list(chosen))].sum())
@@ -111,8 +104,8 @@ class CriticTrainer:
                 chosen,
                 answers,
                 sequences,
-                micro_batch_tokens=self._micro_batch_tokens,
-                ranks=self._ranks,
+                micro_batch_tokens=self.micro_batch_tokens,
+                ranks=self.ranks,
             )
             is_to_repeat = True
             while is_to_repeat:
@@ -126,7 +119,7 @@ class CriticTrainer:
                     part = losses_T.sum() * weight
                     self.optimiser.backward(part)
                     total += part.detach()
-                value = float(self._ranks.all_reduce(total))
+                value = float(self.ranks.all_reduce(total))
                 is_to_repeat = self.optimiser.step(loss=value).is_to_repeat
             losses.append(value)
         return sum(losses) / len(losses)

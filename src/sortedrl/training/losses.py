@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -158,6 +158,17 @@ class TokenLosses:
     """Negative advantage, and a ratio above the dual clip."""
 
     @classmethod
+    def unclipped(cls, loss_T: Tensor) -> TokenLosses:
+        """Losses of which clipping stops none."""
+        nowhere_T = torch.zeros_like(loss_T, dtype=torch.bool)
+        return cls(
+            loss_T=loss_T,
+            is_clipped_low_T=nowhere_T,
+            is_clipped_high_T=nowhere_T,
+            is_dual_clipped_T=nowhere_T,
+        )
+
+    @classmethod
     def joined(cls, parts: Sequence[TokenLosses]) -> TokenLosses:
         """Those of several micro-batches, concatenated."""
         return cls(
@@ -169,12 +180,7 @@ class TokenLosses:
 
     def detached(self) -> TokenLosses:
         """The same without the autograd graph."""
-        return TokenLosses(
-            loss_T=self.loss_T.detach(),
-            is_clipped_low_T=self.is_clipped_low_T,
-            is_clipped_high_T=self.is_clipped_high_T,
-            is_dual_clipped_T=self.is_dual_clipped_T,
-        )
+        return replace(self, loss_T=self.loss_T.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,12 +342,9 @@ def _weighted(
     """CISPO: clipping bounds a token's weight and stops no gradient."""
     lowest, highest = 1 - algorithm.effective_clip, 1 + algorithm.effective_clip_high
     weights_T = bounded_ratios(current_T.detach(), anchor_T)
-    return TokenLosses(
-        loss_T=-advantages_T * weights_T.clamp(lowest, highest) * current_T,
-        is_clipped_low_T=weights_T < lowest,
-        is_clipped_high_T=weights_T > highest,
-        is_dual_clipped_T=torch.zeros_like(weights_T, dtype=torch.bool),
-    )
+    losses = TokenLosses.unclipped(-advantages_T * weights_T.clamp(lowest, highest) * current_T)
+    is_low_T, is_high_T = weights_T < lowest, weights_T > highest
+    return replace(losses, is_clipped_low_T=is_low_T, is_clipped_high_T=is_high_T)
 
 
 SAPO_TEMPERATURES = (1.0, 1.05)
@@ -353,13 +356,7 @@ def _gated(ratios_T: Tensor, advantages_T: Tensor) -> TokenLosses:
     positive, negative = SAPO_TEMPERATURES
     temperatures_T = torch.full_like(ratios_T, negative).masked_fill(advantages_T > 0, positive)
     gates_T = (temperatures_T * (ratios_T - 1)).sigmoid() * 4 / temperatures_T
-    nowhere_T = torch.zeros_like(ratios_T, dtype=torch.bool)
-    return TokenLosses(
-        loss_T=-advantages_T * gates_T,
-        is_clipped_low_T=nowhere_T,
-        is_clipped_high_T=nowhere_T,
-        is_dual_clipped_T=nowhere_T,
-    )
+    return TokenLosses.unclipped(-advantages_T * gates_T)
 
 
 def _clipped_mean(
@@ -373,12 +370,8 @@ def _clipped_mean(
     clipped_T = logs_T.masked_fill(is_low_T, lowest).masked_fill(is_high_T, highest)
     means_T = _answer_means(clipped_T, lengths_N=lengths_N)
     ratios_T = means_T.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
-    return TokenLosses(
-        loss_T=-advantages_T * ratios_T,
-        is_clipped_low_T=is_low_T,
-        is_clipped_high_T=is_high_T,
-        is_dual_clipped_T=torch.zeros_like(is_low_T),
-    )
+    losses = TokenLosses.unclipped(-advantages_T * ratios_T)
+    return replace(losses, is_clipped_low_T=is_low_T, is_clipped_high_T=is_high_T)
 
 
 def _of_user(
@@ -397,14 +390,8 @@ def _of_user(
         "owners_T": torch.repeat_interleave(lengths_N),
         "lengths_N": lengths_N,
     }
-    nowhere_T = torch.zeros_like(current_T, dtype=torch.bool)
-    return TokenLosses(
-        # An empty micro-batch of a rank that has no answers left is no case for the user.
-        loss_T=token_losses(address, given) if len(current_T) else current_T,
-        is_clipped_low_T=nowhere_T,
-        is_clipped_high_T=nowhere_T,
-        is_dual_clipped_T=nowhere_T,
-    )
+    # An empty micro-batch of a rank that has no answers left is no case for the user.
+    return TokenLosses.unclipped(token_losses(address, given) if len(current_T) else current_T)
 
 
 def kl_estimates(policy_T: Tensor, reference_T: Tensor, estimator: KlEstimator) -> Tensor:

@@ -461,13 +461,10 @@ class PolicyTrainer:
             kl_T = kl_estimates(proximal_T, reference_T, algorithm.effective_kl_estimator).cpu()
         if self.critic is not None:
             values_T = over_all(self.critic.critic.values)
-        for what, numbers_T in (
-            ("the trained model", proximal_T),
-            ("the reference", reference_T),
-            ("the critic", values_T),
-        ):
-            if numbers_T is not None:
-                _refuse_not_finite(numbers_T, trajectories, answers, what=what)
+        refuse = partial(_refuse_not_finite, trajectories, answers)
+        refuse(proximal_T, what="the trained model")
+        refuse(reference_T, what="the reference")
+        refuse(values_T, what="the critic")
         found = estimate(
             answers,
             algorithm,
@@ -477,12 +474,8 @@ class PolicyTrainer:
             last_values_N=self._values_at_cut(trajectories, answers),
             moments=self.moments,
         )
-        for what, numbers_T in (
-            ("the advantages", found.advantages_T),
-            ("the returns", found.returns_T),
-        ):
-            if numbers_T is not None:
-                _refuse_not_finite(numbers_T, trajectories, answers, what=what)
+        refuse(found.advantages_T, what="the advantages")
+        refuse(found.returns_T, what="the returns")
         return _Prepared(
             answers=answers,
             sequences=sequences,
@@ -660,15 +653,12 @@ def _write_held(held: tuple[Trajectory, ...], folder: Path) -> None:
 
 
 def _refuse_not_finite(
-    numbers_T: Tensor, trajectories: Sequence[Trajectory], answers: Answers, *, what: str
+    trajectories: Sequence[Trajectory], answers: Answers, numbers_T: Tensor | None, *, what: str
 ) -> None:
     """Raise where a number of a token is not finite, naming the answers it belongs to."""
-    is_broken_T = ~numbers_T.isfinite().cpu()
-    if bool(is_broken_T.any()):
-        raise _NotFiniteError(
-            f"{what} gave values that are not finite for "
-            + _named(trajectories, answers, is_broken_T)
-        )
+    if numbers_T is not None and not bool(numbers_T.isfinite().all()):
+        named = _named(trajectories, answers, ~numbers_T.isfinite().cpu())
+        raise _NotFiniteError(f"{what} gave values that are not finite for {named}")
 
 
 def _why_skipped(
@@ -678,9 +668,8 @@ def _why_skipped(
     is_broken_T = ~(outputs.current_T.isfinite() & outputs.entropy_T.isfinite()).cpu()
     if not bool(is_broken_T.any()):
         return "every log-probability is finite, but the loss or the gradient is not"
-    return "the trained model gave log-probabilities that are not finite for " + _named(
-        trajectories, answers, is_broken_T
-    )
+    named = _named(trajectories, answers, is_broken_T)
+    return f"the trained model gave log-probabilities that are not finite for {named}"
 
 
 def _named(trajectories: Sequence[Trajectory], answers: Answers, is_broken_T: Tensor) -> str:

@@ -197,8 +197,6 @@ class _Size:
 
 @dataclass(slots=True)
 class _Recorded:
-    """The CUDA graph of one size, and its output."""
-
     graph: torch.cuda.CUDAGraph
     results_4Q: Tensor
 
@@ -350,7 +348,6 @@ class CudaRunner:
         return recorded
 
     def _run(self, size: _Size) -> Tensor:
-        """The pass itself."""
         rows = self._rows[:, : size.rows]
         slots_R, positions_R = rows[_SLOTS], rows[_POSITIONS]
         last_R = self._last_tokens_S[slots_R]
@@ -389,8 +386,6 @@ class CudaRunner:
 
 
 class _CudaPagedAttention:
-    """The attention of a pass on the GPU."""
-
     def __init__(self, caches: Sequence[tuple[Tensor, Tensor]], *, block_tokens: int) -> None:
         """The cache of every layer; the rows are set before each pass."""
         self.rows: KernelRows | None = None

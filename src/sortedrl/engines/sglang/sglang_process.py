@@ -372,13 +372,11 @@ def _started(arguments: Mapping[str, object]) -> Engine:
 
 
 def _processes_of(engine: Engine) -> list[BaseProcess]:
-    """The child processes of an engine."""
     ids = set(engine.get_all_child_pids())
     return [process for process in multiprocessing.active_children() if process.pid in ids]
 
 
 def _kill(processes: list[BaseProcess]) -> None:
-    """Kill these processes, and wait for them."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -395,7 +393,6 @@ def _ignore_sigquit() -> None:
 
 
 def _restore_sigquit() -> None:
-    """Restore the default action of SIGQUIT."""
     faulthandler.unregister(signal.SIGQUIT)
 
 

@@ -55,8 +55,6 @@ class SglangServerInfo:
 
 
 class _Inspection:
-    """The checks of one server."""
-
     def __init__(self, server: Server, required: ServerRequirements) -> None:
         """Nothing is sent yet."""
         self._server = server

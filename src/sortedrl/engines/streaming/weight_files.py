@@ -28,6 +28,7 @@ from sortedrl.engines.generation import (
 from sortedrl.engines.sampling import Sampling
 from sortedrl.errors import EngineError
 from sortedrl.models.attention_interface import plain_logprobs
+from sortedrl.models.offload import in_buckets
 from sortedrl.types import Prompt, Segment, Trajectory, Weights
 
 _WEIGHTS = "model.safetensors"
@@ -109,16 +110,8 @@ def weight_buckets(weights: Weights, *, bucket_bytes: int) -> Iterator[dict[str,
     Tensors that arrive one after the other are asked for as a bucket is filled, so that no more
     than a bucket of them is held here.
     """
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in _untied(weights):
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    sized = ((pair, pair[1].nbytes) for pair in _untied(weights))
+    return map(dict, in_buckets(sized, max_bytes=bucket_bytes))
 
 
 def _untied(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -61,141 +61,134 @@ class VllmServerInfo:
 async def inspect_server(server: Server, required: ServerRequirements) -> VllmServerInfo:
     """Inspect a server; raises `EngineError` if it does not meet the requirements."""
     try:
-        version = await _version(server, required)
-        model, context = await _model(server, required)
-        config = await _config(server, required)
-        slots = _slots(server, required, config)
-        await _check_vocabulary(server, required, model=model)
-        await _check_answer(server, required, model=model)
+        return await _Inspection(server, required).result()
     except EngineLost as error:
         raise EngineError(f"{error}; start the server with: {start_command(required)}") from error
-    limits = BackendLimits(slots=slots, context=context, vocabulary=required.vocabulary)
-    extension = config["parallel_config"].get("worker_extension_cls")
-    return VllmServerInfo(
-        version=version, model=model, limits=limits, has_receiver=extension == RECEIVER
-    )
 
 
-async def _version(server: Server, required: ServerRequirements) -> str:
-    try:
-        answer = await server.get("/version")
-    except Refused as error:
-        raise _unmet(server, required, f"is not a vLLM server: {error}") from error
-    if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
-        raise _unmet(server, required, f"is not a vLLM server: /version returns {answer!r:.100}")
-    version: str = answer["version"]
-    VLLM.check(version, place=server.url, remedy="pip install 'sortedrl[vllm]' there")
-    return version
+class _Inspection:
+    """The checks of one server."""
 
+    def __init__(self, server: Server, required: ServerRequirements) -> None:
+        self._server, self._required = server, required
 
-async def _model(server: Server, required: ServerRequirements) -> tuple[str, int]:
-    """The name and the context length of the served model."""
-    answer = await server.get("/v1/models")
-    model = answer["data"][0]
-    context: int = model["max_model_len"]
-    if context < required.context:
-        raise _unmet(
-            server,
-            required,
-            f"serves {model['id']} with a context of {context} tokens, but prompts and answers "
-            f"need {required.context}",
+    async def result(self) -> VllmServerInfo:
+        version = await self._version()
+        model, context = await self._model()
+        config = await self._config()
+        slots = self._slots(config)
+        await self._check_vocabulary(model)
+        await self._check_answer(model)
+        vocabulary = self._required.vocabulary
+        return VllmServerInfo(
+            version=version,
+            model=model,
+            limits=BackendLimits(slots=slots, context=context, vocabulary=vocabulary),
+            has_receiver=config["parallel_config"].get("worker_extension_cls") == RECEIVER,
         )
-    return model["id"], context
 
+    def _unmet(self, reason: str) -> EngineError:
+        command = start_command(self._required)
+        return EngineError(f"{self._server.url} {reason}; start the server with: {command}")
 
-async def _config(server: Server, required: ServerRequirements) -> dict[str, Any]:
-    """The configuration of the server; refuses one without the endpoints for training."""
-    try:
-        answer = await server.get("/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS)
-    except Refused as error:
-        raise _unmet(
-            server,
-            required,
-            "has no development endpoints, so it cannot load new weights (it was started without "
-            "VLLM_SERVER_DEV_MODE=1)",
-        ) from error
-    config: dict[str, Any] = answer["vllm_config"]
-    return config
+    async def _version(self) -> str:
+        try:
+            answer = await self._server.get("/version")
+        except Refused as error:
+            raise self._unmet(f"is not a vLLM server: {error}") from error
+        if not isinstance(answer, dict) or not isinstance(answer.get("version"), str):
+            raise self._unmet(f"is not a vLLM server: /version returns {answer!r:.100}")
+        version: str = answer["version"]
+        VLLM.check(version, place=self._server.url, remedy="pip install 'sortedrl[vllm]' there")
+        return version
 
+    async def _model(self) -> tuple[str, int]:
+        """The name and the context length of the served model."""
+        model = (await self._server.get("/v1/models"))["data"][0]
+        context: int = model["max_model_len"]
+        if context < self._required.context:
+            raise self._unmet(
+                f"serves {model['id']} with a context of {context} tokens, but prompts and answers "
+                f"need {self._required.context}"
+            )
+        return model["id"], context
 
-def _slots(server: Server, required: ServerRequirements, config: Mapping[str, Any]) -> int:
-    """Requests that it runs at the same time."""
-    scheduler = config["scheduler_config"]
-    if scheduler["policy"] != "priority":
-        raise _unmet(
-            server,
-            required,
-            f"has the scheduling policy {scheduler['policy']}, but a run needs priority",
+    async def _config(self) -> dict[str, Any]:
+        """The configuration of the server; refuses one without the endpoints for training."""
+        try:
+            answer = await self._server.get(
+                "/server_info?config_format=json", seconds=_SERVER_INFO_SECONDS
+            )
+        except Refused as error:
+            raise self._unmet(
+                "has no development endpoints, so it cannot load new weights (it was started "
+                "without VLLM_SERVER_DEV_MODE=1)"
+            ) from error
+        config: dict[str, Any] = answer["vllm_config"]
+        return config
+
+    def _slots(self, config: Mapping[str, Any]) -> int:
+        """Requests that it runs at the same time."""
+        scheduler, wanted = config["scheduler_config"], self._required.slots
+        if scheduler["policy"] != "priority":
+            raise self._unmet(
+                f"has the scheduling policy {scheduler['policy']}, but a run needs priority"
+            )
+        slots: int = scheduler["max_num_seqs"] * config["parallel_config"]["data_parallel_size"]
+        if wanted not in (None, slots):
+            raise self._unmet(f"has {slots} slots, not {wanted}; leave slots out, or restart it")
+        return slots
+
+    async def _check_vocabulary(self, model: str) -> None:
+        # No endpoint reports it, but the error for an impossible token does.
+        bias = {str(_NO_TOKEN): 0.0}
+        request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": bias}
+        vocabulary = self._required.vocabulary
+        try:
+            await self._server.post(COMPLETIONS, request)
+        except Refused as error:
+            size = re.search(r"Vocabulary size: (\d+)", str(error))
+            if size is None:
+                raise self._unmet(f"does not report its vocabulary: {error}") from error
+            if int(size[1]) == vocabulary:
+                return
+            found = f"serves {model} with {size[1]} tokens"
+        else:
+            found = f"serves {model}, which accepts every token"
+        raise self._unmet(
+            f"{found}, but the model that is trained has {vocabulary}; it must serve the same"
         )
-    engines: int = config["parallel_config"]["data_parallel_size"]
-    slots: int = scheduler["max_num_seqs"] * engines
-    if required.slots not in (None, slots):
-        raise _unmet(
-            server,
-            required,
-            f"has {slots} slots, not {required.slots}; leave slots out, or restart it",
-        )
-    return slots
 
-
-async def _check_vocabulary(server: Server, required: ServerRequirements, *, model: str) -> None:
-    # No endpoint reports it, but the error for an impossible token does.
-    request = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
-    try:
-        await server.post(COMPLETIONS, request)
-    except Refused as error:
-        size = re.search(r"Vocabulary size: (\d+)", str(error))
-        if size is None:
-            raise _unmet(server, required, f"does not report its vocabulary: {error}") from error
-        if int(size[1]) == required.vocabulary:
+    async def _check_answer(self, model: str) -> None:
+        """Refuse log-probabilities that are missing, or not scaled by the temperature."""
+        warm = await self._top_two_gap(model, temperature=1.0)
+        temperature = self._required.temperature
+        if temperature in (0.0, 1.0):
             return
-        found = f"serves {model} with {size[1]} tokens"
-    else:
-        found = f"serves {model}, which accepts every token"
-    raise _unmet(
-        server,
-        required,
-        f"{found}, but the model that is trained has {required.vocabulary}; it must serve the same",
-    )
+        lead = await self._top_two_gap(model, temperature=temperature)
+        if not math.isclose(lead * temperature, warm, rel_tol=_LOGPROB_TOLERANCE, abs_tol=1e-3):
+            raise self._unmet(
+                "returns log-probabilities before temperature (it was started without "
+                "--logprobs-mode processed_logprobs), but answers are sampled at temperature "
+                f"{temperature:g}"
+            )
 
-
-async def _check_answer(server: Server, required: ServerRequirements, *, model: str) -> None:
-    """Refuse log-probabilities that are missing, or not scaled by the temperature."""
-    warm = await _top_two_gap(server, required, model=model, temperature=1.0)
-    temperature = required.temperature
-    if temperature in (0.0, 1.0):
-        return
-    lead = await _top_two_gap(server, required, model=model, temperature=temperature)
-    if not math.isclose(lead * temperature, warm, rel_tol=_LOGPROB_TOLERANCE, abs_tol=1e-3):
-        raise _unmet(
-            server,
-            required,
-            "returns log-probabilities before temperature (it was started without --logprobs-mode "
-            f"processed_logprobs), but answers are sampled at temperature {temperature:g}",
-        )
-
-
-async def _top_two_gap(
-    server: Server, required: ServerRequirements, *, model: str, temperature: float
-) -> float:
-    """The difference of the two largest log-probabilities, in nats."""
-    body = completion_body([0], model=model, max_tokens=1) | {
-        "temperature": temperature,
-        "logprobs": 2,
-        "stream": False,
-    }
-    try:
-        answer = await server.post(COMPLETIONS, body)
-    except Refused as error:
-        raise _unmet(server, required, f"refuses the requests of a run: {error}") from error
-    choice = answer["choices"][0]
-    if not choice.get("token_ids"):
-        raise _unmet(server, required, "does not return token ids")
-    tops: list[Mapping[str, float]] = (choice.get("logprobs") or {}).get("top_logprobs") or []
-    if not tops:
-        raise _unmet(server, required, "does not return log-probabilities")
-    best, second, *_ = sorted(tops[0].values(), reverse=True)
-    return best - second
+    async def _top_two_gap(self, model: str, *, temperature: float) -> float:
+        """The difference of the two largest log-probabilities, in nats."""
+        body = completion_body([0], model=model, max_tokens=1)
+        body |= {"temperature": temperature, "logprobs": 2, "stream": False}
+        try:
+            answer = await self._server.post(COMPLETIONS, body)
+        except Refused as error:
+            raise self._unmet(f"refuses the requests of a run: {error}") from error
+        choice = answer["choices"][0]
+        if not choice.get("token_ids"):
+            raise self._unmet("does not return token ids")
+        tops: list[Mapping[str, float]] = (choice.get("logprobs") or {}).get("top_logprobs") or []
+        if not tops:
+            raise self._unmet("does not return log-probabilities")
+        best, second, *_ = sorted(tops[0].values(), reverse=True)
+        return best - second
 
 
 def completion_body(tokens: list[int], *, model: str, max_tokens: int) -> dict[str, Any]:
@@ -215,10 +208,6 @@ def completion_body(tokens: list[int], *, model: str, max_tokens: int) -> dict[s
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     }
-
-
-def _unmet(server: Server, required: ServerRequirements, reason: str) -> EngineError:
-    return EngineError(f"{server.url} {reason}; start the server with: {start_command(required)}")
 
 
 _RELOAD_SECONDS = 1800.0

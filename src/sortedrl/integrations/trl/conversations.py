@@ -192,7 +192,7 @@ class ToolConversations:
         return Talk(name, free.popleft() if free else self._factories[name]())
 
     def _job(self, trajectory: Trajectory) -> _Job:
-        key, turns = trajectory.key, _turns_of(trajectory)
+        key, turns = trajectory.key, trajectory.turns
         talk = self._talks.get(key)
         is_new = talk is None
         if talk is None:
@@ -207,7 +207,7 @@ class ToolConversations:
             talk.clear()
             is_new = True
         before = list(trajectory.prompt.tokens)
-        replies = [list(s.given) for s in trajectory.segments if s.given]
+        replies = trajectory.replies
         said = []
         for number, turn in enumerate(turns):
             if number >= len(talk.turns):
@@ -218,7 +218,7 @@ class ToolConversations:
     def _replied(self, job: _Job, results: list[Results]) -> Trajectory:
         trajectory, talk = job.trajectory, job.talk
         self._jobs.pop(trajectory.key, None)
-        kept = [list(s.given) for s in trajectory.segments if s.given]
+        kept = trajectory.replies
         for message, made in zip(job.said, results, strict=True):
             number = len(talk.turns)
             talk.turns.append(job.turns[number])
@@ -353,13 +353,3 @@ def _tool_message(name: str, result: Any) -> Message:  # noqa: ANN401
             "text, or use TRL's GRPOTrainer"
         )
     return {"role": "tool", "name": name, "content": str(result)}
-
-
-def _turns_of(trajectory: Trajectory) -> list[list[int]]:
-    """The tokens of each turn of the policy."""
-    turns: list[list[int]] = []
-    for segment in trajectory.segments:
-        if segment.given or not turns:
-            turns.append([])
-        turns[-1] += segment.tokens
-    return turns

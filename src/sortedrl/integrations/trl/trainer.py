@@ -529,15 +529,11 @@ class SortedGRPOTrainer(GRPOTrainer):
             ),
             factories=self.environment_factories,
             tools=self._standalone_tools,
-            row_of=self._row_of,
+            row_of=lambda prompt: dict(self.train_dataset[prompt.fields["row"]]),
             threads=self._tool_threads,
             limit=self._max_open,
             is_replayable=self._is_replayable,
         )
-
-    def _row_of(self, prompt: Prompt) -> dict[str, Any]:
-        row: dict[str, Any] = dict(self.train_dataset[prompt.fields["row"]])
-        return row
 
     def _parsed_turn(
         self, tokens: list[int], before: list[int], name: str | None

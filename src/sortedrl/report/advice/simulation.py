@@ -105,8 +105,6 @@ class _Submission:
 
 
 class _AnswerCounter:
-    """Folds events into what is observed."""
-
     def __init__(self) -> None:
         self.observed = ObservedAnswers()
         self._version = 0

@@ -255,7 +255,6 @@ def _length(bar: Bar) -> int:
 
 
 def _tooltip(bar: Bar) -> str:
-    """What a bar's tooltip says."""
     name = f"prompt {bar.prompt}" + (f", answer {bar.sample}" if bar.sample else "")
     text = f"{name}, group {bar.group}: {bar.decoded} tokens"
     if bar.kept:

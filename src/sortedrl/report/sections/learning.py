@@ -9,8 +9,9 @@ middle.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from sortedrl.core.files import LoggedAnswer
 from sortedrl.evaluation.tables import percent
@@ -102,7 +103,8 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
     the score, which would be no achievement.
     """
     averaged = [_averaged([runs[place] for place in group.places]) for group in groups]
-    tops = [max(r.score for r in held) for held in averaged if held and _has_gained(held)]
+    courses = [[held_out.score for held_out in held] for held in averaged]
+    tops = [max(scores) for scores in courses if scores and max(scores) > scores[0]]
     if len(tops) < 2:
         return ""
     goal = min(tops)
@@ -117,7 +119,6 @@ def _soonest(groups: Sequence[SeedGroup], runs: Sequence[Run]) -> str:
         ["", "answers", "tokens", "seconds"],
         [[group.name, *_needed(held, goal)] for group, held in zip(groups, averaged, strict=True)],
         caption=unbroken(f"Cost to reach {percent(goal)} accuracy"),
-        quiet=[False] * len(groups),
     )
     return paragraph(text) + costs
 
@@ -126,22 +127,14 @@ def _averaged(runs: Sequence[Run]) -> list[HeldOut]:
     """The first evaluations of the runs, the second ones, and so on, as their means."""
     return [
         HeldOut(
-            score=_mean([held_out.score for held_out in together]),
+            score=fmean(held_out.score for held_out in together),
             update=together[0].update,
-            answers=_mean([held_out.answers for held_out in together]),
-            tokens=_mean([held_out.tokens for held_out in together]),
-            seconds=_mean([held_out.seconds for held_out in together]),
+            answers=fmean(held_out.answers for held_out in together),
+            tokens=fmean(held_out.tokens for held_out in together),
+            seconds=fmean(held_out.seconds for held_out in together),
         )
         for together in zip(*(run.scores for run in runs), strict=False)
     ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _has_gained(held: Sequence[HeldOut]) -> bool:
-    return max(held_out.score for held_out in held) > held[0].score
 
 
 def _needed(held: Sequence[HeldOut], goal: float) -> list[str]:
@@ -195,7 +188,8 @@ def answers_data(runs: Sequence[Run]) -> dict[str, object]:
     chosen = _chosen(runs)
     limit = characters_each([len(answer.response) + len(answer.question) for _, answer in chosen])
     answers = [answer for _, answer in chosen]
-    questions = {text: place for place, text in enumerate(_unique(a.question for a in answers))}
+    texts = dict.fromkeys(answer.question for answer in answers)
+    questions = {text: place for place, text in enumerate(texts)}
     return {
         "runs": [run.name for run in runs],
         "colours": SERIES,
@@ -210,7 +204,7 @@ def answers_data(runs: Sequence[Run]) -> dict[str, object]:
         "tokens": [answer.tokens for answer in answers],
         "truncated": [int(answer.is_truncated) for answer in answers],
         "reward": [_finite(answer.reward) for answer in answers],
-        "parts": [_finite_parts(answer.parts) for answer in answers],
+        "parts": [{name: _finite(v) for name, v in answer.parts.items()} for answer in answers],
         "question": [questions[answer.question] for answer in answers],
         "response": [shortened(answer.response, limit) for answer in answers],
     }
@@ -254,16 +248,8 @@ def _evenly(answers: Sequence[LoggedAnswer], count: int) -> list[LoggedAnswer]:
     ]
 
 
-def _unique(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _finite_parts(parts: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: _finite(value) for name, value in parts.items()}
 
 
 def _choice_of_run(runs: Sequence[Run]) -> str:

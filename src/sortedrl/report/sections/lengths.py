@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from sortedrl.core.events import Finish, Start
 from sortedrl.core.meter import LengthBias
@@ -167,7 +168,7 @@ def _ends_text(lengths: Lengths) -> str:
 
 def _picture(known: Sequence[tuple[Run, Lengths]], *, width: int) -> str:
     """All runs in the same bins."""
-    every = [length for _, lengths in known for length in _all_lengths(lengths)]
+    every = [n for _, known_ in known for n in (*known_.trained, *dict(known_.written.survival))]
     typical = min(lengths.written.quantile(0.5) for _, lengths in known)
     bins = length_bins(shortest=min(every), typical=typical, longest=max(every))
     shapes = []
@@ -210,7 +211,6 @@ def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
         ["", *(run.name for run, _ in known)],
         [[name, *row] for name, *row in zip(names, *columns, strict=True)],
         caption="Lengths in tokens",
-        quiet=[False] * len(names),
     )
 
 
@@ -224,18 +224,9 @@ def reward_text(run: Run) -> str:
     if not high or not low:
         return ""
     return (
-        f"answers with the highest reward, {best:g}, have {short(_mean(high))} tokens "
-        f"on average ({len(high):,} answers), the others {short(_mean(low))} ({len(low):,})."
+        f"answers with the highest reward, {best:g}, have {short(fmean(high))} tokens "
+        f"on average ({len(high):,} answers), the others {short(fmean(low))} ({len(low):,})."
     )
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
-
-
-def _all_lengths(lengths: Lengths) -> Iterator[int]:
-    yield from lengths.trained
-    yield from (length for length, _ in lengths.written.survival)
 
 
 def _ends(written: Survival) -> Iterator[tuple[int, float]]:

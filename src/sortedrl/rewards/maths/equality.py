@@ -153,7 +153,6 @@ def _costs(formula: str) -> Iterator[str]:
 
 
 def _has_letters(formula: str) -> bool:
-    """Whether there is a variable in it."""
     return re.search("[A-Za-z]", _FORMULA_COMMAND.sub("", formula)) is not None
 
 
@@ -557,7 +556,6 @@ def _has_other_name(gold: str, answer: str) -> bool:
 
 
 def _variables(side: str) -> set[str]:
-    """The letters in a formula."""
     return {letter for run in _LETTERS.findall(_COMMAND.sub(" ", side)) for letter in run}
 
 

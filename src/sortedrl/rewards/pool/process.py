@@ -176,12 +176,12 @@ def _descendants(root: int) -> Iterator[int]:
     """The descendants of a process, parents first."""
     waiting = [root]
     while waiting:
-        for child in _children(waiting.pop()):
+        for child in children_of(waiting.pop()):
             yield child
             waiting.append(child)
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """The children of all threads of a process."""
     if not _LISTS_CHILDREN:
         everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))

@@ -17,10 +17,10 @@ from sortedrl.data.rows import Row
 from sortedrl.data.stream import tokenized
 from sortedrl.errors import ModelError
 from sortedrl.models.shape import KNOWN_SHAPES, Shape, shape_of
-from sortedrl.runs.plan.cards import CARDS, Card, Precision, card_named
-from sortedrl.runs.plan.memory import MemoryPlan, memory_plan
+from sortedrl.runs.plan.cards import CARDS, Card, Demand, Precision, card_named
+from sortedrl.runs.plan.memory import MemoryPlan, planned
 from sortedrl.runs.plan.page import RunPlan
-from sortedrl.runs.plan.prediction import Prediction, guessed_lengths, predict
+from sortedrl.runs.plan.prediction import guessed_lengths, predict
 from sortedrl.runs.tasks import tokenizer_of
 from sortedrl.simulate.conversations import ConversationSettings
 
@@ -121,14 +121,27 @@ def planned_run(
     memory = run_memory(settings, shape, is_gpu=card.is_gpu, prompt_tokens=max(prompts))
     prediction = None
     if memory.can_run(device_bytes):
-        prediction = _prediction(
-            settings,
+        algorithm, optimisation = settings.algorithm, settings.optimiser
+        in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
+        mean_prompt = round(sum(prompts) / len(prompts))
+        lengths, mean = None, expected.mean_length
+        if mean is not None:
+            longest = settings.engine.max_tokens
+            lengths = guessed_lengths(longest, mean=mean, prompt_tokens=mean_prompt)
+        prediction = predict(
             memory,
+            settings.schedule,
             card=card,
             device_bytes=device_bytes,
             num_rows=len(rows) if expected.rows is None else expected.rows,
-            mean_prompt=round(sum(prompts) / len(prompts)),
-            expected=expected,
+            epochs=settings.epochs,
+            max_updates=settings.max_updates,
+            batch_epochs=optimisation.epochs,
+            has_first_pass=in_reward or optimisation.mini_batches * optimisation.epochs > 1,
+            lengths=lengths,
+            prompt_tokens=mean_prompt,
+            conversations=expected.talk(settings.environment),
+            are_turns_guessed=expected.is_talk_guessed,
         )
     return RunPlan(
         card=card,
@@ -144,8 +157,8 @@ def run_memory(
 ) -> MemoryPlan:
     """The memory of a run, from which `train` takes the size of its caches too."""
     cache_gib, engine = settings.rollout.cache_gib, settings.engine
-    return memory_plan(
-        shape,
+    demand = Demand(
+        shape=shape,
         slots=engine.slots,
         max_tokens=engine.max_tokens,
         prompt_tokens=prompt_tokens,
@@ -162,40 +175,7 @@ def run_memory(
         cache_bytes=None if cache_gib is None else int(cache_gib * _GIB),
         cluster=settings.cluster,
     )
-
-
-def _prediction(
-    settings: TrainSettings,
-    memory: MemoryPlan,
-    *,
-    card: Card,
-    device_bytes: int,
-    num_rows: int,
-    mean_prompt: int,
-    expected: Expected,
-) -> Prediction:
-    algorithm, optimisation = settings.algorithm, settings.optimiser
-    in_reward = algorithm.kl_coef > 0 and algorithm.effective_kl_place == "reward"
-    lengths, mean_length = None, expected.mean_length
-    if mean_length is not None:
-        lengths = guessed_lengths(
-            settings.engine.max_tokens, mean=mean_length, prompt_tokens=mean_prompt
-        )
-    return predict(
-        memory,
-        settings.schedule,
-        card=card,
-        device_bytes=device_bytes,
-        num_rows=num_rows,
-        epochs=settings.epochs,
-        max_updates=settings.max_updates,
-        batch_epochs=optimisation.epochs,
-        has_first_pass=in_reward or optimisation.mini_batches * optimisation.epochs > 1,
-        lengths=lengths,
-        prompt_tokens=mean_prompt,
-        conversations=expected.talk(settings.environment),
-        are_turns_guessed=expected.is_talk_guessed,
-    )
+    return planned(demand)
 
 
 def _shape(model: str, *, tell: Callable[[str], None]) -> tuple[Shape, bool]:

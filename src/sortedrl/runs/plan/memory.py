@@ -23,12 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sortedrl.config.algorithm import GradientPrecision, OptimiserState
-from sortedrl.config.cluster import Cluster
-from sortedrl.models.shape import Shape
 from sortedrl.runs.plan.cards import BLOCK_TOKENS, Demand, Precision
 
-__all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "memory_plan", "planned"]
+__all__ = ["BLOCK_TOKENS", "Demand", "MemoryPlan", "Parts", "Precision", "planned"]
 
 _FULL, _MOMENTS, _GRADIENT = 4, 8, 4
 # A code each, and an fp32 scale for 256 of them.
@@ -169,48 +166,6 @@ class MemoryPlan:
             return self.parts.generation
         trainer = self.models_bytes if self.demand.takes_turns else self.parts.trainer
         return trainer + self.parts.generation
-
-
-def memory_plan(
-    shape: Shape,
-    *,
-    slots: int,
-    max_tokens: int,
-    prompt_tokens: int,
-    pass_tokens: int,
-    precision: Precision,
-    is_gpu: bool = True,
-    has_reference: bool = False,
-    has_critic: bool = False,
-    has_engine_copy: bool = False,
-    lora_rank: int | None = None,
-    gradient_checkpointing: bool = False,
-    optimiser_state: OptimiserState = "fp32",
-    gradients: GradientPrecision = "fp32",
-    cache_bytes: int | None = None,
-    cluster: Cluster | None = None,
-) -> MemoryPlan:
-    """The memory that training a model of this shape takes."""
-    return planned(
-        Demand(
-            shape=shape,
-            slots=slots,
-            max_tokens=max_tokens,
-            prompt_tokens=prompt_tokens,
-            pass_tokens=pass_tokens,
-            precision=precision,
-            is_gpu=is_gpu,
-            has_reference=has_reference,
-            has_critic=has_critic,
-            has_engine_copy=has_engine_copy,
-            lora_rank=lora_rank,
-            gradient_checkpointing=gradient_checkpointing,
-            optimiser_state=optimiser_state,
-            gradients=gradients,
-            cache_bytes=cache_bytes,
-            cluster=Cluster() if cluster is None else cluster,
-        )
-    )
 
 
 def planned(demand: Demand) -> MemoryPlan:

@@ -47,8 +47,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from sortedrl.errors import CheckpointError
 from sortedrl.models.loading import names_by_tensor, without_bars
+from sortedrl.models.offload import in_buckets
 from sortedrl.training.checkpoint import TensorFile, refuse_not_finite
-from sortedrl.training.fsdp.model import part_of, rows_of, whole
+from sortedrl.training.fsdp.model import part_of, rows_of, size_of, whole
 from sortedrl.training.fsdp.ranks import Failure, Ranks
 from sortedrl.training.fsdp.trainer import ShardedTrainer
 from sortedrl.training.lora import (
@@ -89,7 +90,7 @@ def _write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank
     files, size = {}, 0
     for name, tensor in tensors.items():
         files[name] = 1 + size // _FILE_BYTES
-        size += tensor.numel() * tensor.element_size() // ranks.world
+        size += size_of(tensor) // ranks.world
     writer = HuggingFaceStorageWriter(str(folder / _FOLDER), files, save_distributed=True)
     try:
         save_shards(tensors, storage_writer=writer)
@@ -246,15 +247,8 @@ def _on_first(
 
 def _files_of(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, list[str]]:
     """The names in each file of a model, as the hub calls the files."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        if groups[-1] and size + num_bytes > file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
+    sized = ((name, size_of(tensor)) for name, tensor in tensors.items())
+    groups = list(in_buckets(sized, max_bytes=file_bytes))
     if len(groups) == 1:
         return {SAFE_WEIGHTS_NAME: groups[0]}
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
@@ -267,7 +261,7 @@ def _files_of(tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, list[
 def _write_index(
     folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, list[str]]
 ) -> None:
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    size = sum(map(size_of, tensors.values()))
     index = {
         "metadata": {"total_size": size},
         "weight_map": {name: file for file, names in files.items() for name in names},

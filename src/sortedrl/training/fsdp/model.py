@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from sortedrl.config.checks import require
 from sortedrl.errors import ModelError
 from sortedrl.models.loading import load_model, names_by_tensor, stored_weights
+from sortedrl.models.offload import in_buckets
 from sortedrl.training.critic import Critic
 from sortedrl.training.fsdp.ranks import Failure, Ranks
 from sortedrl.training.lora import adapters_among, plain_name, refuse_turned_layers
@@ -169,19 +170,15 @@ def gathered(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[Bucke
     A larger tensor has a bucket of its own. Names of one tensor stand next to each other.
     """
     require(max_bytes >= 1, f"a bucket must have room for at least 1 byte, got {max_bytes}")
-    bucket: Bucket = []
-    size = 0
-    for names in names_by_tensor(tensors):
-        part = tensors[names[0]]
-        num_bytes = part.numel() * part.element_size()
-        if bucket and size + num_bytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        tensor = whole(part)
-        bucket += [(name, tensor) for name in names]
-        size += num_bytes
-    if bucket:
-        yield bucket
+    sized = ((names, size_of(tensors[names[0]])) for names in names_by_tensor(tensors))
+    for bucket in in_buckets(sized, max_bytes=max_bytes):
+        tied = ((names, whole(tensors[names[0]])) for names in bucket)
+        yield [(name, tensor) for names, tensor in tied for name in names]
+
+
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a whole tensor, of which this rank may have a part."""
+    return tensor.numel() * tensor.element_size()
 
 
 @torch.no_grad()
