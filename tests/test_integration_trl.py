@@ -626,6 +626,8 @@ def test_a_server_gets_its_weights_from_trl_and_its_tokens_get_our_versions():
         ({"update_batch": 4}, {}, "schedule.update_batch follows from the GRPOConfig"),
         ({"mod": "coupled"}, {}, "did you mean 'mode'"),
         ({"mode": "cupled"}, {}, "coupled"),
+        ("coupled", {}, "must be a Schedule or a mapping of its fields, .* got 'coupled'"),
+        (None, {"temperature": 0.0}, "temperature must be above 0, .* set top_k to 1"),
         ({"strategy": "sync", "lookahead": 1}, {}, "lookahead needs strategy 'sorted'"),
     ],
 )
@@ -644,6 +646,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(schedule, given, 
     [
         ({"rollout_func": len}, "leave rollout_func out"),
         ({"train_dataset": None}, "must be a datasets.Dataset"),
+        ({"train_dataset": dataset().rename_column("prompt", "q")}, "a column 'prompt', got q"),
         ({"slots": 4, "engine": NativeEngine}, "leave slots out, got 4"),
         (
             {"train_dataset": IterableDataset.from_generator(lambda: iter([]))},

@@ -26,6 +26,11 @@ def schedule_for(
 ) -> Schedule:
     """The schedule of one rank; its sizes follow from TRL's arguments. Refuses what cannot work."""
     _refuse_arguments(args)
+    require(
+        given is None or isinstance(given, Schedule | Mapping),
+        f"schedule must be a Schedule or a mapping of its fields, such as {{'mode': 'partial'}}, "
+        f"got {given!r}",
+    )
     answers, samples = args.generation_batch_size // world, args.num_generations
     require(
         answers % samples == 0,
@@ -78,6 +83,11 @@ def _refuse_arguments(args: GRPOConfig) -> None:
     require(
         not (args.use_vllm and args.vllm_mode == "colocate"),
         f"vLLM inside the trainer's process cannot stream its tokens; {_INSTEAD_OF_COLOCATE}",
+    )
+    require(
+        args.temperature > 0,
+        f"temperature must be above 0, because TRL divides logits by it, got {args.temperature}; "
+        "for greedy answers set top_k to 1",
     )
     for name, plain in (
         ("use_transformers_continuous_batching", (False,)),

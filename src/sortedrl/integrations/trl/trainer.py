@@ -163,6 +163,11 @@ class SortedGRPOTrainer(GRPOTrainer):
                 "train_dataset must be a datasets.Dataset, whose rows can be looked up, got "
                 f"{type(train_dataset).__name__}; load it without streaming"
             )
+        require(
+            "prompt" in train_dataset.column_names,
+            "train_dataset must have a column 'prompt', got "
+            f"{', '.join(train_dataset.column_names)}; rename one with rename_column",
+        )
         if slots is not None and (engine is not None or (args is not None and args.use_vllm)):
             raise ConfigError(
                 "slots are those of the native engine; a vLLM server and an engine of your own "
