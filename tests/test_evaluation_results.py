@@ -246,7 +246,7 @@ def test_a_malformed_line_is_refused_with_file_line_and_reason(tmp_path, line, r
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     path = filled(tmp_path, [answer(0, 0)])
     path.write_bytes(b'"\xff"\n')
-    with pytest.raises(DataError, match=r"samples.jsonl:1: .*utf-8"):
+    with pytest.raises(DataError, match=r"samples.jsonl:1: not UTF-8 text"):
         read_results(tmp_path)
 
 

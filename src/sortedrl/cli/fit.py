@@ -12,7 +12,7 @@ import tyro
 from sortedrl.cli.arguments import parse
 from sortedrl.config.schedule import EngineSettings
 from sortedrl.core.events import Begin, Load, read_events
-from sortedrl.errors import os_errors
+from sortedrl.errors import DataError, os_errors
 from sortedrl.report.advice.simulation import observed_schedule
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.fit import fit
@@ -68,7 +68,8 @@ def _print_fitted(given: Arguments) -> None:
     costs = asdict(fitted.costs)
     begin = next(event for event in events if isinstance(event, Begin))
     schedule = observed_schedule(events)
-    assert schedule is not None, "what can be fitted shows its schedule"
+    if schedule is None:
+        raise DataError(given.events, "trains no answer, so its schedule cannot be told")
     prompts = sum(event.prompts for event in events if isinstance(event, Load))
     groups = -(-prompts // schedule.group_prompts)
     if given.json:
