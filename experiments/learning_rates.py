@@ -15,10 +15,10 @@ from experiments.learning_seeds import difference
 from experiments.markdown import caption, percent, table
 from experiments.record import Record
 
-__all__ = ["pieces", "rows", "section"]
+__all__ = ["HEAD", "pieces", "rows", "section"]
 
 Runs = Mapping[int, Mapping[str, Any]]
-_HEAD = (
+HEAD = (
     "learning rate",
     "schedule",
     "whitened over",
@@ -26,7 +26,7 @@ _HEAD = (
     "final accuracy, %",
     "lowest",
     "deviation",
-    "runs below their start",
+    "runs below the warm start",
     "against sync, points",
     "mean over the run, %",
     "slots idle, %",
@@ -36,26 +36,26 @@ _HEAD = (
 def section(records: Sequence[Record]) -> str:
     """Every arm at every rate, paired with `sync` whitened over its batch."""
     runs = [record for record in records if record.numbers["kind"] == "run"]
-    return f"{caption(runs)}\n\n{table(_HEAD, rows(runs))}"
+    return f"{caption(runs)}\n\n{table(HEAD, rows(runs))}"
 
 
 def rows(records: Sequence[Record]) -> list[list[str]]:
     """The table's lines, by rate, then as the arms came first in the results."""
-    arms: dict[tuple[float, str, str], dict[int, Mapping[str, Any]]] = {}
+    arms: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
     for record in records:
         whitened, _, rate = record.numbers["algorithm"].partition("_")
-        arm = (float(rate), record.numbers["schedule"], whitened)
+        arm = (rate, record.numbers["schedule"], whitened)
         arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
-    ordered = sorted(arms, key=lambda arm: (arm[0], arm[1] != "sync", arm[1], arm[2]))
+    ordered = sorted(arms, key=lambda arm: (float(arm[0]), arm[1] != "sync", arm[1], arm[2]))
     return [_row(arm, arms[arm], arms.get((arm[0], "sync", "batch"), {})) for arm in ordered]
 
 
-def _row(arm: tuple[float, str, str], runs: Runs, sync: Runs) -> list[str]:
+def _row(arm: tuple[str, str, str], runs: Runs, sync: Runs) -> list[str]:
     rate, schedule, whitened = arm
     final = [run["last_score"] for run in runs.values()]
     fell = sum(run["last_score"] < run["first_score"] for run in runs.values())
     return [
-        f"{rate:g}",
+        rate,
         schedule,
         whitened,
         str(len(runs)),

@@ -17,6 +17,7 @@ from experiments import (
     learning_page,
     learning_rates,
     learning_seeds,
+    long_run,
     natural,
     paper_page,
     peer,
@@ -53,6 +54,12 @@ SECTIONS = (
         folders=("efficiency",),
         text=efficiency_page.section,
         readings="efficiency",
+    ),
+    Section(
+        title="Forty groups, the whole run",
+        folders=("long_run",),
+        text=long_run.section,
+        readings="long_run",
     ),
     Section(
         title="8 billion weights on one card",

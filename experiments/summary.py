@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from experiments import learning_rates
 from experiments.learning_seeds import difference
 from experiments.markdown import percent, table
 from experiments.pieces import ROOT
@@ -159,6 +160,14 @@ def _seeds(records: Sequence[Record]) -> str:
     return table(head, rows)
 
 
+def _rates(records: Sequence[Record]) -> str:
+    runs = [record for record in records if record.numbers["kind"] == "run"]
+    shown = [learning_rates.HEAD, *learning_rates.rows(runs)]
+    without = [learning_rates.HEAD.index(name) for name in ("deviation", "mean over the run, %")]
+    head, *rows = [[cell for n, cell in enumerate(line) if n not in without] for line in shown]
+    return table(head, rows)
+
+
 def _predictions(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
@@ -187,6 +196,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "eight": ("eight_billion", _eight),
     "questions": ("learning_questions", _questions),
     "seeds": ("learning_seeds", _seeds),
+    "rates": ("learning_rates", _rates),
     "predictions": ("prediction", _predictions),
 }
 """What stands in `summary.md` in braces: the folder of its results, and what makes it."""

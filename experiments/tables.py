@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TABLES = {
     "efficiency": "Every schedule on a real engine: bubble, goodput, ledger, length bias.",
+    "long_run": "Forty groups, the whole run counted: sync, partial, coupled.",
     "prediction": "The simulator, fitted to one run of the efficiency table, against the others.",
     "natural": "Length bias where the model itself decides when an answer ends.",
     "ablations": "One setting changed at a time: group, batch, lookahead, tolerance, harvest unit.",

@@ -1,0 +1,45 @@
+"""Table 1b: long runs, whole, from the first token to the last update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.efficiency import pieces
+from experiments.markdown import caption, percent, table
+from experiments.record import Record
+
+__all__ = ["pieces", "section"]
+
+
+def section(records: Sequence[Record]) -> str:
+    """One line for each schedule; nothing of a run is left out."""
+    sync = next((r.numbers["run"] for r in records if r.numbers["schedule"] == "sync"), None)
+    rows = []
+    for record in sorted(records, key=lambda record: record.numbers["schedule"] != "sync"):
+        numbers, run = record.numbers, record.numbers["run"]
+        speed = run["trained_per_second"]
+        rows.append(
+            [
+                numbers["schedule"],
+                str(numbers["arm"]["groups"]),
+                f"{run['trajectories']:,}",
+                f"{run['updates']:,}",
+                percent(run["bubble"]),
+                f"{speed:,.0f}",
+                f"{speed / sync['trained_per_second']:.2f}" if sync else "",
+                f"{numbers['length_bias']:.2f}",
+                f"{run['mean_staleness']:.2f}, {run['max_staleness']}",
+            ]
+        )
+    head = (
+        "schedule",
+        "groups",
+        "answers",
+        "updates",
+        "slots idle in the whole run, %",
+        "trained tokens/s, updates included",
+        "x sync",
+        "length bias",
+        "staleness, mean and most",
+    )
+    return f"{caption(records)}\n\n{table(head, rows)}"
