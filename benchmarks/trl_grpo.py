@@ -3,6 +3,7 @@
     python benchmarks/trl_grpo.py                                     a tiny model on the CPU
     python benchmarks/trl_grpo.py --preset smollm2-135m --json a.json     one GPU
     python benchmarks/trl_grpo.py --preset qwen2.5-1.5b --json b.json     one GPU, long answers
+    python -m experiments grpo_trl      the table of docs/results.md: this, once for each arm
 
 All arms share model, rows, reward, batch size and optimiser; only the class and the engine differ:
 
@@ -16,8 +17,10 @@ All arms share model, rows, reward, batch size and optimiser; only the class and
 The weights are random, so a token is about as likely as any other, and a share of the vocabulary
 ends an answer: lengths are geometric, with the mean and the limit of the preset, in every arm.
 Every arm runs in a process of its own, in turns, and is timed from the end of its first step, so
-that loading and compiling do not count. The wall clock counts everything that happens on the
-machine; `cpu` is the processor time of the process, which others do not disturb, on one thread.
+that loading and compiling do not count. A group has the prompts of four steps: with a multiple of
+four steps all of its answers are trained, the long ones at the end included. The wall clock counts
+everything that happens on the machine; `cpu` is the processor time of the process, which others do
+not disturb, on one thread.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ PRESETS: dict[PresetName, Preset] = {
         micro_batch=32,
         mean_tokens=64,
         max_tokens=512,
-        steps=9,
+        steps=8,
         slots=32,
         arms=("trl", "sync", "partial", "coupled"),
     ),
@@ -73,7 +76,7 @@ PRESETS: dict[PresetName, Preset] = {
         micro_batch=16,
         mean_tokens=400,
         max_tokens=2048,
-        steps=9,
+        steps=8,
         slots=128,
         arms=("trl", "trl-vllm", "sync", "partial", "coupled"),
     ),
@@ -81,10 +84,10 @@ PRESETS: dict[PresetName, Preset] = {
         model={"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151936},
         prompts=16,
         samples=8,
-        micro_batch=8,
-        mean_tokens=1000,
-        max_tokens=8192,
-        steps=9,
+        micro_batch=4,
+        mean_tokens=640,
+        max_tokens=4096,
+        steps=8,
         slots=128,
         arms=("trl-vllm", "sync", "partial", "coupled"),
     ),

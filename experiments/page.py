@@ -14,6 +14,7 @@ from experiments import (
     ablations,
     efficiency_page,
     eight_billion,
+    grpo_trl,
     learning_page,
     learning_rates,
     learning_seeds,
@@ -113,6 +114,12 @@ SECTIONS = (
         title="Ablations", folders=("ablations",), text=ablations.section, readings="ablations"
     ),
     Section(title="Against TRL", folders=("peer", "peer_cpu"), text=peer.section, readings="peer"),
+    Section(
+        title="SortedGRPOTrainer against TRL with vLLM",
+        folders=("grpo_trl",),
+        text=grpo_trl.section,
+        readings="grpo_trl",
+    ),
     Section(
         title="The paper's own set-ups (predicted)",
         folders=("paper",),

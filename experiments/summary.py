@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from experiments import learning_rates
+from experiments import grpo_trl, learning_rates
 from experiments.learning_seeds import difference
 from experiments.markdown import percent, table
 from experiments.pieces import ROOT
@@ -168,6 +168,10 @@ def _rates(records: Sequence[Record]) -> str:
     return table(head, rows)
 
 
+def _grpo_trl(records: Sequence[Record]) -> str:
+    return table(grpo_trl.HEAD, grpo_trl.rows(records))
+
+
 def _predictions(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
@@ -197,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "questions": ("learning_questions", _questions),
     "seeds": ("learning_seeds", _seeds),
     "rates": ("learning_rates", _rates),
+    "trl": ("grpo_trl", _grpo_trl),
     "predictions": ("prediction", _predictions),
 }
 """What stands in `summary.md` in braces: the folder of its results, and what makes it."""

@@ -15,6 +15,7 @@ TABLES = {
     "learning_questions": "SmolLM2-135M on small questions, with lengths of its own.",
     "learning_puzzles": "The paper's logic run in small: SmolLM2-135M, puzzles in words.",
     "peer": "The same training with TRL.",
+    "grpo_trl": "TRL's trainer on vLLM against SortedGRPOTrainer, one script.",
     "eight_billion": "LLaMA-3.1-8B's shape on one card, all weights trained: memory and speed.",
     "paper": "The paper's own two set-ups, predicted.",
 }
