@@ -4,6 +4,7 @@ Whoever is killed, at the end of the run every answer was trained on exactly onc
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,8 +87,10 @@ def test_another_worker_takes_the_place_of_one_that_is_killed(world, begun):
     assert run.wait() == 0, run.err
     assert "its process has died" in run.err
     assert "4 slots are left" in run.err
-    assert "rollout worker 2, the native engine on cpu" in run.err
-    assert "has joined: 8 slots now" in run.err
+    # On a slow machine the first that is started in its place may be given up.
+    joined = re.search(r"(rollout worker [2-9]) has joined: 8 slots now", run.err)
+    assert joined, run.err
+    assert f"{joined[1]}, the native engine on cpu" in run.err
     assert "resuming from" not in run.err, "no checkpoint is needed"
     law(run.out)
 
