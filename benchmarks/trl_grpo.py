@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -161,6 +162,7 @@ def measured(name: PresetName, arm: Arm, *, steps: int | None) -> dict[str, Any]
         "samples_per_second": samples / seconds,
         "samples_per_cpu_second": samples / cpu,
         "seconds": seconds,
+        "step_seconds": [later[0] - sooner[0] for sooner, later in pairwise(ends)],
         "mean_length": sum(lengths) / len(lengths),
         "bubble": sum(bubbles) / len(bubbles) if bubbles else None,
         "samples": samples,
