@@ -326,6 +326,88 @@ def test_the_engine_and_trl_agree_on_log_probabilities(mode, tmp_path):
         assert all(kept is not None for kept in trainer.kept)
 
 
+class Padded(SortedGRPOTrainer):
+    """Passes as TRL makes them: answers at random, all as wide as the longest of the step."""
+
+    _may_regroup = False
+    _get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies
+
+
+def widths_of(trainer):
+    """Trains, and returns rows and columns of each pass over the model."""
+    shapes = []
+    forward = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def noting(self, model, input_ids, *given, **more):
+        shapes.append((tuple(input_ids.shape), given[0].sum(dim=1).max().item()))
+        return forward(self, model, input_ids, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", noting)
+        if isinstance(trainer, Padded):
+            patch.setattr(Padded, "_get_per_token_logps_and_entropies", noting)
+        trainer.train()
+    return shapes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "pad_to_multiple_of": 8},
+        {"loss_type": "bnpo"},
+        {"entropy_coef": 0.5},
+        {"loss_type": "cispo", "mask_truncated_completions": True, "max_completion_length": 12},
+        {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "dapo",
+)
+def test_shorter_passes_make_the_same_update(changes, tmp_path):
+    common = {"max_steps": 1, "gradient_accumulation_steps": 4, "optim": "sgd"} | changes
+    own, _ = made(tmp_path / "own", None, learning_rate=1.0, **common)
+    before, own_shapes = weights_of(own), widths_of(own)
+    plain, _ = made(tmp_path / "trl", None, kind=Padded, learning_rate=1.0, **common)
+    plain_shapes = widths_of(plain)
+    after, expected = weights_of(own), weights_of(plain)
+    assert any((expected[name] - before[name]).abs().max() > 1e-3 for name in before)
+    for name in before:
+        torch.testing.assert_close(after[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert len(own_shapes) == len(plain_shapes) == 4
+    multiple = changes.get("pad_to_multiple_of", 1)
+    assert all(columns < longest + 2 * multiple for (_, columns), longest in own_shapes)
+    cells = [
+        sum(rows * columns for (rows, columns), _ in shapes)
+        for shapes in (own_shapes, plain_shapes)
+    ]
+    assert cells[0] < cells[1], "passes are cut to their longest answer"
+    is_dealt = changes.get("loss_type") != "bnpo" and "entropy_coef" not in changes
+    widths = [columns for (_, columns), _ in own_shapes]
+    assert (widths == sorted(widths, reverse=True)) is is_dealt
+
+
+def test_log_probabilities_in_passes_are_those_of_one_padded_pass(tmp_path):
+    trainer, _ = made(tmp_path, None)
+    torch.manual_seed(0)
+    ids, mask = torch.randint(1, 255, (7, 13)), torch.ones(7, 13, dtype=torch.long)
+    for row, length in enumerate((1, 9, 3, 8, 0, 2, 5)):
+        mask[row, 4 + length :] = 0
+    given = (trainer.model, ids, mask, 9)
+    with torch.no_grad():
+        logps, entropies, aux = trainer._get_per_token_logps_and_entropies(
+            *given, batch_size=2, compute_entropy=True
+        )
+        expected, expected_entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+            trainer, *given, compute_entropy=True
+        )
+        without, none, _ = trainer._get_per_token_logps_and_entropies(*given)
+    written = mask[:, 4:].bool()
+    assert (aux, none) == (None, None)
+    for found, right in ((logps, expected), (entropies, expected_entropies), (without, expected)):
+        assert found.shape == (7, 9)
+        torch.testing.assert_close(found[written], right[written], rtol=1e-4, atol=1e-5)
+
+
 def test_temperature_and_stop_tokens_are_those_of_trl(tmp_path):
     trainer, answers = trained(tmp_path, None, kind=Watched, temperature=0.7)
     assert trainer.schedule.mode == "partial"

@@ -2,7 +2,8 @@
 
     TRL's loader     only counts the steps; prompts come from the same dataset, in our order
     _prepare_inputs  a generation batch is due: roll out until one is complete, and hand it over
-    TRL              rewards, advantages, loss, optimiser step, logging
+    TRL              rewards, advantages, loss, optimiser step, logging; its passes are over answers
+                     of about equal length, and no wider than the longest of them
     on_step_end      the batch is trained, the weights have changed
     checkpoint       buffer, journal and position in the data lie beside TRL's own files
 
@@ -123,6 +124,7 @@ class SortedGRPOTrainer(GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "sortedrl"]  # noqa: RUF012  as TRL declares it
     environments: Any
+    _buffered_inputs: Any
     _environment_pool: Any
     _batch_environments: Any
 
@@ -257,12 +259,63 @@ class SortedGRPOTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         rollouts = self._rollouts or self._open_rollouts()
         every = self.args.steps_per_generation * self.num_iterations
-        if self._step % every == 0 or self._buffered_inputs is None:
-            self._batch = rollouts.next_batch()
-            if self._conversations is not None:
-                self._talks = self._conversations.talks(self._batch.trajectories)
-            generation_batch = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
-        return super()._prepare_inputs(generation_batch)
+        if self._step % every != 0 and self._buffered_inputs is not None:
+            return super()._prepare_inputs(generation_batch)
+        self._batch = rollouts.next_batch()
+        if self._conversations is not None:
+            self._talks = self._conversations.talks(self._batch.trajectories)
+        rows = [rollouts.prompts.row_of(t.prompt) for t in self._batch.trajectories]
+        inputs = super()._prepare_inputs(rows)
+        if self._may_regroup:
+            self._buffered_inputs = alike_in_length(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        return inputs
+
+    @property
+    def _may_regroup(self) -> bool:
+        """Whether the gradient of a step is the same however its answers are dealt to passes."""
+        means_over_tokens_of_a_pass = self.loss_type == "bnpo" or self._entropy_bonus_enabled
+        return not (means_over_tokens_of_a_pass or self.aux_loss_enabled)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,  # noqa: ANN401
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's, in passes of about equally long answers, each as wide as its longest one."""
+        prompt = input_ids.size(1) - logits_to_keep
+        lengths_B = attention_mask[:, prompt:].sum(dim=1)
+        rows = batch_size or len(input_ids)
+        order_B = lengths_B.argsort(descending=True, stable=True)
+        if len(input_ids) <= rows:
+            order_B = torch.arange(len(input_ids), device=order_B.device)
+        results: list[list[torch.Tensor]] = [[], [], []]
+        for chosen in order_B.split(rows):
+            width = _rounded_up(max(1, int(lengths_B[chosen].max())), self.pad_to_multiple_of)
+            width = min(width, logits_to_keep)
+            logps_BT, entropies_BT, aux_loss = super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids[chosen, : prompt + width],
+                attention_mask[chosen, : prompt + width],
+                width,
+                **options,
+            )
+            for found, part in zip(results, (logps_BT, entropies_BT), strict=False):
+                if part is not None:
+                    found.append(torch.nn.functional.pad(part, (0, logits_to_keep - width)))
+            if aux_loss is not None:
+                results[2].append(aux_loss)
+        back_B = order_B.argsort()
+        logps, entropies, aux = results
+        return (
+            torch.cat(logps)[back_B],
+            torch.cat(entropies)[back_B] if entropies else None,
+            torch.stack(aux).mean() if aux else None,
+        )
 
     def _generate_single_turn(
         self,
@@ -673,6 +726,25 @@ class SortedGRPOTrainer(GRPOTrainer):
         ]
         self._submit(fresh, None)
         return run_to_end(engine, [t.key for t in fresh], show_progress=False)
+
+
+def alike_in_length(passes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The answers of one optimiser step, dealt to its passes by length, the longest ones first."""
+    lengths_B = torch.cat([inputs["completion_mask"].sum(dim=1) for inputs in passes])
+    chosen_by_pass = lengths_B.argsort(descending=True, stable=True).chunk(len(passes))
+    rows = {
+        name: torch.cat([inputs[name] for inputs in passes])
+        for name, value in passes[0].items()
+        if value is not None and value.ndim > 0
+    }
+    return [
+        {**passes[0], **{name: value[chosen] for name, value in rows.items()}}
+        for chosen in chosen_by_pass
+    ]
+
+
+def _rounded_up(number: int, multiple: int | None) -> int:
+    return number if multiple is None else -(-number // multiple) * multiple
 
 
 def _logprobs_of_all(trajectory: Trajectory) -> list[float]:
