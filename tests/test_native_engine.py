@@ -60,6 +60,7 @@ from sortedrl.core.meter import measure
 from sortedrl.core.randomness import mix
 from sortedrl.core.recorder import Journal
 from sortedrl.engines.native import NativeEngine, Sampling
+from sortedrl.engines.native.cpu_runner import attention_padding
 from sortedrl.engines.native.sampler import gumbel, row_keys, stream
 from sortedrl.errors import ConfigError, EngineError, ModelError, RequestError
 from sortedrl.types import Prompt, Step, Weights
@@ -210,7 +211,15 @@ def test_a_full_cache_preempts_and_changes_no_answer(architecture, lag):
 
 @pytest.mark.parametrize(
     ("heads", "threads"),
-    [((4, 4, 8), 1), ((6, 1, 20), 1), ((3, 3, 16), 1), ((8, 2, 16), 1), ((6, 2, 8), 2)],
+    [
+        ((4, 4, 8), 1),
+        ((6, 1, 20), 1),
+        ((3, 3, 16), 1),
+        ((8, 2, 16), 1),
+        ((6, 2, 8), 2),
+        ((3, 1, 128), 1),
+        ((1, 1, 256), 1),
+    ],
     ids=str,
 )
 def test_long_texts_have_the_same_bits_in_every_chunk_and_batch(heads, threads):
@@ -237,6 +246,45 @@ def test_long_texts_have_the_same_bits_in_every_chunk_and_batch(heads, threads):
     finally:
         torch.set_num_threads(1)
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_16_bits_answers_have_the_same_bits_in_every_batch(dtype):
+    """Products of 16-bit weights are the ones that a processor sums by the number of rows."""
+    model = tiny_model(hidden_size=576, intermediate_size=1536, num_hidden_layers=1).to(dtype)
+    work = fresh_all((5, 12, 30, 46, 90, 20, 9, 70))
+    ways = ({"slots": 1}, {"slots": 3, "chunk_tokens": 24}, {"slots": 8, "chunk_tokens": 200})
+    engines = [NativeEngine(model, max_tokens=6, **way) for way in ways]
+    found = [list(map(answer, roll_out(engine, work))) for engine in engines]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 96, 256])
+def test_attention_gives_a_row_the_same_bits_at_all_shapes_that_are_padded_to(dim):
+    padding = attention_padding(dim, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 1040, dim, generator=generator) for _ in range(3))
+    random = Random(dim)
+
+    def row(place, *, after, keys):
+        """The answer to one query among those after it, over so many keys or some more."""
+        count = after + -after % padding.query_multiple
+        length = padding.padded_keys(keys)
+        mask = torch.where(torch.arange(length) < place + 1, 0.0, -math.inf)
+        queries = q[:, :, place : place + 1].expand(-1, -1, count, -1).contiguous()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            queries, k[:, :, :length], v[:, :, :length], attn_mask=mask.repeat(count, 1)
+        )
+        return out[:, :, random.randrange(after)]
+
+    for place in (3, 100, 191, 200, 250, 300, 400, 500, 511, 600, 800, 1000):
+        alone = row(place, after=1, keys=place + 1)
+        for after in (2, 4, 7, 33, 100, 200, 800):
+            keys = random.randint(place + 1, 1040)
+            found = row(place, after=after, keys=padding.padded_keys(place + 1))
+            assert found.equal(alone), (place, after)
+            if keys // 512 == place // 512:
+                assert row(place, after=after, keys=keys).equal(alone), (place, after, keys)
 
 
 class ListedPrompts:

@@ -7,9 +7,10 @@ for a few dozen rows is up to twice as fast, and sum each row in an order that d
 the number of rows. The packed copy doubles the memory of the linear weights and is made again for
 every version.
 
-Two paddings make every row come out with the same bits in any batch, because the matrix products
-below choose their order of summation by shape: query rows come in multiples of 4, and the number
-of keys avoids the sizes at which the sum over keys is cut in unequal parts.
+The matrix products below choose their order of summation by shape, and each kind of processor in
+its own way. Every row still comes out with the same bits in any batch: attention is padded to
+numbers of rows and keys that a probe at the start has found to agree, and products of 16-bit
+weights that depend on the number of rows are computed in parts of one size.
 
 Axes: R rows, Q sampled rows, V vocabulary, H query heads, K key/value heads, G query heads per
 key/value head, D head dimension, L keys of one request, N token places of the cache, Y layers.
@@ -17,6 +18,7 @@ key/value head, D head dimension, L keys of one request, N token places of the c
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sortedrl.engines.native.hf_model import HFModel, attention_shape
-from sortedrl.engines.native.matmul import widened_fp32_logits
+from sortedrl.engines.native.matmul import fixed_rows, invariant_products, widened_fp32_logits
 from sortedrl.engines.native.planner import Plan, RowSpan
 from sortedrl.engines.native.sampler import (
     SampledTokens,
@@ -43,6 +45,7 @@ from sortedrl.models.offload import Offloader
 
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this: products of fewer rows sum in another order."""
+_COMPARED_ROWS = (8, 16, 24, 32, 40, 64, 96, 128, 256)
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -75,10 +78,13 @@ def _packed(linear: nn.Linear, *, rows: int) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-_QUERY_MULTIPLE = 4
+_LOG = logging.getLogger(__name__)
+_QUERY_MULTIPLES = (4, 8, 16)
 _KEY_MULTIPLE = 32
 _KEY_SPLIT = 512
-_UNEVEN_KEYS = (192, 384)
+"""Attention sums over that many keys at a time; what is left over is summed by its own size."""
+_PROBED_QUERIES = (16, 32, 64, 192, 768)
+"""Attention cuts queries into blocks of 32, 64 or 256 rows, by how many there are."""
 _VIEWS_PER_SLOT = 4
 _NO_PLACES = torch.empty(0, dtype=torch.long)
 
@@ -101,16 +107,27 @@ class CpuRunner:
             num_views=_VIEWS_PER_SLOT * slots,
         )
         self._offloader = Offloader(keep_values=False)
+        self._padding = attention_padding(dim, hf_model.dtype)
         self._can_pack = can_pack(hf_model.model)
+        self._in_parts: frozenset[nn.Module] | None = None
         self.weights_changed()
 
     def weights_changed(self) -> None:
         """Pack the linear layers again."""
+        model = self._hf_model.model
         if self._can_pack:
-            self._hf_model.replaced = packed_linears(self._hf_model.model, rows=self._slots)
-        elif self._hf_model.dtype != torch.float32:
+            self._hf_model.replaced = packed_linears(model, rows=self._slots)
+            return
+        replaced: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+        if self._hf_model.dtype != torch.float32:
             output = self._hf_model.output_layer
-            self._hf_model.replaced = {output: widened_fp32_logits(output)}
+            replaced[output] = widened_fp32_logits(output)
+        if self._in_parts is None:
+            found = invariant_products(model, replaced, sizes=_COMPARED_ROWS)
+            self._in_parts = frozenset(found)
+        for layer in self._in_parts:
+            replaced[layer] = fixed_rows(replaced.get(layer, layer.forward))
+        self._hf_model.replaced = replaced
 
     def release(self) -> None:
         """Free the memory of the KV cache."""
@@ -132,7 +149,11 @@ class CpuRunner:
             tokens += span.request.tokens[span.start : end]
             positions += range(span.start, end)
         attention = CpuPagedAttention(
-            spans, self._cache, block_tokens=self._block_tokens, padding=padding
+            spans,
+            self._cache,
+            block_tokens=self._block_tokens,
+            padding=padding,
+            shapes=self._padding,
         )
         with self._hf_model.patched():
             logits_QV = self._hf_model.forward(
@@ -207,6 +228,75 @@ class CpuCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPadding:
+    """The numbers of query rows and keys at which attention gives a row the same bits."""
+
+    query_multiple: int
+    """Query rows come in multiples of this."""
+    key_rests: tuple[int, ...]
+    """What the number of keys may leave over after parts of 512, in ascending order up to 512."""
+
+    def padded_keys(self, count: int) -> int:
+        """The number of keys to read for `count` of them; the rest is masked.
+
+        >>> padding = AttentionPadding(query_multiple=4, key_rests=(32, 64, 384, 512))
+        >>> [padding.padded_keys(count) for count in (1, 32, 40, 200, 400, 512, 600)]
+        [32, 32, 64, 384, 512, 512, 896]
+        """
+        whole = (count - 1) // _KEY_SPLIT * _KEY_SPLIT
+        return whole + next(rest for rest in self.key_rests if rest >= count - whole)
+
+
+@lru_cache
+def attention_padding(dim: int, dtype: torch.dtype) -> AttentionPadding:
+    """Probe this machine: attention over random rows, at the shapes that passes have.
+
+    A number of keys is taken if a row over it has the bits that it has over 512 keys, of which the
+    rest is masked.
+    """
+    generator = torch.Generator().manual_seed(dim)
+    q_1QD, k_1LD, v_1LD = (
+        torch.randn(1, 1, count, dim, generator=generator).to(dtype)[0]
+        for count in (max(_PROBED_QUERIES), _KEY_SPLIT, _KEY_SPLIT)
+    )
+
+    def attended(queries: int, keys: int, seen: int) -> Tensor:
+        mask_L = torch.where(torch.arange(keys) < seen, 0.0, -math.inf).to(dtype)
+        return scaled_dot_product_attention(
+            q_1QD[None, :, :queries],
+            k_1LD[None, :, :keys],
+            v_1LD[None, :, :keys],
+            attn_mask=mask_L.expand(queries, keys),
+        )[0, 0]
+
+    def agree(keys: int, *queries: int) -> bool:
+        whole_QD = attended(max(_PROBED_QUERIES), _KEY_SPLIT, keys)
+        return all(
+            torch.equal(attended(count, keys, keys), whole_QD[:count])
+            for count in (*queries, *_PROBED_QUERIES)
+        )
+
+    with torch.inference_mode():
+        multiple = next(
+            (least for least in _QUERY_MULTIPLES if agree(_KEY_SPLIT, least, 3 * least)),
+            None,
+        )
+        if multiple is None:
+            multiple = _QUERY_MULTIPLES[-1]
+            _LOG.warning(
+                "attention over heads of %s in %s gives a row other bits in another batch on this "
+                "processor: answers may depend on what else is generated; use another dtype",
+                dim, dtype,
+            )  # fmt: skip
+        rests = [
+            keys
+            for keys in range(_KEY_MULTIPLE, _KEY_SPLIT, _KEY_MULTIPLE)
+            if agree(keys, multiple)
+        ]
+    return AttentionPadding(query_multiple=multiple, key_rests=(*rests, _KEY_SPLIT))
+
+
+@dataclass(frozen=True, slots=True)
 class _KeyRange:
     """The keys that one span reads: a contiguous range, or a list where blocks are scattered."""
 
@@ -245,9 +335,11 @@ class CpuPagedAttention:
         *,
         block_tokens: int,
         padding: int,
+        shapes: AttentionPadding,
     ) -> None:
         """Compute once per pass what all layers share."""
         self._cache = cache
+        self._shapes = shapes
         self._block_tokens = block_tokens
         self._padding = padding
         self._num_rows = sum(span.num_rows for span in spans)
@@ -274,7 +366,8 @@ class CpuPagedAttention:
         out_RKGD = q_1HRD.new_zeros(rows + self._padding, kv_heads, group, q_1HRD.shape[3])
         if singles:
             q_SKGD = pad(
-                q_KGRD[:, :, :singles].permute(2, 0, 1, 3), (0, 0, 0, -group % _QUERY_MULTIPLE)
+                q_KGRD[:, :, :singles].permute(2, 0, 1, 3),
+                (0, 0, 0, -group % self._shapes.query_multiple),
             )
             outs = [
                 scaled_dot_product_attention(
@@ -291,7 +384,7 @@ class CpuPagedAttention:
         for key_range, mask in zip(self._key_ranges[singles:], masks[singles:], strict=True):
             count, row = key_range.span.num_rows, key_range.row
             q_KXD = q_KGRD[:, :, row : row + count].flatten(1, 2)
-            q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % _QUERY_MULTIPLE))
+            q_KXD = pad(q_KXD, (0, 0, 0, -q_KXD.shape[1] % self._shapes.query_multiple))
             out_KXD = scaled_dot_product_attention(
                 q_KXD[None],
                 *key_range.keys_and_values(self._cache, layer),
@@ -310,7 +403,7 @@ class CpuPagedAttention:
                 else key_range.mask(
                     window=window,
                     repeats=group,
-                    padding=-group * key_range.span.num_rows % _QUERY_MULTIPLE,
+                    padding=-group * key_range.span.num_rows % self._shapes.query_multiple,
                 )
                 for key_range in self._key_ranges
             ]
@@ -333,7 +426,7 @@ class CpuPagedAttention:
 
     def _key_range(self, span: RowSpan, row: int) -> _KeyRange:
         size = self._block_tokens
-        num_keys = padded_keys(span.start + span.num_rows)
+        num_keys = self._shapes.padded_keys(span.start + span.num_rows)
         blocks = span.request.blocks[: -(-num_keys // size)]
         first = blocks[0] * size
         is_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(
@@ -346,15 +439,3 @@ class CpuPagedAttention:
         places = (starts + torch.arange(size)).flatten()
         places = pad(places, (0, max(0, num_keys - len(places))))[:num_keys]
         return _KeyRange(span, row, num_keys, None, places)
-
-
-def padded_keys(count: int) -> int:
-    """The number of keys to read for `count` of them; the rest is masked.
-
-    >>> [padded_keys(count) for count in (1, 32, 150, 200, 400, 600, 800)]
-    [32, 32, 160, 384, 416, 608, 896]
-    """
-    count += -count % _KEY_MULTIPLE
-    low, high = _UNEVEN_KEYS
-    rest = count % _KEY_SPLIT
-    return count - rest + high if low < rest < high else count
