@@ -221,8 +221,9 @@ def test_half_precision_has_masters_in_parts(pair):
         assert found.numbers["grad_norm"] == pytest.approx(expected.numbers["grad_norm"], rel=1e-4)
         for name, tensor in expected.weights.items():
             assert found.weights[name].dtype == torch.bfloat16
-            # A weight may be rounded the other way: to the next number of 16 bits.
-            torch.testing.assert_close(found.weights[name], tensor, atol=1e-4, rtol=8e-3, msg=name)
+            # Gradients of 16 bits are summed in other parts, in an order of the processor's own:
+            # a step of 1e-2 may differ by its third digit, and be rounded the other way.
+            torch.testing.assert_close(found.weights[name], tensor, atol=5e-4, rtol=8e-3, msg=name)
 
 
 def test_one_rank_is_the_trainer_of_one_process(tmp_path):
