@@ -250,6 +250,7 @@ def test_on_a_gpu_state_in_main_memory_gives_the_same_bits(dtype):
 
 def test_in_8_bits_it_steps_like_torchao():
     torchao_optim = pytest.importorskip("torchao.optim")
+    torch.compiler.set_stance("force_eager")  # torchao compiles each step
     ours, theirs = network(width=256), network(width=256)
     optimiser = Optimiser(
         dict(ours.named_parameters()),
