@@ -50,6 +50,10 @@ class CurvePoint:
     """Mean entropy of the policy over the same tokens, in nats."""
     gap: float | None = None
     """Largest difference between the log-probabilities of engine and trainer, in nats."""
+    ess: float | None = None
+    """Smallest effective sample size of an update's importance weights, as a share of tokens."""
+    ratio_p99: float | None = None
+    """Largest 99 % quantile of an update's importance ratios."""
     by_task: Mapping[str, float] = field(default_factory=dict)
     """The score of each task, where there are several."""
 
@@ -165,6 +169,8 @@ def _points(rows: Sequence[Mapping[str, Value]]) -> Iterator[CurvePoint]:
             if tokens
             else None,
             gap=max((number(row, "gap/max") or 0.0 for row in window), default=None),
+            ess=min(_logged(window, "correction/ess"), default=None),
+            ratio_p99=max(_logged(window, "correction/ratio_p99"), default=None),
             by_task=_by_task(row),
         )
         window = []
@@ -191,6 +197,11 @@ def _place(point: CurvePoint, along: Along) -> float:
 
 def _total(rows: Sequence[Mapping[str, Value]], name: str) -> float:
     return sum(number(row, name) or 0.0 for row in rows)
+
+
+def _logged(rows: Sequence[Mapping[str, Value]], name: str) -> list[float]:
+    """Of the rows that have it: a run of fresh tokens logs no importance ratios."""
+    return [value for row in rows if (value := number(row, name)) is not None]
 
 
 def _both(row: Mapping[str, Value], value: str, weight: str) -> float:

@@ -5,7 +5,8 @@ is made once and reused by all its arms; whoever comes first makes it, the other
 A run that was cut goes on from its checkpoint, and its clock with it.
 
 The TOML of a table has the settings of `sortedrl sft` in [warm] and those of `sortedrl train` in
-[train]; each of [algorithms.NAME] is laid over [train], each of [arms.NAME] over its schedule.
+[train]; each of [algorithms.NAME] is laid over [train], each of [arms.NAME] over its schedule. An
+algorithm that is not for all schedules names those it is for in `arms`.
 A table without [warm] starts from `model`.
 In texts {seed} stands for the seed, {rows} for the folder of the generated rows, which [sums.NAME]
 and [questions.NAME] describe, {model} for `model`, and {root} for the folder of the project.
@@ -73,8 +74,8 @@ def arms(settings: Mapping[str, Any]) -> list[Arm]:
     return [
         Arm(algorithm=algorithm, name=name, seed=seed)
         for seed in settings["seeds"]
-        for algorithm in settings["algorithms"]
-        for name in settings["arms"]
+        for algorithm, laid_over in settings["algorithms"].items()
+        for name in laid_over.get("arms", settings["arms"])
     ]
 
 
@@ -118,7 +119,8 @@ def arm_numbers(setup: Setup, arm: Arm) -> dict[str, Any]:
 def train_settings(setup: Setup, arm: Arm, *, model: Path) -> TrainSettings:
     """The settings of a run that begins with this model."""
     given = setup.settings
-    table = merged(given["train"], given["algorithms"][arm.algorithm])
+    algorithm = {k: v for k, v in given["algorithms"][arm.algorithm].items() if k != "arms"}
+    table = merged(given["train"], algorithm)
     table = merged(table, {"schedule": given["arms"][arm.name]})
     fixed = {
         "model": str(model),

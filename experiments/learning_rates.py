@@ -1,7 +1,7 @@
 """Table 3e: small update batches on a CPU, at several learning rates, with and without a repair.
 
-An algorithm of its TOML is named `WHITENED_RATE`: what REINFORCE++ whitens rewards over (batch or
-group), and the learning rate.
+An algorithm of its TOML is named `VARIANT_RATE`: what REINFORCE++ whitens rewards over or what is
+done against stale tokens, and the learning rate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from experiments.record import Record
 
 __all__ = ["HEAD", "pieces", "rows", "section"]
 
+_VARIANTS = {
+    "batch": "",
+    "group": "whitened over a group",
+    "cap": "at most 1 version old",
+    "ess": "steps scaled by ESS, geometric mask",
+}
 Runs = Mapping[int, Mapping[str, Any]]
 HEAD = (
     "learning rate",
     "schedule",
-    "whitened over",
+    "variant",
     "seeds",
     "final accuracy, %",
     "lowest",
@@ -34,7 +40,7 @@ HEAD = (
 
 
 def section(records: Sequence[Record]) -> str:
-    """Every arm at every rate, paired with `sync` whitened over its batch."""
+    """Every arm at every rate, paired with plain `sync`."""
     runs = [record for record in records if record.numbers["kind"] == "run"]
     return f"{caption(runs)}\n\n{table(HEAD, rows(runs))}"
 
@@ -43,21 +49,21 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
     """The table's lines, by rate, then as the arms came first in the results."""
     arms: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
     for record in records:
-        whitened, _, rate = record.numbers["algorithm"].partition("_")
-        arm = (rate, record.numbers["schedule"], whitened)
+        variant, _, rate = record.numbers["algorithm"].partition("_")
+        arm = (rate, record.numbers["schedule"], variant)
         arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
     ordered = sorted(arms, key=lambda arm: (float(arm[0]), arm[1] != "sync", arm[1], arm[2]))
     return [_row(arm, arms[arm], arms.get((arm[0], "sync", "batch"), {})) for arm in ordered]
 
 
 def _row(arm: tuple[str, str, str], runs: Runs, sync: Runs) -> list[str]:
-    rate, schedule, whitened = arm
+    rate, schedule, variant = arm
     final = [run["last_score"] for run in runs.values()]
     fell = sum(run["last_score"] < run["first_score"] for run in runs.values())
     return [
         rate,
         schedule,
-        whitened,
+        _VARIANTS[variant],
         str(len(runs)),
         percent(mean(final)),
         percent(min(final)),

@@ -1,14 +1,16 @@
 """Table 3b: order and freshness separated, with as many seeds as it takes.
 
 Runs of one seed share their warm start, prompts and noise, so arms are compared seed by seed: a
-difference is a mean over seeds with its 95 % interval (Student's t).
+difference is a mean over seeds with its 95 % interval (Student's t). What a score took is a median
+over seeds, as not every run reaches it, and its ratio has a bootstrap interval over seeds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, mean, stdev
+from random import Random
+from statistics import NormalDist, mean, median, stdev
 from typing import Any
 
 from experiments.learning import pieces
@@ -17,8 +19,10 @@ from experiments.record import Record
 
 __all__ = ["difference", "pieces", "section"]
 
-_BASELINES = ("sync", "minibatch")
-_FIRST = (*_BASELINES, "posthoc")
+Runs = Mapping[int, Mapping[str, Any]]
+
+_BASELINES = ("sync", "minibatch", "posthoc")
+_RESAMPLED = 4000
 
 
 def section(records: Sequence[Record]) -> str:
@@ -31,25 +35,21 @@ def section(records: Sequence[Record]) -> str:
             if record.numbers["algorithm"] == rate:
                 arm = record.numbers["schedule"]
                 arms.setdefault(arm, {})[record.numbers["seed"]] = record.numbers
-        parts.append(f"Learning rate {rate.removeprefix('rate_')}:\n\n{_table(arms)}")
+        name = rate.removeprefix("rate_")
+        parts.append(f"Learning rate {name}, accuracy at the end:\n\n{_scores(arms)}")
+        parts.append(f"Learning rate {name}, the course of the runs:\n\n{_courses(arms)}")
     return "\n\n".join(parts)
 
 
-def _table(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+def _scores(arms: Mapping[str, Runs]) -> str:
     head = (
         "schedule",
         "seeds",
         "final accuracy, % (lowest, deviation)",
-        "mean over the run, %",
-        *(f"final, against {name}" for name in _BASELINES),
-        *(f"mean over the run, against {name}" for name in _BASELINES),
-        "mean staleness",
-        "length bias",
-        "bubble, %",
+        *(f"against {name}, points" for name in _BASELINES),
     )
-    order = [*(name for name in _FIRST if name in arms), *(n for n in arms if n not in _FIRST)]
     rows = []
-    for name in order:
+    for name in _ordered(arms):
         runs = arms[name]
         final = [run["last_score"] for run in runs.values()]
         rows.append(
@@ -57,11 +57,34 @@ def _table(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
                 name,
                 str(len(runs)),
                 f"{percent(mean(final))} ({percent(min(final))}, {percent(stdev(final))})",
+                *(_against(arms, name, other, key="last_score") for other in _BASELINES),
+            ]
+        )
+    return table(head, rows)
+
+
+def _courses(arms: Mapping[str, Runs]) -> str:
+    targets = list(next(iter(next(iter(arms.values())).values()))["reached"])
+    head = (
+        "schedule",
+        "mean accuracy, %",
+        *(f"against {name}, points" for name in _BASELINES),
+        *(f"samples to {100 * float(target):.0f} %, of sync's" for target in targets),
+        "mean staleness",
+        "length bias",
+        "bubble, %",
+    )
+    rows = []
+    for name in _ordered(arms):
+        runs = arms[name]
+        rows.append(
+            [
+                name,
                 percent(mean(run["mean_score"] for run in runs.values())),
+                *(_against(arms, name, other, key="mean_score") for other in _BASELINES),
                 *(
-                    "" if name == other else difference(runs, arms[other], key)
-                    for key in ("last_score", "mean_score")
-                    for other in _BASELINES
+                    samples_ratio(runs, arms["sync"], target) if name != "sync" else ""
+                    for target in targets
                 ),
                 f"{mean(run['mean_staleness'] for run in runs.values()):.2f}",
                 f"{mean(run['length_bias'] for run in runs.values()):.3f}",
@@ -71,9 +94,55 @@ def _table(arms: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     return table(head, rows)
 
 
-def difference(
-    runs: Mapping[int, Mapping[str, Any]], others: Mapping[int, Mapping[str, Any]], key: str
-) -> str:
+def _ordered(arms: Mapping[str, Runs]) -> list[str]:
+    first = [name for name in _BASELINES if name in arms]
+    return [*first, *(name for name in arms if name not in first)]
+
+
+def _against(arms: Mapping[str, Runs], name: str, other: str, *, key: str) -> str:
+    is_shown = name != other and other in arms
+    return difference(arms[name], arms[other], key) if is_shown else ""
+
+
+def samples_ratio(runs: Runs, others: Runs, target: str) -> str:
+    """The ratio of the median samples that a score took, over the seeds that both have.
+
+    A run that never came to the score counts as the slowest; the interval is that of 95 % of the
+    resampled sets of seeds.
+
+    >>> few, many = ({0: {"reached": {"0.5": {"samples": n}}}} for n in (100, 200))
+    >>> samples_ratio(few, many, "0.5")
+    '0.50 (0.50 to 0.50)'
+    """
+    seeds = sorted(runs.keys() & others.keys())
+    ours, theirs = (
+        [some[seed]["reached"][target]["samples"] for seed in seeds] for some in (runs, others)
+    )
+
+    def ratio(chosen: Sequence[int]) -> float:
+        middle, other = (
+            median(math.inf if taken[place] is None else taken[place] for place in chosen)
+            for taken in (ours, theirs)
+        )
+        if math.isinf(other):
+            return math.nan if math.isinf(middle) else 0.0
+        return float(middle / other)
+
+    places = range(len(seeds))
+    random = Random(0)
+    found = sorted(ratio(random.choices(places, k=len(places))) for _ in range(_RESAMPLED))
+    found = [value for value in found if not math.isnan(value)]
+    whole = ratio(places)
+    if math.isnan(whole) or math.isinf(whole) or whole == 0:
+        return "not reached by half"
+    if len(found) < _RESAMPLED:
+        return f"{whole:.2f} (too few runs came there)"
+    low, high = found[int(0.025 * len(found))], found[int(0.975 * len(found))]
+    top = "never" if math.isinf(high) else f"{high:.2f}"
+    return f"{whole:.2f} ({low:.2f} to {top})"
+
+
+def difference(runs: Runs, others: Runs, key: str) -> str:
     """The mean difference over the seeds that both have, in points, with its 95 % interval.
 
     >>> difference({0: {"x": 0.5}, 1: {"x": 0.7}}, {0: {"x": 0.4}, 1: {"x": 0.6}}, "x")

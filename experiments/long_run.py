@@ -8,17 +8,39 @@ from experiments.efficiency import pieces
 from experiments.markdown import caption, percent, table
 from experiments.record import Record
 
-__all__ = ["pieces", "section"]
+__all__ = ["pieces", "rows", "section"]
+
+
+HEAD = (
+    "schedule",
+    "groups",
+    "answers",
+    "updates",
+    "slots idle in the whole run, %",
+    "trained tokens/s, updates included",
+    "x sync",
+    "length bias",
+    "staleness, mean and most",
+)
 
 
 def section(records: Sequence[Record]) -> str:
-    """One line for each schedule; nothing of a run is left out."""
+    """A table for each model; nothing of a run is left out."""
+    parts = []
+    for model in dict.fromkeys(record.numbers["model"] for record in records):
+        its = [record for record in records if record.numbers["model"] == model]
+        parts += [f"### {model}, whole runs (measured)", caption(its), table(HEAD, rows(its))]
+    return "\n\n".join(parts)
+
+
+def rows(records: Sequence[Record]) -> list[list[str]]:
+    """One line for each schedule of a model."""
     sync = next((r.numbers["run"] for r in records if r.numbers["schedule"] == "sync"), None)
-    rows = []
+    lines = []
     for record in sorted(records, key=lambda record: record.numbers["schedule"] != "sync"):
         numbers, run = record.numbers, record.numbers["run"]
         speed = run["trained_per_second"]
-        rows.append(
+        lines.append(
             [
                 numbers["schedule"],
                 str(numbers["arm"]["groups"]),
@@ -31,15 +53,4 @@ def section(records: Sequence[Record]) -> str:
                 f"{run['mean_staleness']:.2f}, {run['max_staleness']}",
             ]
         )
-    head = (
-        "schedule",
-        "groups",
-        "answers",
-        "updates",
-        "slots idle in the whole run, %",
-        "trained tokens/s, updates included",
-        "x sync",
-        "length bias",
-        "staleness, mean and most",
-    )
-    return f"{caption(records)}\n\n{table(head, rows)}"
+    return lines
