@@ -49,6 +49,8 @@ TWO = Cluster(
     worker_timeout_seconds=15,
     start_seconds=300,
 )
+PATIENT = replace(TWO, worker_timeout_seconds=600)
+"""For a broadcast that is slow on a busy machine: it would give way to the next transport."""
 DTYPES = (
     torch.bfloat16,
     torch.float16,
@@ -454,9 +456,7 @@ def check_given(folder, pool, tensors, *, version):
 def test_every_transport_brings_the_weights_to_the_bit_and_reports(
     open_pool, tmp_path, transport, workers
 ):
-    # A broadcast that is slow on a busy machine would give way to the next transport.
-    patient = replace(TWO, worker_timeout_seconds=600)
-    pool = open_pool(replace(patient, weight_sync=transport, rollout_workers=workers))
+    pool = open_pool(replace(PATIENT, weight_sync=transport, rollout_workers=workers))
     for version in (1, 2):
         tensors = all_kinds()
         pool.load_weights(Weights(version, tensors))
@@ -479,7 +479,7 @@ def kill(worker):
 def test_a_new_process_group_is_formed_when_a_worker_is_lost_and_when_one_joins(
     open_pool, tmp_path
 ):
-    pool = open_pool()
+    pool = open_pool(PATIENT)
 
     def sync(version):
         tensors = {**all_kinds(), "version": torch.tensor(version)}
@@ -504,7 +504,7 @@ def test_a_new_process_group_is_formed_when_a_worker_is_lost_and_when_one_joins(
 
 
 def test_a_transport_that_fails_is_followed_by_the_next_with_a_warning(open_pool, tmp_path):
-    pool, tensors = open_pool(), all_kinds()
+    pool, tensors = open_pool(replace(TWO, worker_timeout_seconds=60)), all_kinds()
     for version, broken in enumerate([(), ("broadcast",), (), ("broadcast", "objects")], 1):
         pool.source.broken = broken
         pool.load_weights(Weights(version, tensors))
