@@ -134,7 +134,7 @@ def test_an_exhausted_space_is_refused_and_every_puzzle_of_it_was_found():
     right = [p for p in every if len(brute_force(p.text)) == 1 and says_something(p)]
     keys = {brute_force_key(puzzle): puzzle for puzzle in right}
     train = sum(split_of(puzzle, 0.1) == "train" for puzzle in keys.values())
-    with pytest.raises(ConfigError, match=f"2 people were asked for, but only {train} were found"):
+    with pytest.raises(ConfigError, match=f"2 people were requested, but only {train} were found"):
         generate(2, 1000, shape=Shape(forms=forms))
     assert len(generate(2, train, shape=Shape(forms=forms))) == train
 

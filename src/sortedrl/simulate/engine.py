@@ -57,7 +57,7 @@ class Zeros(Sequence[float]):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A trajectory in a slot, with the step at which it came in and its tokens then."""
+    """A trajectory in a slot, with the step at which it started and its tokens then."""
 
     trajectory: Trajectory
     tolerance: float | None
@@ -70,11 +70,11 @@ class _Running:
 
 
 class LengthSource(Protocol):
-    """Where the lengths of answers, or of the turns of conversations, come from."""
+    """The source of the lengths of answers, or of the turns of conversations."""
 
     @property
     def settings(self) -> LengthSettings:
-        """How likely cached tokens are to stand."""
+        """Settings, among them the rate at which cached tokens are rejected."""
 
     @property
     def max_tokens(self) -> int:
@@ -83,7 +83,7 @@ class LengthSource(Protocol):
     def length(
         self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
     ) -> int:
-        """Tokens at which these weights stop writing."""
+        """Tokens at which these weights end the answer."""
 
 
 class SimulatedBatch:
@@ -154,7 +154,7 @@ class SimulatedBatch:
         return prefilled
 
     def _to_prefill(self, trajectory: Trajectory) -> int:
-        """All tokens, or the reply alone where the cache of the turn before it is still there."""
+        """All tokens, or only the reply if the previous turn is still in the cache."""
         if self._held.pop(trajectory.key, None) == self.version:
             return len(trajectory.given)
         return len(trajectory.prompt.tokens) + trajectory.num_given + trajectory.num_tokens
@@ -169,7 +169,7 @@ class SimulatedBatch:
         )
 
     def decode(self, count: int) -> list[Trajectory]:
-        """Make that many steps, at most to the next finish; returns what is then complete."""
+        """Run that many steps, at most to the next finish; returns the answers complete then."""
         self._steps += count
         self._cached += len(self._running) * count
         finished = []
@@ -262,7 +262,7 @@ def _parting(trajectory: Trajectory) -> Parting | None:
 
 
 def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:
-    """The trajectory with its first tokens, stamped anew, and the replies up to there."""
+    """The first tokens of the trajectory, stamped anew, with the replies up to there."""
     kept: list[Segment] = []
     for segment in trajectory.segments:
         count = min(tokens, len(segment.tokens))
@@ -291,7 +291,7 @@ class SimulatedEngine:
     ) -> None:
         """An empty engine with the weights of version 0.
 
-        A step ends with the next complete answer, or at the time that `until` names, if sooner.
+        A step ends with the next complete answer, or at the time returned by `until`, if sooner.
         """
         self._until = until
         self.slots = slots
@@ -327,7 +327,7 @@ class SimulatedEngine:
         )
 
     def _steps_until(self, count: int, now: float) -> int:
-        """The fewest steps that reach the time to stop at; `count` at most, 1 at least."""
+        """The smallest number of steps that reaches the stop time, within 1..`count`."""
         until = self._until()
         if until is None or count <= 1:
             return count

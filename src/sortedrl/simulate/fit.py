@@ -1,7 +1,7 @@
 """Fit the cost constants to the events of a real run, to simulate the user's own machine.
 
 Between two events the set of running answers is constant: the engine makes `k` steps with `r`
-running and `c` cached tokens at first, which take
+running and initially `c` cached tokens, which take
 
     k * step + k*r * sequence + (k*c + r*k*(k-1)/2) * cached_token + prefilled * prefill_token
 

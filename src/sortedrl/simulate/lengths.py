@@ -1,4 +1,4 @@
-"""Lengths of answers: drawn from a distribution, read from a file, or estimated from a run.
+"""Answer lengths: sampled from a distribution, read from a file, or estimated from a run.
 
 The length of an answer is a quantile of the distribution at a normal number `z`. A share of the
 variance of `z` belongs to the prompt, so siblings and redraws of one prompt have similar lengths;
@@ -6,16 +6,17 @@ the rest belongs to the answer's noise stream, keyed by its seed and attempt. Ob
 from a CSV or JSONL file, or from the events of a run.
 
 `written_lengths` estimates lengths of uninterrupted answers from a run with interruptions
-(Kaplan-Meier). A stretch is what a run shows of one answer's length: it was already longer than
+(Kaplan-Meier). A stretch is the observation of one answer's length: it was already longer than
 `entry` tokens when first seen, and it ended at `exit` tokens or was last seen there unfinished.
 The share of answers longer than `t` is a product over the lengths at which answers ended,
 
     S(t) = product over ends e <= t of (1 - ended at e / seen at e)
 
-where a stretch is seen at every length above its entry up to its exit. So an interrupted answer
-counts as far as it was seen: neither dropped (which favours short answers) nor taken as complete.
-A prompt with long answers is redrawn more often than others, and its redraws are long too. So ends
-are counted among first draws as long as enough of these are seen, and among all draws beyond.
+where a stretch is at risk at every length above its entry up to its exit. An interrupted answer
+therefore counts as far as it was seen: neither dropped (which favours short answers) nor taken as
+complete. A prompt with long answers is redrawn more often than others, and its redraws are long
+too, so ends are counted among first draws while enough of these are at risk, and among all draws
+beyond.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from sortedrl.types import Key, Trajectory
 _FIELDS = ("length", "tokens", "response_length")
 _MOST_TOKENS = 10**9
 _SHOWN_LETTERS = 80
-_TEXT = "utf-8-sig"  # with or without the mark that spreadsheets put before UTF-8
+_TEXT = "utf-8-sig"  # with or without the byte order mark of spreadsheets
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -117,13 +118,13 @@ def _from_events(path: Path) -> list[int]:
 
 
 def event_log(path: Path) -> Path:
-    """The log of events that a path stands for: of the folder of a run, the one in it."""
+    """The event log of a path; for a run folder, the log in it."""
     log = path / "events.jsonl"
     return log if log.is_file() else path
 
 
 def is_event_log(path: Path) -> bool:
-    """Whether this is the log of a run of ours, or the folder of a run."""
+    """Whether this is an event log of ours, or a run folder."""
     log = event_log(path)
     if log.suffix != ".jsonl" or log.is_dir():
         return False
@@ -343,22 +344,22 @@ _ENOUGH = 20
 
 
 class Stretch(NamedTuple):
-    """What a run shows of one draw of an answer, in tokens."""
+    """What a run shows of one sample of an answer, in tokens."""
 
     entry: int
     exit: int
     is_finished: bool
     is_first: bool = True
-    """Whether it is the first draw of its trajectory, not one after a draw thrown away."""
+    """Whether it is the first sample of its trajectory, not a resampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """A distribution of lengths, as the steps of its survival curve."""
+    """A distribution of lengths, as a stepwise survival curve."""
 
     survival: tuple[tuple[int, float], ...]
-    """Lengths at which answers end, rising, each with the share of answers longer than it.
-    The last share is 0."""
+    """Lengths at which answers end, ascending, each with the share of longer answers. The last
+    share is 0."""
 
     @property
     def mean(self) -> float:
@@ -376,7 +377,7 @@ class Survival:
 
     def quantile(self, share: float) -> int:
         """The shortest length that at least this share of the answers, 0 to 1, does not exceed."""
-        # A step that rounding puts a hair above the share must still be met by it.
+        # Allow for rounding that puts a step just above the share.
         place = bisect_right(self.survival, share - 1e-12, key=lambda step: 1 - step[1])
         return self.survival[min(place, len(self.survival) - 1)][0]
 
@@ -386,10 +387,10 @@ class Survival:
 
 
 def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
-    """One stretch for each draw of an answer: its last exit, and whether it was complete then.
+    """One stretch for each sample of an answer: its last exit, and whether it was complete.
 
-    An answer that is resumed, or verified again after it was complete, is still one draw;
-    only one that is drawn again from new noise is another.
+    An answer that is resumed, or verified again after it was complete, is still one sample; only
+    resampling with new noise starts another.
     """
     attempts: dict[Key, int] = {}
     last: dict[Key, Stretch] = {}
@@ -412,7 +413,7 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
 
 
 def written_lengths(stretches: Iterable[Stretch]) -> Survival:
-    """The distribution of complete lengths; the tail that never ended ends at the longest exit.
+    """The distribution of complete lengths; unfinished tails end at the longest exit.
 
     Stretches without tokens are ignored. Raises `ValueError` if no stretch is left.
     """
@@ -439,7 +440,7 @@ def written_lengths(stretches: Iterable[Stretch]) -> Survival:
 
 
 class _Watched:
-    """Counts, in order of length, of the stretches that are seen and that end."""
+    """Counts, in order of length, the stretches at risk and those that end."""
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
         self.moves: Counter[int] = Counter()
@@ -451,7 +452,7 @@ class _Watched:
         self.seen = 0
 
     def ending(self, length: int) -> float:
-        """Share of those seen that end here."""
+        """Share of those at risk that end here."""
         return self._ends[length] / self.seen if self.seen else 0.0
 
     def pass_by(self, length: int) -> None:

@@ -1,14 +1,14 @@
 """A pool of simulated engines on one virtual clock, with different speeds, failures and a network.
 
-It places work as the real pool does: on the engine that had the prompt since the last weight sync,
-otherwise on the least loaded one. The work of a failed engine goes to the others, and the engine
-comes back with the current weights. Nothing is redrawn: the weights are the same, so every mode may
-keep what was written. Every submitted trajectory is returned exactly once.
+It places work like the real pool: on the engine that has had the prompt since the last weight sync,
+otherwise on the least loaded one. Work of a failed engine goes to the others, and the engine comes
+back with the current weights. Nothing is resampled: the weights are the same, so every mode keeps
+the tokens. Every submitted trajectory is returned exactly once.
 
-All costs are those of one engine. So a step of an engine depends on its own sequences and cached
-tokens, and a hardware preset of eight cards makes every engine a machine of eight cards. An engine
-is updated only at its own events: in between, its time is `start` plus the seconds of its prefill
-and of the steps since, so it costs nothing while others work.
+All costs are per engine: a step depends on the engine's own sequences and cached tokens, and a
+hardware preset of eight cards makes every engine a machine of eight cards. An engine is updated
+only at its own events: in between, its time is `start` plus the seconds of its prefill and of the
+steps since, so it costs nothing while others work.
 """
 
 from __future__ import annotations
