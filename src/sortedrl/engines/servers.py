@@ -1,4 +1,4 @@
-"""Servers that generate answers: an HTTP client for them, and which of them answers at a URL.
+"""Servers that generate answers: an HTTP client, and detection of the server type.
 
 A broken connection raises `EngineLost`; an error response raises `Refused`, with the status and the
 text of the server.
@@ -42,7 +42,7 @@ class Server:
         self.url = url.rstrip("/")
         # One stream per request: the engine decides how many run, not the client.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # A queued request is silent while others run.
+        # A queued request receives nothing while others run.
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
@@ -146,7 +146,7 @@ async def _is_sglang(url: str) -> bool:
 async def served_vocabulary(url: str) -> int:
     """The vocabulary size of the model behind a URL.
 
-    No server reports it, but all name it when they refuse a token that no model has.
+    No server reports it, but all mention it when they refuse an impossible token.
     """
     server = Server(url)
     try:
@@ -157,13 +157,13 @@ async def served_vocabulary(url: str) -> int:
     if size is None:
         raise EngineError(
             f"{server.url} must be a vLLM or SGLang server, but does not report its "
-            f"vocabulary as they do: {refusal}"
+            f"vocabulary like one: {refusal}"
         )
     return int(size[1] or size[2])
 
 
 async def _refusal(server: Server) -> str:
-    """Its error for an impossible token; one of the two requests fits its kind."""
+    """Its error for an impossible token; one of the two requests matches the server type."""
     vllm = {"prompt": [0], "max_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}}
     sglang = {
         "input_ids": [0],

@@ -1,20 +1,20 @@
-"""The process of a self-test: starts an engine, tries it, prints a verdict as one line of JSON.
+"""The process of a self-test: starts an engine, tests it, prints a verdict as one line of JSON.
 
     python -m sortedrl.engines.self_test native
     python -m sortedrl.engines.self_test server http://localhost:8000
 
 Only that line goes to standard output. What engines print goes to standard error.
 
-The scenario has what a run relies on, in a few seconds:
+The scenario covers what a run relies on, in a few seconds:
 
     8 answers in 4 slots -> interrupt -> new weights -> the same answers to their end -> greedy
 
-Nothing is lost or counted twice, cached tokens stay, every token has the version that sampled it
-and the log-probability that a plain forward pass of that version gives it. The laws of
-`sortedrl.engines.conformance` are more thorough, and need an engine made for them.
+Nothing is lost or counted twice, cached tokens are kept, every token has the version that sampled
+it and the log-probability of a plain forward pass of that version. The laws of
+`sortedrl.engines.conformance` are more thorough, and need an engine created for them.
 
-The weights of the tiny model are larger than usual initial ones, at which all tokens are about
-equally likely: then wrong weights, or log-probabilities of the wrong temperature, would not show.
+The weights of the tiny model are larger than usual initial ones, with which all tokens are about
+equally likely and wrong weights or a wrong temperature would not show.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Stage = Callable[[str], None]
 
 def main(arguments: Sequence[str]) -> int:
     """Test the engine that the arguments name."""
-    # So small a model is slower on several threads.
+    # A model this small is slower on several threads.
     torch.set_num_threads(1)
     with _own_output() as output:
         try:
@@ -87,7 +87,7 @@ def _engine(kind: Kind) -> Verdict:
     device = default_device()
     dtype = default_dtype(device)
     with TemporaryDirectory() as folder:
-        _stage("making a tiny model")
+        _stage("creating a tiny model")
         models = made_pair(device=device, dtype=dtype)
         write_model(models.before, Path(folder))
         _stage("starting the engine")
@@ -132,7 +132,7 @@ def _stage(what: str) -> None:
 
 @contextmanager
 def _own_output() -> Iterator[int]:
-    """Standard output for the verdict alone: whatever else is printed goes to standard error."""
+    """Reserve standard output for the verdict: other output goes to standard error."""
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
@@ -187,7 +187,7 @@ def start_engine(
 
 
 def connected_engine(url: str, *, vocabulary: int, weights_folder: Path) -> RolloutEngine:
-    """A running server; nothing is written to the folder for weights."""
+    """A running server; nothing is written to the weights folder."""
     required = ServerRequirements(
         vocabulary=vocabulary, context=CONTEXT, temperature=SAMPLING.temperature
     )
@@ -236,7 +236,7 @@ def made_pair(*, device: torch.device, dtype: torch.dtype) -> Pair:
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that every engine reads."""
+    """Write a model and its tokenizer as a folder that every engine can load."""
     with without_bars():
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
@@ -262,7 +262,7 @@ class Figures:
 
 
 def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
-    """Test an engine that has the model as it is before the update."""
+    """Test an engine that has the model before the update."""
     stage("generating answers")
     first, new = engine.version, engine.version + 1
     rollout = Rollout(engine)
@@ -299,7 +299,7 @@ def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
 
 
 def check_as_it_is(engine: RolloutEngine, *, vocabulary: int, stage: Stage) -> Figures:
-    """Test an engine whose weights are unknown and must stay."""
+    """Test an engine whose weights are unknown and must not change."""
     stage("generating answers")
     rollout = Rollout(engine)
     versions = (engine.version, engine.version)
@@ -315,7 +315,7 @@ def _written(
     between: Callable[[], None],
     versions: tuple[int, int],
 ) -> list[Trajectory]:
-    """Complete answers that were interrupted, checked in everything that needs no model."""
+    """Generate complete answers with interruptions, and check everything that needs no model."""
     answers: list[Trajectory] = []
     for attempt in range(_INTERRUPTIONS):
         finished, stopped = _interrupted(engine, rollout, vocabulary=vocabulary, attempt=attempt)
@@ -333,8 +333,8 @@ def _written(
             break
     else:
         raise NonConforming(
-            f"it was interrupted {_INTERRUPTIONS} times, but never gave back an answer that was "
-            "begun and not complete"
+            f"it was interrupted {_INTERRUPTIONS} times, but never returned an answer that was "
+            "started and incomplete"
         )
     for answer in answers:
         _check_complete(answer, vocabulary=vocabulary)
@@ -412,7 +412,7 @@ def _check_greedy(answers: Sequence[Trajectory], model: PreTrainedModel, *, most
         text = [*answer.prompt.tokens, *answer.tokens]
         after = len(answer.prompt.tokens)
         plain_T = plain_logprobs(model, text, after=after)
-        # Rounding may decide between two tokens that are almost equal.
+        # Rounding may decide between two almost equal tokens.
         short_T = best_logprobs(model, text, after=after) - plain_T
         expect(
             short_T.max().item() <= most,
