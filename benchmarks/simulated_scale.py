@@ -27,7 +27,7 @@ from typing import Any, get_args
 from provenance import markdown_table
 from sortedrl.config.schedule import EngineSettings, Schedule, StrategyName
 from sortedrl.report.charts.curves import Series
-from sortedrl.report.charts.svg import Canvas, Frame, series_class
+from sortedrl.report.charts.svg import Canvas, PlotArea, series_class
 from sortedrl.simulate.compare import row, simulate
 from sortedrl.simulate.costs import CostSettings
 from sortedrl.simulate.settings import Broadcast, PoolSettings, Simulation
@@ -148,7 +148,7 @@ def simulated(case: Case) -> Row:
         "speeds": case.speeds,
         "seed": simulation.seed,
         "slots": simulation.engine.slots,
-        "mean_speed": sum(1 / s for s in pool.slownesses(simulation.seed)) / pool.engines,
+        "mean_speed": sum(1 / s for s in pool.slowdowns(simulation.seed)) / pool.engines,
         "failures_per_hour": pool.failures_per_hour,
         "loses_tokens": pool.failures_lose_tokens,
         "broadcast": pool.broadcast,
@@ -360,7 +360,7 @@ def picture(
 ) -> str:
     """Lines over doubling sizes; a y axis that starts at 0 is linear, otherwise logarithmic."""
     rows = (len(lines) + 2) // 3
-    frame = Frame(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
+    frame = PlotArea(left=78, right=780, top=58 + 20 * rows, floor=308 + 20 * rows)
     canvas = Canvas(860, frame.floor + 50, label=title)
     canvas.text(frame.left, 30, content=title, css="title")
     sizes = sorted({int(size) for line in lines for size, _ in line.points})

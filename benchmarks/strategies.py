@@ -338,7 +338,7 @@ def main() -> None:
     lengths = world.lengths()
 
     def limit(trajectory: Trajectory) -> int:
-        return lengths.length(trajectory, version=0, parting=None)
+        return lengths.length(trajectory, version=0, divergence=None)
 
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:

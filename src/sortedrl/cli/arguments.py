@@ -87,7 +87,9 @@ def parse(
             config=_DOTTED if is_dotted else _SHORT,
         )
     options = _options(command, is_dotted=is_dotted)
-    values = _Line.read(arguments, options).values(has_default=default is not None, prog=prog)
+    values = _CommandLine.read(arguments, options).values(
+        has_default=default is not None, prog=prog
+    )
     given = _made(command, values) if default is None else replaced(default, values)
     check_values(given)
     return given
@@ -108,7 +110,7 @@ def parse_over_train_settings(
     Algorithms that compare siblings also get the schedule they need.
     """
     options = _options(command, is_dotted=True)
-    line = _Line.read(flags, options, aliases=aliases)
+    line = _CommandLine.read(flags, options, aliases=aliases)
     values = line.values(has_default=True, prog=prog)
     settings = values.get("settings", {})
     chosen |= frozenset(names_in(settings))
@@ -181,7 +183,7 @@ def source_and_flags(
     if _asks_for_help(arguments):
         return None, [word for word in arguments if word.startswith("-")]
     options = _options(command, is_dotted=is_dotted)
-    line = _Line.read(arguments, options, aliases=aliases)
+    line = _CommandLine.read(arguments, options, aliases=aliases)
     own = sum(option.is_positional for option in options.values())
     words, more = line.words[:own], line.words[own:]
     if len(more) > 1:
@@ -299,7 +301,7 @@ def _options(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
+class _CommandLine:
     """A parsed command line: positional arguments, and options with their values."""
 
     options: Mapping[str, _Option]
@@ -316,7 +318,7 @@ class _Line:
         options: Mapping[str, _Option],
         *,
         aliases: Mapping[str, str] = MappingProxyType({}),
-    ) -> _Line:
+    ) -> _CommandLine:
         """Parse the arguments; `ConfigError` for what no option accepts."""
         words: list[str] = []
         flags: list[str] = []

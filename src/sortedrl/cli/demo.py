@@ -238,7 +238,7 @@ def predicted(given: Arguments) -> Figures | None:
     from sortedrl.simulate.compare import simulate
     from sortedrl.simulate.costs import CostSettings
     from sortedrl.simulate.fit import fit
-    from sortedrl.simulate.lengths import LengthSettings, stretches, written_lengths
+    from sortedrl.simulate.lengths import LengthSettings, length_observations, written_lengths
     from sortedrl.simulate.settings import Simulation
 
     events = list(read_events(given.out / "sorted" / "events.jsonl"))
@@ -248,7 +248,7 @@ def predicted(given: Arguments) -> Figures | None:
         return None
     prompts = [event.prompt_tokens for event in events if isinstance(event, Start)]
     lengths = LengthSettings(
-        values=written_lengths(stretches(events)).sample_lengths(_SAMPLED_LENGTHS),
+        values=written_lengths(length_observations(events)).sample_lengths(_SAMPLED_LENGTHS),
         prompt_tokens=round(sum(prompts) / len(prompts)),
     )
     simulation = Simulation(

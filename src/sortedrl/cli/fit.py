@@ -20,7 +20,7 @@ from sortedrl.simulate.lengths import (
     LengthSettings,
     event_log,
     is_event_log,
-    stretches,
+    length_observations,
     written_lengths,
 )
 from sortedrl.simulate.observed import is_log, observed_line, read_observed
@@ -86,7 +86,7 @@ def _print_fitted(given: Arguments) -> None:
         f"# fitted to {fitted.intervals} intervals of {given.events}, "
         f"mean error {100 * fitted.relative_error:.1f} %"
     )
-    written = written_lengths(stretches(events))
+    written = written_lengths(length_observations(events))
     values = written.sample_lengths(_KEPT_LENGTHS)
     simulation = Simulation(
         groups=groups,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from sortedrl.config.schedule import Schedule
 from sortedrl.core.buffer import Buffer
-from sortedrl.core.strategies import Plan, strategy_for, units_of
+from sortedrl.core.strategies import RoundPlan, strategy_for, units_of
 from sortedrl.types import Key, Trajectory
 
 
@@ -30,17 +30,17 @@ class Controller:
         self.mode = mode_for(schedule)
         self._strategy = strategy_for(schedule)
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """The plan of the round that starts now."""
         return self._strategy.plan(buffer, is_exhausted=is_exhausted)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan, *, free_slots: int) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan, *, free_slots: int) -> int:
         """Prompts to load now as one group; 0 for none."""
         if self.to_start(buffer, plan, free_slots=free_slots) == 0:
             return 0
         return self._strategy.prompts_to_load(buffer, plan)
 
-    def to_start(self, buffer: Buffer, plan: Plan, *, free_slots: int) -> int:
+    def to_start(self, buffer: Buffer, plan: RoundPlan, *, free_slots: int) -> int:
         """Maximum number of waiting trajectories to start now."""
         room = free_slots
         if plan.limit is not None:
@@ -49,7 +49,7 @@ class Controller:
         # After losing a worker, an engine temporarily has fewer slots than running trajectories.
         return max(0, room)
 
-    def should_harvest(self, buffer: Buffer, plan: Plan, *, is_exhausted: bool) -> bool:
+    def should_harvest(self, buffer: Buffer, plan: RoundPlan, *, is_exhausted: bool) -> bool:
         """Whether to stop the engine and train.
 
         A round also ends when nothing is left to run. Unless batches are exact, the round waits for
@@ -67,13 +67,13 @@ class Controller:
         refills = not is_exhausted and self._strategy.loads_after_update(buffer)
         return left == 0 or left >= self.schedule.update_batch or refills
 
-    def widened(self, buffer: Buffer, plan: Plan) -> Plan | None:
+    def widened(self, buffer: Buffer, plan: RoundPlan) -> RoundPlan | None:
         """The plan for the rest of the round, now that nothing runs; `None` ends the round.
 
         When a plan that admits only some of the waiting trajectories runs out of them before an
         update batch is complete, at the end of the data, it is replaced by one that admits all.
         """
-        any_work = Plan(target=self.schedule.update_batch)
+        any_work = RoundPlan(target=self.schedule.update_batch)
         has_batch = buffer.num_harvestable >= self.schedule.update_batch
         return None if has_batch or not buffer.num_waiting or plan == any_work else any_work
 

@@ -37,7 +37,7 @@ from sortedrl.core.events import Event, Record
 from sortedrl.core.files import write_whole
 from sortedrl.core.protocols import PromptSource
 from sortedrl.core.recorder import Journal, JournalState
-from sortedrl.core.strategies import Plan
+from sortedrl.core.strategies import RoundPlan
 from sortedrl.errors import BufferStateError, ConfigError, DataError
 from sortedrl.types import Key, Prompt, TrainBatch, Trajectory
 
@@ -79,7 +79,7 @@ class Scheduler:
         """The version of the weights that sample new tokens."""
         self._seed = seed
         self._max_begun = max_begun
-        self._plan: Plan | None = None
+        self._plan: RoundPlan | None = None
         self._is_rollout = False
         self._batches: deque[list[Key]] = deque()
         self._batch: TrainBatch | None = None
@@ -325,7 +325,7 @@ class Scheduler:
                 stale.append(ready)
         return stale
 
-    def _feed(self, plan: Plan) -> list[Trajectory]:
+    def _feed(self, plan: RoundPlan) -> list[Trajectory]:
         started = self._start(plan)
         while count := self.controller.prompts_to_load(
             self.buffer, plan, free_slots=self._free_slots
@@ -348,7 +348,7 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self.slots - self.buffer.num_running
 
-    def _start(self, plan: Plan) -> list[Trajectory]:
+    def _start(self, plan: RoundPlan) -> list[Trajectory]:
         mode, running = self.controller.mode, self.buffer.num_running
         count = self.controller.to_start(self.buffer, plan, free_slots=self._free_slots)
         waited = self.buffer.start(count, feed=plan.feed, max_begun=self._max_begun)

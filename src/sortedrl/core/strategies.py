@@ -22,7 +22,7 @@ _ORDER_KEY = 0x6F72646572
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RoundPlan:
     """The rules of one round."""
 
     feed: Feed = Feed.OLDEST_FIRST
@@ -35,10 +35,10 @@ class Plan:
 class Strategy(Protocol):
     """The rules of one scheduler."""
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """The plan of the round that starts now."""
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """Prompts to load now that a slot is free; 0 for none."""
 
     def loads_after_update(self, buffer: Buffer) -> bool:
@@ -54,11 +54,11 @@ class Sync:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Run everything to completion."""
-        return Plan()
+        return RoundPlan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """One update batch, once the last one is trained."""
         if buffer.oldest_open_group is not None:
             return 0
@@ -85,11 +85,11 @@ class MiniBatch:
     schedule: Schedule
     is_sorted: bool
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Run everything to completion."""
-        return Plan()
+        return RoundPlan()
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """A group, once the last one is trained."""
         return 0 if buffer.oldest_open_group is not None else self.schedule.group_prompts
 
@@ -121,11 +121,11 @@ class Sorted:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Harvest as soon as an update batch is complete."""
-        return Plan(target=self.schedule.update_batch)
+        return RoundPlan(target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """The next group, if nothing waits and it is within `lookahead` of the oldest open one."""
         if buffer.num_waiting or not self._is_near(buffer, buffer.oldest_open_group):
             return 0
@@ -149,12 +149,12 @@ class Ungrouped:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Only fresh prompts while there are any; harvest as soon as a batch is complete."""
         feed = Feed.OLDEST_FIRST if is_exhausted else Feed.FRESH_ONLY
-        return Plan(feed=feed, target=self.schedule.update_batch)
+        return RoundPlan(feed=feed, target=self.schedule.update_batch)
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """More prompts whenever no fresh one waits."""
         return 0 if buffer.num_fresh else self.schedule.group_prompts
 
@@ -177,18 +177,18 @@ class TailBatching:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """A long round when it is due, otherwise a short one."""
         batch = _whole_units(self.schedule, self.schedule.update_batch)
         if buffer.num_returned >= batch:
-            return Plan(feed=Feed.RETURNED_ONLY, limit=batch)
-        return Plan(
+            return RoundPlan(feed=Feed.RETURNED_ONLY, limit=batch)
+        return RoundPlan(
             feed=Feed.FRESH_ONLY,
             target=self.schedule.update_batch,
             limit=_launched(self.schedule),
         )
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """The prompts missing from the launch of a short round."""
         if plan.feed is not Feed.FRESH_ONLY:
             return 0
@@ -209,11 +209,11 @@ class April:
 
     schedule: Schedule
 
-    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> Plan:
+    def plan(self, buffer: Buffer, *, is_exhausted: bool) -> RoundPlan:
         """Harvest as soon as an update batch is complete."""
-        return Plan(target=self.schedule.update_batch, limit=_launched(self.schedule))
+        return RoundPlan(target=self.schedule.update_batch, limit=_launched(self.schedule))
 
-    def prompts_to_load(self, buffer: Buffer, plan: Plan) -> int:
+    def prompts_to_load(self, buffer: Buffer, plan: RoundPlan) -> int:
         """The prompts missing from the launch of a round."""
         return _missing_prompts(self.schedule, buffer, plan, waiting=buffer.num_waiting)
 
@@ -270,7 +270,7 @@ def _launched(schedule: Schedule) -> int:
     return _whole_units(schedule, schedule.over_launch * schedule.update_batch)
 
 
-def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: Plan, *, waiting: int) -> int:
+def _missing_prompts(schedule: Schedule, buffer: Buffer, plan: RoundPlan, *, waiting: int) -> int:
     if plan.limit is None:
         return 0
     active = buffer.num_running + buffer.num_outside

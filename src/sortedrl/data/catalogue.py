@@ -46,14 +46,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedRows:
     """Rows of two tasks with the same question: their indices in each, from 0."""
 
     trained: frozenset[int]
     asked: tuple[int, ...]
 
 
-def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
+def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> SharedRows:
     """The training rows that also occur in an evaluation, and vice versa."""
     places: dict[str, list[int]] = {}
     for number, row in enumerate(trained):
@@ -66,7 +66,7 @@ def shared_rows(trained: Sequence[Row], asked: Sequence[Row]) -> Shared:
         if twins:
             again.append(number)
             found.update(twins)
-    return Shared(frozenset(found), tuple(again))
+    return SharedRows(frozenset(found), tuple(again))
 
 
 def _keys(row: Row) -> Iterator[str]:

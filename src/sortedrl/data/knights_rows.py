@@ -70,7 +70,7 @@ _FRUITLESS_TRIES = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class StatementShape:
     """The forms and sizes of statements."""
 
     forms: tuple[Form, ...] = FORMS
@@ -99,7 +99,7 @@ def generate(
     people: int,
     count: int,
     *,
-    shape: Shape | None = None,
+    shape: StatementShape | None = None,
     seed: int = 0,
     split: Split = "train",
     test_share: float = 0.1,
@@ -114,7 +114,7 @@ def generate(
         f"knights.people must lie in {MIN_PEOPLE}..{MAX_PEOPLE}, got {people}",
     )
     require_share(test_share)
-    draw = _Draw(random.Random(mix(seed, people)), shape or Shape(), people)
+    draw = _Draw(random.Random(mix(seed, people)), shape or StatementShape(), people)
     found: list[Puzzle] = []
     keys: set[str] = set()
     tries = fruitless = 0
@@ -149,7 +149,7 @@ class _Draw:
     The others may differ between Python versions.
     """
 
-    def __init__(self, generator: random.Random, shape: Shape, people: int) -> None:
+    def __init__(self, generator: random.Random, shape: StatementShape, people: int) -> None:
         self._random = generator.random
         self._shape = shape
         self._people = people
@@ -314,9 +314,9 @@ class KnightsSettings:
         _ = self.shape, Roles(*self.roles)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> StatementShape:
         """The forms and sizes of statements."""
-        return Shape(forms=self.forms, width=self.width, depth=self.depth)
+        return StatementShape(forms=self.forms, width=self.width, depth=self.depth)
 
 
 def knights_rows(

@@ -57,7 +57,7 @@ def expect(claim: bool, otherwise: str) -> None:
         raise NonConforming(otherwise)
 
 
-class Rollout:
+class RolloutDriver:
     """Drives an engine and tracks open answers and token counts."""
 
     def __init__(self, engine: RolloutEngine) -> None:

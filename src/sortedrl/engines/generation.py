@@ -48,7 +48,7 @@ class RolloutEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class Sleeping(Protocol):
+class SleepableEngine(Protocol):
     """An engine that shares its GPU with a trainer; only one of them is awake."""
 
     def sleep(self) -> bool:
@@ -74,7 +74,7 @@ class TokenScores:
 
 
 @runtime_checkable
-class Scoring(Protocol):
+class ScoringEngine(Protocol):
     """An engine that computes the log-probabilities of given answers."""
 
     def score(

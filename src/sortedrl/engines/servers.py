@@ -37,7 +37,7 @@ class Refused(EngineError):
 class Server:
     """One server, on one event loop."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str) -> None:
         """Nothing is sent yet."""
         self.url = url.rstrip("/")
         # One stream per request: the engine decides how many run, not the client.
@@ -45,7 +45,7 @@ class Server:
         # A queued request receives nothing while others run.
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
-            base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+            base_url=self.url, limits=limits, timeout=timeout, trust_env=False
         )
 
     async def get(self, path: str, *, seconds: float = 30.0) -> Any:  # noqa: ANN401
@@ -57,11 +57,10 @@ class Server:
         path: str,
         body: Mapping[str, object] | None = None,
         *,
-        query: Mapping[str, str] | None = None,
         seconds: float = 60.0,
     ) -> Any:  # noqa: ANN401
         """The response to a POST of a JSON object: JSON, or text if it is not JSON."""
-        return await self._call("POST", path, body=body, query=query, seconds=seconds)
+        return await self._call("POST", path, body=body, seconds=seconds)
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any, None]:
         """The server-sent events of a POST, each one a JSON value."""
@@ -89,13 +88,10 @@ class Server:
         path: str,
         *,
         body: Mapping[str, object] | None = None,
-        query: Mapping[str, str] | None = None,
         seconds: float,
     ) -> Any:  # noqa: ANN401
         try:
-            response = await self._client.request(
-                method, path, json=body, params=query, timeout=seconds
-            )
+            response = await self._client.request(method, path, json=body, timeout=seconds)
         except httpx.HTTPError as error:
             raise self._lost(error) from error
         if response.status_code >= httpx.codes.BAD_REQUEST:

@@ -72,7 +72,7 @@ class ResultsWriter:
             label=label, answers=(), asked=dict(asked), settings=_plain(folder, settings)
         )
         _refuse_foreign_files(folder)
-        self._answers = _taken_up(folder, head=self._head, resume=resume)
+        self._answers = _existing_answers(folder, head=self._head, resume=resume)
         _check_questions(folder, self._answers, questions)
         self._done = {answer.key for answer in self._answers}
         samples = folder / SAMPLES
@@ -152,7 +152,7 @@ def _answers_in(folder: Path) -> list[Answer]:
     return list(_read_samples(folder / SAMPLES)) if (folder / SAMPLES).exists() else []
 
 
-def _taken_up(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
+def _existing_answers(folder: Path, *, head: Evaluation, resume: bool) -> list[Answer]:
     """The existing answers; refused if they belong to another evaluation."""
     if not resume:
         refuse_answers(folder)

@@ -50,7 +50,7 @@ class Progress:
     tokens: int
 
 
-class Runner:
+class EvaluationRunner:
     """Generates and scores the answers of an evaluation."""
 
     def __init__(

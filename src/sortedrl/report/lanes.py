@@ -156,7 +156,7 @@ class SlotQueue(Generic[Item]):
 
 
 @dataclass(slots=True)
-class _Stretch:
+class _OpenBar:
     """A bar whose tokens may still be discarded; frozen at the end of the log."""
 
     slot: int
@@ -169,7 +169,7 @@ class _Stretch:
     discarded: int = 0
     is_finished: bool = False
 
-    def bar(self, *, length: int | None) -> Bar:
+    def frozen(self, *, length: int | None) -> Bar:
         """The final bar."""
         event = self.event
         return Bar(
@@ -199,8 +199,8 @@ class _Tracer:
         self._rollout_since: float | None = begin.seconds
         self._rollout_end = begin.seconds
         self._queue: SlotQueue[Start] = SlotQueue(begin.slots)
-        self._running: dict[Key, _Stretch] = {}
-        self._written: dict[Key, list[_Stretch]] = {}
+        self._running: dict[Key, _OpenBar] = {}
+        self._written: dict[Key, list[_OpenBar]] = {}
         self._length: dict[Key, int] = {}
         self._bands: list[Band] = []
 
@@ -228,13 +228,13 @@ class _Tracer:
     def lanes(self) -> Lanes:
         """The lanes so far; what is still running ends now."""
         by_slot: list[list[Bar]] = [[] for _ in range(self._begin.slots)]
-        for key, stretches in self._written.items():
+        for key, bars in self._written.items():
             length = self._length.get(key)
-            for stretch in stretches:
-                by_slot[stretch.slot].append(stretch.bar(length=length))
+            for bar in bars:
+                by_slot[bar.slot].append(bar.frozen(length=length))
         for running in self._running.values():
             running.ended = self._writing_until
-            by_slot[running.slot].append(running.bar(length=None))
+            by_slot[running.slot].append(running.frozen(length=None))
         for lane in by_slot:
             lane.sort(key=attrgetter("start", "end"))
         self._end_rollout()
@@ -264,7 +264,7 @@ class _Tracer:
 
     def _fill(self) -> None:
         for slot, key, start in self._queue.assigned():
-            self._running[key] = _Stretch(
+            self._running[key] = _OpenBar(
                 slot=slot,
                 begun=self._now,
                 event=start,
@@ -276,42 +276,42 @@ class _Tracer:
         key = (event.prompt, event.sample)
         kept = event.tokens - event.decoded
         self._cut(key, kept)
-        stretch = self._running.pop(key, None)
-        if stretch is None and event.decoded and self._running:
-            stretch = self._swapped(key)
-        if stretch is None:
+        bar = self._running.pop(key, None)
+        if bar is None and event.decoded and self._running:
+            bar = self._swapped(key)
+        if bar is None:
             self._queue.leave(key)
             # The environment ended a conversation while it was outside: its last turn was its end.
             for last in self._written.get(key, ())[-1:]:
                 last.is_finished = isinstance(event, Finish)
         else:
-            stretch.ended = self._writing_until
-            stretch.kept = kept
-            stretch.decoded = event.decoded
-            stretch.is_finished = isinstance(event, Finish)
-            self._written.setdefault(key, []).append(stretch)
-            self._queue.free(stretch.slot)
+            bar.ended = self._writing_until
+            bar.kept = kept
+            bar.decoded = event.decoded
+            bar.is_finished = isinstance(event, Finish)
+            self._written.setdefault(key, []).append(bar)
+            self._queue.free(bar.slot)
         if isinstance(event, Interrupt):
             self._cut(key, event.kept)
         if self._rollout_since is not None:
             self._fill()
 
-    def _swapped(self, key: Key) -> _Stretch | None:
+    def _swapped(self, key: Key) -> _OpenBar | None:
         """Swap a queued answer that decoded after all with the answer started last."""
         start = self._queue.leave(key)
         if start is None:
             return None
         last = max(self._running, key=lambda other: (self._running[other].begun, other))
-        stretch = self._running.pop(last)
-        self._queue.add_first(last, stretch.event)
-        return replace(stretch, event=start, kept=start.cached)
+        bar = self._running.pop(last)
+        self._queue.add_first(last, bar.event)
+        return replace(bar, event=start, kept=start.cached)
 
     def _cut(self, key: Key, tokens: int) -> None:
         """Discard everything after the first `tokens` tokens of the answer."""
-        for stretch in self._written.get(key, ()):
-            live = stretch.decoded - stretch.discarded
+        for bar in self._written.get(key, ()):
+            live = bar.decoded - bar.discarded
             if live > tokens:
-                stretch.discarded = stretch.decoded - tokens
+                bar.discarded = bar.decoded - tokens
             tokens -= min(live, tokens)
 
     def _end_rollout(self) -> None:

@@ -25,7 +25,7 @@ from sortedrl.core.clock import VirtualClock
 from sortedrl.core.files import read_lines
 from sortedrl.core.randomness import mix, normal
 from sortedrl.errors import DataError, os_errors
-from sortedrl.simulate.lengths import Lengths, Parting
+from sortedrl.simulate.lengths import Divergence, Lengths
 from sortedrl.types import Key, Trajectory
 
 _TURNS_KEY = 0x7475726E73
@@ -147,22 +147,22 @@ class Conversations:
         self._log = None if settings.log is None else read_conversations(settings.log)
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
         """Tokens of the conversation at the end of its current turn."""
         before, number = _before_turn(trajectory), trajectory.num_turns
         observed = self._observed(trajectory)
         if observed is not None:
             own = observed[min(number, len(observed)) - 1].tokens
-            own = own if parting is None else max(parting.kept - before + 1, own)
+            own = own if divergence is None else max(divergence.kept - before + 1, own)
             return min(self.max_tokens, before + own)
-        own_parting = None
-        if parting is not None and parting.kept >= before:
-            own_parting = Parting(parting.version, parting.kept - before)
+        own_divergence = None
+        if divergence is not None and divergence.kept >= before:
+            own_divergence = Divergence(divergence.version, divergence.kept - before)
         turn = replace(trajectory, seed=mix(trajectory.seed, number))
         return min(
             self.max_tokens,
-            before + self._lengths.length(turn, version=version, parting=own_parting),
+            before + self._lengths.length(turn, version=version, divergence=own_divergence),
         )
 
     def num_turns(self, trajectory: Trajectory) -> int:

@@ -20,7 +20,7 @@ from typing import Protocol, overload
 from sortedrl.core.clock import VirtualClock
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.costs import Costs
-from sortedrl.simulate.lengths import LengthSettings, Parting
+from sortedrl.simulate.lengths import Divergence, LengthSettings
 from sortedrl.types import FinishReason, Key, Prompt, Segment, Step, TrainBatch, Trajectory, Weights
 
 BRANCH = 1 << 32
@@ -64,7 +64,7 @@ class _Running:
     kept: tuple[Segment, ...]
     kept_tokens: int
     given: Sequence[int]
-    parting: Parting | None
+    divergence: Divergence | None
     length: int
     since: int
 
@@ -81,7 +81,7 @@ class LengthSource(Protocol):
         """Tokens after which an answer is cut off."""
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
         """Tokens at which these weights end the answer."""
 
@@ -127,16 +127,16 @@ class SimulatedBatch:
         while self._queue and len(self._running) < self.slots:
             trajectory, tolerance = self._queue.popleft()
             prefilled += self._to_prefill(trajectory)
-            parting = _parting(trajectory)
+            divergence = _divergence(trajectory)
             cached = trajectory.num_tokens
             begun, kept_tokens = trajectory, cached
             if tolerance is not None and math.isfinite(tolerance):
                 kept_tokens = self._verified(trajectory)
                 if kept_tokens < cached:
-                    parting = Parting(self.version, kept_tokens)
+                    divergence = Divergence(self.version, kept_tokens)
             if tolerance is not None:
                 begun = _cut(trajectory, kept_tokens, version=self.version)
-            length = self._lengths.length(begun, version=self.version, parting=parting)
+            length = self._lengths.length(begun, version=self.version, divergence=divergence)
             length = max(length, kept_tokens)
             self._running[trajectory.key] = _Running(
                 trajectory,
@@ -144,7 +144,7 @@ class SimulatedBatch:
                 begun.segments,
                 kept_tokens,
                 begun.given,
-                parting,
+                divergence,
                 length,
                 self._steps,
             )
@@ -239,7 +239,7 @@ class SimulatedBatch:
         """The kept segments and the tokens written since; merged if they are contiguous."""
         if not decoded:
             return running.kept
-        branch = 0 if running.parting is None else running.parting.version
+        branch = 0 if running.divergence is None else running.divergence.version
         start = branch * BRANCH + running.kept_tokens
         stop, kept, given = start + decoded, running.kept, running.given
         goes_on = bool(kept) and not given and kept[-1].version == self.version
@@ -248,7 +248,7 @@ class SimulatedBatch:
         return (*kept, Segment(range(start, stop), Zeros(stop - start), self.version, given))
 
 
-def _parting(trajectory: Trajectory) -> Parting | None:
+def _divergence(trajectory: Trajectory) -> Divergence | None:
     """Where the answer last diverged from cached tokens, read from its own tokens."""
     if not trajectory.segments:
         return None
@@ -258,7 +258,7 @@ def _parting(trajectory: Trajectory) -> Parting | None:
         if segment.tokens[0] // BRANCH == branch:
             break
         start += len(segment.tokens)
-    return Parting(branch, start) if branch else None
+    return Divergence(branch, start) if branch else None
 
 
 def _cut(trajectory: Trajectory, tokens: int, *, version: int) -> Trajectory:

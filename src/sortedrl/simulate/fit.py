@@ -42,7 +42,9 @@ class Fit:
 def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     """Fit the constants; `name` is the name of the log in errors."""
     known = list(events)
-    watch = _Watch(_kept(known), has_landings=any(isinstance(event, Landed) for event in known))
+    watch = _EquationBuilder(
+        _kept(known), has_landings=any(isinstance(event, Landed) for event in known)
+    )
     for event in known:
         watch(event)
     if len(watch.rows) < 8 or not watch.updates:
@@ -76,7 +78,7 @@ def fit(events: Iterable[Event], *, name: str = "events") -> Fit:
     )
 
 
-class _Watch:
+class _EquationBuilder:
     """Turns events into equations."""
 
     def __init__(self, kept: Iterator[int], *, has_landings: bool) -> None:

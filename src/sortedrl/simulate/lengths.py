@@ -6,14 +6,14 @@ the rest belongs to the answer's noise stream, keyed by its seed and attempt. Ob
 from a CSV or JSONL file, or from the events of a run.
 
 `written_lengths` estimates lengths of uninterrupted answers from a run with interruptions
-(Kaplan-Meier). A stretch is the observation of one answer's length: it was already longer than
+(Kaplan-Meier). An observation of one answer's length: it was already longer than
 `entry` tokens when first seen, and it ended at `exit` tokens or was last seen there unfinished.
 The share of answers longer than `t` is a product over the lengths at which answers ended,
 
     S(t) = product over ends e <= t of (1 - ended at e / seen at e)
 
-where a stretch is at risk at every length above its entry up to its exit. An interrupted answer
-therefore counts as far as it was seen: neither dropped (which favours short answers) nor taken as
+where an observation is at risk at every length above its entry up to its exit. So an interrupted
+answer counts as far as it was seen: neither dropped (which favours short answers) nor taken as
 complete. A prompt with long answers is redrawn more often than others, and its redraws are long
 too, so ends are counted among first draws while enough of these are at risk, and among all draws
 beyond.
@@ -233,7 +233,7 @@ class LengthSettings:
         )
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """Where an answer last diverged from its cached tokens: the version, and the tokens kept."""
 
     version: int
@@ -263,19 +263,19 @@ class Lengths:
         self._answer_weight = math.sqrt(1 - settings.prompt_share)
 
     def length(
-        self, trajectory: Trajectory, *, version: int, parting: Parting | None = None
+        self, trajectory: Trajectory, *, version: int, divergence: Divergence | None = None
     ) -> int:
         """Tokens of the answer if these weights write it to the end."""
-        if parting is None:
+        if divergence is None:
             return self._first_length(trajectory, version)
         if self.settings.after_mismatch == "same":
-            return max(parting.kept + 1, self._first_length(trajectory, version))
+            return max(divergence.kept + 1, self._first_length(trajectory, version))
         for number in range(_FRESH_TRIES):
-            key = mix(trajectory.attempt, parting.version, number + 1)
+            key = mix(trajectory.attempt, divergence.version, number + 1)
             drawn = self._drawn(trajectory, version, key)
-            if drawn > parting.kept:
+            if drawn > divergence.kept:
                 return drawn
-        return parting.kept + 1
+        return divergence.kept + 1
 
     def _first_length(self, trajectory: Trajectory, version: int) -> int:
         if self.settings.replay and trajectory.attempt == 0:
@@ -343,7 +343,7 @@ class _Mixture:
 _ENOUGH = 20
 
 
-class Stretch(NamedTuple):
+class LengthObservation(NamedTuple):
     """What a run shows of one sample of an answer, in tokens."""
 
     entry: int
@@ -386,14 +386,14 @@ class Survival:
         return tuple(self.quantile((place + 0.5) / count) for place in range(count))
 
 
-def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
-    """One stretch for each sample of an answer: its last exit, and whether it was complete.
+def length_observations(events: Iterable[Event]) -> Iterator[LengthObservation]:
+    """One observation for each sample of an answer: its last exit, and whether it was complete.
 
     An answer that is resumed, or verified again after it was complete, is still one sample; only
     resampling with new noise starts another.
     """
     attempts: dict[Key, int] = {}
-    last: dict[Key, Stretch] = {}
+    last: dict[Key, LengthObservation] = {}
     for event in events:
         if isinstance(event, Start):
             key = (event.prompt, event.sample)
@@ -403,7 +403,7 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
         elif isinstance(event, Finish | Interrupt):
             key = (event.prompt, event.sample)
             is_finished, is_first = isinstance(event, Finish), attempts[key] == 0
-            last[key] = Stretch(0, event.tokens, is_finished, is_first)
+            last[key] = LengthObservation(0, event.tokens, is_finished, is_first)
         elif isinstance(event, Update):
             for trained in event.trained:
                 key = (trained.prompt, trained.sample)
@@ -412,16 +412,16 @@ def stretches(events: Iterable[Event]) -> Iterator[Stretch]:
     yield from last.values()
 
 
-def written_lengths(stretches: Iterable[Stretch]) -> Survival:
+def written_lengths(observations: Iterable[LengthObservation]) -> Survival:
     """The distribution of complete lengths; unfinished tails end at the longest exit.
 
-    Stretches without tokens are ignored. Raises `ValueError` if no stretch is left.
+    Observations without tokens are ignored. Raises `ValueError` if none is left.
     """
-    seen = [stretch for stretch in stretches if stretch.exit > stretch.entry]
+    seen = [one for one in observations if one.exit > one.entry]
     if not seen:
-        raise ValueError("lengths are estimated from at least one stretch of tokens, got none")
-    first = _Watched(stretch for stretch in seen if stretch.is_first)
-    every = _Watched(seen)
+        raise ValueError("lengths are estimated from at least one observation, got none")
+    first = _RiskSet(one for one in seen if one.is_first)
+    every = _RiskSet(seen)
     steps: list[tuple[int, float]] = []
     share = 1.0
     for length in sorted(every.moves):
@@ -434,21 +434,21 @@ def written_lengths(stretches: Iterable[Stretch]) -> Survival:
         first.pass_by(length)
         every.pass_by(length)
     if share > 0:
-        last = max(stretch.exit for stretch in seen)
+        last = max(one.exit for one in seen)
         steps = [*(step for step in steps if step[0] < last), (last, 0.0)]
     return Survival(survival=tuple(steps))
 
 
-class _Watched:
-    """Counts, in order of length, the stretches at risk and those that end."""
+class _RiskSet:
+    """Counts, in order of length, the observations at risk and those that end."""
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
+    def __init__(self, observations: Iterable[LengthObservation]) -> None:
         self.moves: Counter[int] = Counter()
         self._ends: Counter[int] = Counter()
-        for stretch in stretches:
-            self.moves[stretch.entry] += 1
-            self.moves[stretch.exit] -= 1
-            self._ends[stretch.exit] += stretch.is_finished
+        for one in observations:
+            self.moves[one.entry] += 1
+            self.moves[one.exit] -= 1
+            self._ends[one.exit] += one.is_finished
         self.seen = 0
 
     def ending(self, length: int) -> float:
@@ -456,5 +456,5 @@ class _Watched:
         return self._ends[length] / self.seen if self.seen else 0.0
 
     def pass_by(self, length: int) -> None:
-        """Add the stretches that enter at this length, and remove those that leave."""
+        """Add the observations that enter at this length, and remove those that leave."""
         self.seen += self.moves[length]

@@ -69,7 +69,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LoggedAnswer:
     """One answer of a log."""
 
     tokens: int
@@ -83,7 +83,7 @@ def read_observed(path: Path) -> Observed:
     seen = [answer for file in _files(path) for answer in _answers_of_log(file)]
     if not seen:
         raise DataError(path, "has no answers; give a log of at least one step")
-    steps: dict[object, list[_Seen]] = defaultdict(list)
+    steps: dict[object, list[_LoggedAnswer]] = defaultdict(list)
     for answer in seen:
         steps[answer.step].append(answer)
     sizes = Counter(len(answers) for answers in steps.values())
@@ -135,12 +135,12 @@ def _number(path: Path) -> tuple[int, str]:
     return int(digits or 0), str(path)
 
 
-def _answers_of_log(path: Path) -> Iterator[_Seen]:
+def _answers_of_log(path: Path) -> Iterator[_LoggedAnswer]:
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     for number, row in rows:
         tokens, is_estimated = _tokens_of_row(row, path, number)
         if tokens:
-            yield _Seen(
+            yield _LoggedAnswer(
                 tokens,
                 next((row[name] for name in _STEPS if name in row), str(path)),
                 str(next((row[name] for name in _PROMPTS if name in row), number)),
@@ -215,7 +215,7 @@ def _written(completion: object) -> Iterator[str]:
                 yield from _written(message.get("content") or "")
 
 
-def _samples(steps: Iterable[Sequence[_Seen]]) -> int:
+def _samples(steps: Iterable[Sequence[_LoggedAnswer]]) -> int:
     """Answers per prompt within a step: the most common number."""
     counts = Counter(
         count
@@ -225,7 +225,7 @@ def _samples(steps: Iterable[Sequence[_Seen]]) -> int:
     return max(counts, key=lambda count: (counts[count], count))
 
 
-def _prompt_share(steps: Iterable[Sequence[_Seen]]) -> float:
+def _prompt_share(steps: Iterable[Sequence[_LoggedAnswer]]) -> float:
     """The share of the variance of log lengths that belongs to the prompt."""
     groups: dict[tuple[object, str], list[float]] = defaultdict(list)
     for answers in steps:
@@ -261,7 +261,7 @@ def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Calla
     target = Path(path)
     if target.suffix != ".jsonl":
         raise ConfigError(f"lengths are kept as JSON lines, so path must end in .jsonl, got {path}")
-    notes = _Notes(target)
+    notes = _LengthLog(target)
 
     if reward is not None and inspect.iscoroutinefunction(reward):
 
@@ -281,7 +281,7 @@ def measure(path: str | Path, reward: Callable[..., Any] | None = None) -> Calla
     return sortedrl_measure
 
 
-class _Notes:
+class _LengthLog:
     """Writes lengths; calls in quick succession belong to one step."""
 
     def __init__(self, path: Path) -> None:

@@ -36,9 +36,9 @@ class SimulatedReplica:
     """One engine of the pool: a batch with its own speed."""
 
     def __init__(
-        self, batch: SimulatedBatch, *, number: int, slowness: float, prefill_token_seconds: float
+        self, batch: SimulatedBatch, *, number: int, slowdown: float, prefill_token_seconds: float
     ) -> None:
-        """Alive and empty; everything takes `slowness` times as long."""
+        """Alive and empty; everything takes `slowdown` times as long."""
         self.batch = batch
         self.number = number
         self.is_alive = True
@@ -47,7 +47,7 @@ class SimulatedReplica:
         """Tokens since `take_tokens` was last called."""
         self.turn = 0
         """Number of its current plan; scheduled events of earlier plans are ignored."""
-        self._slowness = slowness
+        self._slowdown = slowdown
         self._prefill_token_seconds = prefill_token_seconds
         self._start = 0.0
         self._prefill_seconds = 0.0
@@ -120,7 +120,7 @@ class SimulatedReplica:
 
     def _time_after(self, steps: int) -> float:
         seconds = self._prefill_seconds + self.batch.decode_seconds(steps)
-        return self._start + seconds * self._slowness
+        return self._start + seconds * self._slowdown
 
     def _decode(self, steps: int) -> list[Trajectory]:
         self._start = self._time_after(steps)
@@ -206,15 +206,15 @@ class SimulatedPool:
         self._costs = costs
         self._clock = clock
         self._seed = seed
-        pairs = zip(settings.shares(slots), settings.slownesses(seed), strict=True)
+        pairs = zip(settings.shares(slots), settings.slowdowns(seed), strict=True)
         self._replicas = [
             SimulatedReplica(
                 SimulatedBatch(slots=share, lengths=lengths, costs=costs),
                 number=number,
-                slowness=slowness,
+                slowdown=slowdown,
                 prefill_token_seconds=costs.prefill_token_seconds,
             )
-            for number, (share, slowness) in enumerate(pairs)
+            for number, (share, slowdown) in enumerate(pairs)
         ]
         self._placement = _Placement(self._replicas)
         self._queue: deque[Work] = deque()

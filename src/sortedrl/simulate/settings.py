@@ -92,10 +92,10 @@ class PoolSettings:
         each, more = divmod(slots, self.engines)
         return [each + (number < more) for number in range(self.engines)]
 
-    def slownesses(self, seed: int) -> list[float]:
+    def slowdowns(self, seed: int) -> list[float]:
         """How many times as long as the preset each engine takes.
 
-        >>> sorted(PoolSettings(engines=50, slow_share=0.04).slownesses(0))[-3:]
+        >>> sorted(PoolSettings(engines=50, slow_share=0.04).slowdowns(0))[-3:]
         [1.0, 2.0, 2.0]
         """
         numbers = range(self.engines)

@@ -42,7 +42,7 @@ from sortedrl.types import Step, Trajectory, Weights, impossible_logprob
 _LOGITS_BYTES = 1 << 30
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Runs plans on a device, in order."""
 
     @property
@@ -563,7 +563,7 @@ def _has_applied(span: RowSpan, sampled: SampledTokens, row: int) -> bool:
 
 def _runner(
     hf_model: HFModel, size: CacheSize, *, slots: int, max_rows: int, is_compiled: bool
-) -> Runner:
+) -> ModelRunner:
     if hf_model.device.type == "cuda":
         from sortedrl.engines.native.cuda_runner import CudaRunner
 

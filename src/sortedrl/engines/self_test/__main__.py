@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sortedrl.engines.conformance import NonConforming, Rollout, expect, logprob_gap
+from sortedrl.engines.conformance import NonConforming, RolloutDriver, expect, logprob_gap
 from sortedrl.engines.generation import RolloutEngine, fresh_trajectories
 from sortedrl.engines.installed import KINDS, Kind
 from sortedrl.engines.sampling import Sampling
@@ -110,7 +110,7 @@ def _server(url: str) -> Verdict:
             engine.close()
 
 
-def _verdict(engine: RolloutEngine, figures: Figures) -> Verdict:
+def _verdict(engine: RolloutEngine, figures: Measurements) -> Verdict:
     return Verdict(
         reason=None,
         name=engine.name,
@@ -254,18 +254,18 @@ def _made(seed: int, *, device: torch.device, dtype: torch.dtype) -> PreTrainedM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Measurements:
     """Measurements of a self-test."""
 
     tokens_per_second: float
     largest_gap: float | None
 
 
-def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
+def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Measurements:
     """Test an engine that has the model before the update."""
     stage("generating answers")
     first, new = engine.version, engine.version + 1
-    rollout = Rollout(engine)
+    rollout = RolloutDriver(engine)
 
     def hand_over() -> None:
         stage("loading new weights")
@@ -292,24 +292,26 @@ def check(engine: RolloutEngine, models: Pair, *, stage: Stage) -> Figures:
         f"pass with them (at most {most:g}): it uses other weights, or a stale cache",
     )
     gap_greedy = _check_greedy(greedy, models.after, most=most)
-    return Figures(
+    return Measurements(
         tokens_per_second=rollout.decoded_tokens / rollout.seconds,
         largest_gap=max(gap, gap_after, gap_greedy),
     )
 
 
-def check_as_it_is(engine: RolloutEngine, *, vocabulary: int, stage: Stage) -> Figures:
+def check_as_it_is(engine: RolloutEngine, *, vocabulary: int, stage: Stage) -> Measurements:
     """Test an engine whose weights are unknown and must not change."""
     stage("generating answers")
-    rollout = Rollout(engine)
+    rollout = RolloutDriver(engine)
     versions = (engine.version, engine.version)
     _written(engine, rollout, vocabulary=vocabulary, between=lambda: None, versions=versions)
-    return Figures(tokens_per_second=rollout.decoded_tokens / rollout.seconds, largest_gap=None)
+    return Measurements(
+        tokens_per_second=rollout.decoded_tokens / rollout.seconds, largest_gap=None
+    )
 
 
 def _written(
     engine: RolloutEngine,
-    rollout: Rollout,
+    rollout: RolloutDriver,
     *,
     vocabulary: int,
     between: Callable[[], None],
@@ -347,7 +349,7 @@ def _written(
 
 
 def _interrupted(
-    engine: RolloutEngine, rollout: Rollout, *, vocabulary: int, attempt: int
+    engine: RolloutEngine, rollout: RolloutDriver, *, vocabulary: int, attempt: int
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Answers that were complete when the engine was stopped, and those that were not."""
     prompts = _prompts(_PROMPTS, vocabulary)
@@ -358,7 +360,7 @@ def _interrupted(
 
 
 def _written_greedily(engine: RolloutEngine, models: Pair) -> list[Trajectory]:
-    greedy = Rollout(engine)
+    greedy = RolloutDriver(engine)
     prompts = _prompts(_GREEDY_PROMPTS, models.vocabulary)
     greedy.submit(
         fresh_trajectories(prompts, samples_per_prompt=1, seed=1),

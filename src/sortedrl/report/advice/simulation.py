@@ -45,7 +45,7 @@ from sortedrl.core.meter import Figures, Meter
 from sortedrl.core.randomness import uniform
 from sortedrl.simulate.compare import simulate
 from sortedrl.simulate.costs import Costs, CostSettings
-from sortedrl.simulate.lengths import LengthSettings, Survival, stretches, written_lengths
+from sortedrl.simulate.lengths import LengthSettings, Survival, length_observations, written_lengths
 from sortedrl.simulate.settings import Simulation
 from sortedrl.types import Key
 
@@ -427,7 +427,7 @@ def fitted_run(
     seed: int,
 ) -> FittedRun:
     """The run that wrote these events, as a simulation."""
-    survival = written_lengths(stretches(events))
+    survival = written_lengths(length_observations(events))
     places = _places(observed, schedule)
     lengths = LengthSettings(
         values=tuple(_values(observed, places, survival, schedule=schedule, seed=seed)),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sortedrl.evaluation.tables import percent
-from sortedrl.report.charts.svg import Canvas, Frame, Scheme, round_marks, short
+from sortedrl.report.charts.svg import Canvas, PlotArea, Scheme, round_marks, short
 
 _WIDTH, _HEIGHT = 860, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78, 30, 50, 60
@@ -57,7 +57,7 @@ def pareto(
         raise ValueError("a Pareto picture needs at least one point, got none")
     xs, ys = [point.x for point in points], [point.y for point in points]
     x_start, y_start = (_start(xs), _start(ys)) if is_cropped else (0.0, 0.0)
-    frame = Frame(
+    frame = PlotArea(
         left=_LEFT,
         right=_WIDTH - _RIGHT,
         top=_TOP,
@@ -105,7 +105,7 @@ def _end(values: Sequence[float], *, start: float, air: float) -> float:
     return start + air * (max(values) - start) or 1.0
 
 
-def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: Frame) -> None:
+def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: PlotArea) -> None:
     """Steps: everything right of a point and below it is dominated."""
     if not front:
         return
@@ -119,7 +119,7 @@ def _draw_front(canvas: Canvas, front: Sequence[Point], *, frame: Frame) -> None
     canvas.path(corners, css="front")
 
 
-def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: Frame) -> None:
+def _draw_numbers(canvas: Canvas, named: Sequence[Point], *, frame: PlotArea) -> None:
     """Number each named dot on the side where there is room, without overlap.
 
     Up and left for points on the front, down and right for dominated ones.

@@ -17,7 +17,7 @@ from sortedrl.evaluation.tables import percent, points
 from sortedrl.report.charts.svg import (
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     Scheme,
     clipped,
     neighbours,
@@ -120,7 +120,7 @@ def _thinned(rows: Sequence[tuple[float, ...]]) -> list[tuple[int, tuple[float, 
 
 def _frame(
     points: Sequence[tuple[float, float]], *, top: float, width: int, is_share: bool
-) -> Frame:
+) -> PlotArea:
     highest = max((y for _, y in points), default=0.0)
     low, high = 1.08 * min([0.0, *(y for _, y in points)]), 1.08 * max(0.0, highest)
     if is_share and highest <= 1:
@@ -128,7 +128,7 @@ def _frame(
     # below this, round numbers cannot be distinguished
     is_flat = high - low < 1e-6
     x_end = max((x for x, _ in points), default=0.0)
-    return Frame(
+    return PlotArea(
         left=_LEFT,
         right=width - _RIGHT,
         top=top,
@@ -170,7 +170,7 @@ def _draw_key(
 
 
 def _draw_band(
-    canvas: Canvas, band: Sequence[tuple[float, ...]], *, frame: Frame, css: str
+    canvas: Canvas, band: Sequence[tuple[float, ...]], *, frame: PlotArea, css: str
 ) -> None:
     """The area between lowest and highest; at a single position, the line between them."""
     upper = [(frame.x(x), frame.y(high)) for x, _, high in band]
@@ -192,7 +192,7 @@ def label_ends(
     canvas: Canvas,
     ends: Sequence[tuple[float, ...]],
     *,
-    frame: Frame,
+    frame: PlotArea,
     label: Callable[[float], str],
 ) -> None:
     """Label the end of each line with its last value, without overlap.
@@ -298,7 +298,7 @@ def pass_curves(curves: Sequence[Mapping[int, Estimate]], *, label: str) -> str:
     """pass@k over k, with k on a logarithmic axis."""
     sizes = sorted({k for curve in curves for k in curve})
     canvas = Canvas(_WIDTH, _CURVE_HEIGHT, label=label)
-    frame = Frame(
+    frame = PlotArea(
         left=44,
         right=_WIDTH - 46,
         top=_HEAD,

@@ -309,7 +309,7 @@ _SWATCH, _LEAST = 18, 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class PlotArea:
     """A plot area: its edges in pixels, and the values there; by default shares from 0 to 1."""
 
     left: float

@@ -24,7 +24,7 @@ from sortedrl.report.charts.svg import (
     NARROW,
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     round_steps,
     round_width,
     series_class,
@@ -32,7 +32,12 @@ from sortedrl.report.charts.svg import (
 )
 from sortedrl.report.html import figure, paragraph, remarks, section, table, unbroken
 from sortedrl.report.record import Run, chart_figure, length_chart, seed_groups
-from sortedrl.simulate.lengths import Stretch, Survival, stretches, written_lengths
+from sortedrl.simulate.lengths import (
+    LengthObservation,
+    Survival,
+    length_observations,
+    written_lengths,
+)
 
 _FAIR = 0.03
 """A length bias within this of 1 is reported as none."""
@@ -50,7 +55,7 @@ Shares = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class RunLengths:
     """The lengths of one run: estimated for the policy, counted otherwise."""
 
     written: Survival
@@ -111,14 +116,14 @@ def lengths_section(runs: Sequence[Run]) -> str:
     )
 
 
-def lengths_of(run: Run) -> Lengths | None:
+def lengths_of(run: Run) -> RunLengths | None:
     """The lengths of a run; `None` before the first token."""
-    seen = [stretch for stretch in stretches(run.record.events) if stretch.exit > stretch.entry]
+    seen = [one for one in length_observations(run.record.events) if one.exit > one.entry]
     if not seen:
         return None
     written = written_lengths(seen)
     finishes = [event for event in run.record.events if isinstance(event, Finish)]
-    return Lengths(
+    return RunLengths(
         written=written,
         unseen=_unseen(written, seen),
         trained=Counter(tokens for _, _, tokens in run.metrics.trained_lengths),
@@ -128,7 +133,7 @@ def lengths_of(run: Run) -> Lengths | None:
     )
 
 
-def bias_text(run: Run, lengths: Lengths) -> str:
+def bias_text(run: Run, lengths: RunLengths) -> str:
     """How trained lengths differ from generated ones, in a sentence or two."""
     bias = lengths.bias
     if bias is None:
@@ -143,7 +148,7 @@ def bias_text(run: Run, lengths: Lengths) -> str:
     return f"{text}{_reason(run, lengths, change=change)}.{_ends_text(lengths)}"
 
 
-def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
+def _reason(run: Run, lengths: RunLengths, *, change: float) -> str:
     if change >= -_FAIR:
         return ""
     if lengths.has_redraws:
@@ -151,7 +156,7 @@ def _reason(run: Run, lengths: Lengths, *, change: float) -> str:
     return "" if run.is_ended else ": short answers come first, and the run has not ended"
 
 
-def _ends_text(lengths: Lengths) -> str:
+def _ends_text(lengths: RunLengths) -> str:
     """Caveats about the longest answers."""
     text = ""
     if lengths.truncated:
@@ -166,7 +171,7 @@ def _ends_text(lengths: Lengths) -> str:
     return text
 
 
-def _picture(known: Sequence[tuple[Run, Lengths]], *, width: int) -> str:
+def _picture(known: Sequence[tuple[Run, RunLengths]], *, width: int) -> str:
     """All runs in the same bins."""
     every = [n for _, known_ in known for n in (*known_.trained, *dict(known_.written.survival))]
     typical = min(lengths.written.quantile(0.5) for _, lengths in known)
@@ -175,7 +180,7 @@ def _picture(known: Sequence[tuple[Run, Lengths]], *, width: int) -> str:
     for run, lengths in known:
         bias, count = lengths.bias, lengths.trained.total()
         shapes.append(
-            Shape(
+            Histogram(
                 name=run.name,
                 note=f"length bias {bias.ratio:.2f}" if bias else "no updates yet",
                 written=bins.shares(_ends(lengths.written)),
@@ -188,7 +193,7 @@ def _picture(known: Sequence[tuple[Run, Lengths]], *, width: int) -> str:
     return histograms(shapes, bins=bins, title=title, width=width)
 
 
-def _numbers(known: Sequence[tuple[Run, Lengths]]) -> str:
+def _numbers(known: Sequence[tuple[Run, RunLengths]]) -> str:
     """A column for each run."""
     columns = []
     for _, lengths in known:
@@ -237,11 +242,11 @@ def _ends(written: Survival) -> Iterator[tuple[int, float]]:
         before = longer
 
 
-def _unseen(written: Survival, seen: Sequence[Stretch]) -> float:
+def _unseen(written: Survival, seen: Sequence[LengthObservation]) -> float:
     """The share that ends in the estimate only because nothing longer was seen."""
     last, _ = written.survival[-1]
-    exits = [stretch for stretch in seen if stretch.exit == last]
-    unfinished = sum(not stretch.is_finished for stretch in exits)
+    exits = [one for one in seen if one.exit == last]
+    unfinished = sum(not one.is_finished for one in exits)
     *_, (_, share) = _ends(written)
     return share * unfinished / len(exits) if exits else 0.0
 
@@ -289,7 +294,7 @@ class Bins:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Histogram:
     """The lengths of one run; a mean is given if its shares are not all 0."""
 
     name: str
@@ -311,7 +316,7 @@ def length_bins(*, shortest: int, typical: float, longest: int) -> Bins:
     return Bins(edges=(*sorted(edges - {longest + 1}), longest + 1), is_log=True)
 
 
-def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str, width: int = WIDTH) -> str:
+def histograms(shapes: Sequence[Histogram], *, bins: Bins, title: str, width: int = WIDTH) -> str:
     """Histograms of the runs, two side by side if the page is wide."""
     across = 1 if len(shapes) == 1 or width < WIDTH else 2
     wide = (width - (across - 1) * _ASIDE) / across
@@ -321,7 +326,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str, width: int = 
     for place, shape in enumerate(shapes):
         left = (wide + _ASIDE) * (place % across)
         top = pitch * (place // across) + HEADING
-        whole = Frame(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
+        whole = PlotArea(left=left, right=left + wide - _RIGHT, top=top, floor=top + 1)
         whole.draw_name(canvas, shape.name, note=shape.note, css=series_class(place))
         top += _HEADROOM
         frame = replace(whole, left=left + _LEFT, top=top, floor=top + _TALL, y_end=most)
@@ -334,7 +339,7 @@ def histograms(shapes: Sequence[Shape], *, bins: Bins, title: str, width: int = 
     return canvas.inline()
 
 
-def _draw_shape(canvas: Canvas, shape: Shape, *, bins: Bins, frame: Frame, css: str) -> None:
+def _draw_shape(canvas: Canvas, shape: Histogram, *, bins: Bins, frame: PlotArea, css: str) -> None:
     edges = [frame.x(bins.x(edge)) for edge in bins.edges]
     outline = [(edges[0], frame.floor)]
     for place, written in enumerate(shape.written):
@@ -365,7 +370,7 @@ def _draw_shape(canvas: Canvas, shape: Shape, *, bins: Bins, frame: Frame, css: 
 
 
 def _draw_mean(
-    canvas: Canvas, what: str, mean: float, *, bins: Bins, frame: Frame, row: int, css: str
+    canvas: Canvas, what: str, mean: float, *, bins: Bins, frame: PlotArea, row: int, css: str
 ) -> None:
     """A line at the mean from its label down to the axis; each kind has its own row of labels."""
     x = frame.x(bins.x(mean))

@@ -21,7 +21,7 @@ from sortedrl.report.charts.svg import (
     NARROW,
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     each_column,
     neighbours,
     round_steps,
@@ -226,12 +226,12 @@ def bubbles_section(runs: Sequence[Run]) -> str:
     return section("Where the bubble is", summary, *drawn, name="bubbles")
 
 
-def round_columns(run: Run) -> list[Step]:
+def round_columns(run: Run) -> list[StripColumn]:
     """The rounds in order, as wide as their rollouts; neighbours are combined if there are many.
 
     The mean of the shares, weighted by width, is the bubble of the run.
     """
-    columns: list[Step] = []
+    columns: list[StripColumn] = []
     numbers = _round_numbers(run)
     now = 0.0
     for first, part in neighbours(run.metrics.rounds, most=MAX_COLUMNS):
@@ -239,21 +239,23 @@ def round_columns(run: Run) -> list[Step]:
         end = now + joined.rollout_seconds
         what = span_of("round", numbers[first], numbers[first + len(part) - 1])
         columns.append(
-            Step(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
+            StripColumn(start=now, end=end, share=joined.bubble, tooltip=_tooltip(what, joined))
         )
         now = end
     return columns
 
 
-def group_columns(run: Run) -> list[Step]:
+def group_columns(run: Run) -> list[StripColumn]:
     """The groups in order, each from load to close; neighbours are combined if there are many."""
-    columns: list[Step] = []
+    columns: list[StripColumn] = []
     groups = sorted(run.metrics.groups, key=lambda group: group.group)
     for first, part in neighbours([group.figures for group in groups], most=MAX_COLUMNS):
         start, end = groups[first].group, groups[first + len(part) - 1].group
         joined = _joined(part)
         tooltip = _tooltip(span_of("group", start, end), joined)
-        columns.append(Step(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip))
+        columns.append(
+            StripColumn(start=start - 0.4, end=end + 0.4, share=joined.bubble, tooltip=tooltip)
+        )
     return columns
 
 
@@ -338,7 +340,7 @@ def _tooltip(what: str, figures: Figures) -> str:
     )
 
 
-def _strip(run: Run, columns: Sequence[Step]) -> Strip:
+def _strip(run: Run, columns: Sequence[StripColumn]) -> Strip:
     bubble = run.metrics.run.bubble
     note = f"{run.metrics.slots:,} slots, bubble {percent(bubble)}"
     return Strip(name=run.name, note=note, steps=tuple(columns), level=bubble)
@@ -366,7 +368,7 @@ def _groups_figure(runs: Sequence[Run]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StripColumn:
     """One column: start, end, share, and tooltip."""
 
     start: float
@@ -381,7 +383,7 @@ class Strip:
 
     name: str
     note: str
-    steps: tuple[Step, ...]
+    steps: tuple[StripColumn, ...]
     level: float
 
 
@@ -401,7 +403,7 @@ def strips(
     pitch = HEADING + height + _BETWEEN
     canvas = Canvas(width, pitch * len(rows) - _BETWEEN + FOOT, label=title)
     frames = [
-        Frame(
+        PlotArea(
             left=_LEFT,
             right=width - _RIGHT,
             top=pitch * place + HEADING,

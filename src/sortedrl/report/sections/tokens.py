@@ -22,7 +22,7 @@ from sortedrl.report.charts.svg import (
     SHADES,
     WIDTH,
     Canvas,
-    Frame,
+    PlotArea,
     each_column,
     neighbours,
     round_steps,
@@ -169,7 +169,7 @@ def heat_maps(maps: Sequence[HeatMap], *, title: str, width: int = WIDTH) -> str
     top = float(_KEY)
     for run, height in zip(maps, heights, strict=True):
         top += HEADING
-        frame = Frame(left=_LEFT, right=width - _RIGHT, top=top, floor=top + height)
+        frame = PlotArea(left=_LEFT, right=width - _RIGHT, top=top, floor=top + height)
         frame.draw_name(canvas, run.name, note=run.note, css=series_class(run.place))
         _draw_map(canvas, run, frame=frame, updates=updates)
         top += height + _BETWEEN
@@ -200,7 +200,7 @@ def _draw_key(canvas: Canvas) -> None:
     canvas.text(x + 66, 20, content="mean of tokens", css="small")
 
 
-def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> None:
+def _draw_map(canvas: Canvas, run: HeatMap, *, frame: PlotArea, updates: int) -> None:
     for row in range(run.num_rows):
         y = frame.y((row + 0.5) / run.num_rows) + 4
         text = run.values(row, to="\N{EN DASH}")
@@ -212,7 +212,7 @@ def _draw_map(canvas: Canvas, run: HeatMap, *, frame: Frame, updates: int) -> No
 
 
 def _draw_column(
-    canvas: Canvas, column: Column, *, run: HeatMap, frame: Frame, left: float, right: float
+    canvas: Canvas, column: Column, *, run: HeatMap, frame: PlotArea, left: float, right: float
 ) -> None:
     """The cells of a column and its mean; nothing if no answer was trained."""
     whole = sum(column.answers)
@@ -303,7 +303,7 @@ def flows(rows: Sequence[tuple[str, Ledger]], *, title: str, width: int = WIDTH)
     top = 0.0
     for place, ((name, ledger), height) in enumerate(zip(rows, heights, strict=True)):
         top += HEADING
-        frame = Frame(left=8, right=width - 8, top=top, floor=top + height)
+        frame = PlotArea(left=8, right=width - 8, top=top, floor=top + height)
         frame.draw_name(
             canvas, name, note=_law(ledger) if width >= WIDTH else "", css=series_class(place)
         )
